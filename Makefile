@@ -1,0 +1,1 @@
+# Two commands set everything up: `make demo` and `make test`.

@@ -1,0 +1,80 @@
+"""The tensors an algorithm sees, and how its parts combine into one loss.
+
+Everything is flat: the tokens of all sequences of a micro-batch one after another, as packing lays them out.
+Functions are pure; nothing here knows of processes, models or files.
+
+N trained or untrained token of the micro-batch, S sequence of the micro-batch.
+
+Every loss is a sum of per-token terms times `weights_N`, which an aggregation mode computes from the mask, so
+that the caller can add micro-batches and ranks and divide once by the global denominator:
+
+    gradient = ( Σ over micro-batches and ranks of  ∇ Σ_N weights_N · loss_N ) / ( Σ of denominators )
+
+The same batch therefore gives the same gradient however it is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """One micro-batch. Sequences are never split across micro-batches."""
+
+    logprobs_N: Tensor
+    """log π of the current policy; the only field that carries a gradient (with entropy_N and values_N)."""
+    mask_N: Tensor
+    """1.0 on trained tokens, else 0.0."""
+    seq_N: Tensor
+    """int64: which sequence of this micro-batch a token belongs to, 0 ≤ seq < num_seqs."""
+    num_seqs: int
+    advantages_N: Tensor
+    old_logprobs_N: Tensor
+    """log π_old; equal to logprobs_N.detach() when there is one optimizer step per batch."""
+    rollout_logprobs_N: Tensor
+    """log μ as the engine reported it. For corrections and mismatch metrics only."""
+    ref_logprobs_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    values_N: Tensor | None = None
+    old_values_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure that adds up over micro-batches and ranks: a mean is total / weight, an extreme is a max."""
+
+    total: Tensor
+    weight: Tensor
+    is_max: bool = False
+
+    @staticmethod
+    def mean(values_N: Tensor, weights_N: Tensor) -> Metric:
+        return Metric(total=(values_N * weights_N).sum().detach(), weight=weights_N.sum().detach())
+
+    @staticmethod
+    def largest(values: Tensor) -> Metric:
+        largest = values.max() if values.numel() else torch.tensor(float("-inf"))
+        return Metric(total=largest.detach(), weight=torch.ones_like(largest), is_max=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss:
+    """What a policy or value loss returns: one term per token, before weights and aggregation."""
+
+    loss_N: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSum:
+    """A micro-batch's share of the loss: backward() `numerator`, divide the gradient by Σ denominator."""
+
+    numerator: Tensor
+    denominator: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)

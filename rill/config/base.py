@@ -1,0 +1,66 @@
+"""The base of every configuration: strict, frozen, and chosen by `type` where several parts fit one place.
+
+A part's configuration is the class `Config` inside the part, so that it is read, documented and built in one
+file. Unknown keys are errors. Every field has a docstring with its unit and its off-value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from rill.errors import UnknownNameError
+from rill.registry import Registry
+
+
+class Config(BaseModel):
+    """Base class of all configurations."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=False,
+    )
+
+
+class PartConfig(Config):
+    """Base of configurations that are chosen by name; a part narrows `type` to its own name."""
+
+    type: str
+
+
+class OneOf:
+    """Marks a field that holds the Config of any part in a registry, chosen by its `type` key.
+
+    >>> class Rollout(Config):
+    ...     engine: Annotated[PartConfig, OneOf(ENGINES)]
+    ...
+    >>> Rollout(engine={"type": "vllm", "dtype": "bfloat16"}).engine   # a rill.inference.vllm.VllmEngine.Config
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._choose,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda part: part.model_dump()),
+        )
+
+    def _choose(self, value: Any) -> PartConfig:
+        if isinstance(value, PartConfig):
+            return value
+        if isinstance(value, str):
+            value = {"type": value}
+        if not isinstance(value, dict) or "type" not in value:
+            raise ValueError(f"needs a key 'type', one of: {', '.join(sorted(self.registry))}")
+        try:
+            part = self.registry.load(value["type"])
+        except UnknownNameError as error:
+            raise ValueError(str(error)) from error
+        config: PartConfig = part.Config.model_validate(value)
+        return config

@@ -1,0 +1,138 @@
+"""Every error rill raises on purpose, on one page, and the boundary that turns one into a message.
+
+A RillError is somebody's mistake or misfortune and says what was wrong, what was got and how to mend it.
+A bug of rill's own is an AssertionError and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RillError(Exception):
+    """Base of all. `exit_code` is what a command ends with when nothing catches it."""
+
+    exit_code = 1
+
+
+# --- what the user gave us --------------------------------------------------------------------------------
+
+
+class UserError(RillError):
+    """The input is wrong; running it again unchanged will fail again."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration file, key or value."""
+
+
+class UnknownNameError(UserError):
+    """A name that no registry knows; the message lists those it does."""
+
+
+class MissingExtraError(UserError):
+    """An optional library is not installed; the message holds the install line."""
+
+
+class PlanError(UserError):
+    """A placement or plan that cannot be carried out."""
+
+
+class DataError(UserError):
+    """A dataset, row or prompt that cannot be used."""
+
+
+class InvalidSampleError(UserError):
+    """A trajectory or sample whose fields contradict each other."""
+
+
+class RequestError(UserError):
+    """A generation request that no engine could answer: bad ids, too long, contradicting parameters."""
+
+
+class UnsupportedError(UserError):
+    """This engine, backend or device does not have the feature that was asked for."""
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded, or does not fit its tokenizer or its use."""
+
+
+# --- what happened while running --------------------------------------------------------------------------
+
+
+class RunError(RillError):
+    """The run met something that its configuration could not have foreseen."""
+
+
+class WorkerError(RunError):
+    """An exception inside a worker; carries the remote traceback, the group and the rank."""
+
+    def __init__(self, message: str, *, group: str, rank: int, remote_traceback: str) -> None:
+        super().__init__(message)
+        self.group = group
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_worker_error, (self.args[0], self.group, self.rank, self.remote_traceback))
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.rank}]: {self.args[0]}\n{self.remote_traceback}".rstrip()
+
+
+def _rebuild_worker_error(message: str, group: str, rank: int, remote_traceback: str) -> WorkerError:
+    return WorkerError(message, group=group, rank=rank, remote_traceback=remote_traceback)
+
+
+class PeerDiedError(RunError):
+    """The process at the other end of a call, transfer or channel is gone; the message names it."""
+
+
+class StuckError(RunError):
+    """A wait passed its deadline; the message says who waits for whom on what."""
+
+
+class ChannelClosedError(RunError):
+    """A put or take on a channel that is closed."""
+
+
+class EngineError(RunError):
+    """An inference engine failed at something it should have been able to do."""
+
+
+class WeightSyncError(RunError):
+    """Weights that arrived incomplete, damaged, out of order or not at all."""
+
+
+class StaleWeightsError(WeightSyncError):
+    """An engine answers with other weights than its version says."""
+
+
+class TrainingError(RunError):
+    """An update that must not be applied: NaN loss, empty batch, mismatched sizes."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is missing, damaged or belongs to another run."""
+
+
+class GuardError(RunError):
+    """A guard whose action is to stop the run."""
+
+
+@contextmanager
+def boundary(where: str) -> Iterator[None]:
+    """Name the place a RillError passed through, keeping its type and traceback.
+
+    >>> with boundary("recipes/demo.toml"):
+    ...     load()
+    """
+    try:
+        yield
+    except RillError as error:
+        error.add_note(f"in {where}")
+        raise

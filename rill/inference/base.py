@@ -1,0 +1,197 @@
+"""What every inference engine is to the rest of rill.
+
+Callers: rollout workers, environments, the server, evaluation, and reference, teacher and judge workers.
+
+An engine takes token ids and gives token ids, each with its log-probability and with the policy version that
+made it. Text exists only at its edges (stop strings). All methods are thread-safe and block for at most the
+deadline they are given; `submit` never blocks: it returns a concurrent.futures.Future, which sync code waits on
+and async code wraps with asyncio.wrap_future.
+
+Guarantees, checked for every engine by tests/inference/conformance.py:
+- versions[i] is the version of the weights that computed logprobs[i]; a cache entry never outlives its version.
+- logprobs are log-softmax of the logits after penalties, bias and temperature, before top-k/p/min-p truncation
+  (temperature 0 reports the temperature-1 distribution), so that a trainer can recompute them.
+- A request interrupted by pause(INTERRUPT) keeps its tokens and continues after resume(), under new weights if
+  they changed; its future completes once, with the versions of every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rill.registry import Registry
+from rill.types import Floats, Ints, PolicyVersion, SamplingParams, StopReason, TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+ENGINES = Registry(
+    "engine",
+    {
+        "native": "rill.inference.native.engine:NativeEngine",
+        "vllm": "rill.inference.vllm:VllmEngine",
+        "sglang": "rill.inference.sglang:SglangEngine",
+        "openai": "rill.inference.openai:OpenAIEngine",
+    },
+)
+
+
+class Feature(StrEnum):
+    """What a training run may need of an engine; an engine lists those it has."""
+
+    STREAM = "stream"
+    SCORE = "score"
+    PARTIAL_ROLLOUT = "partial_rollout"
+    UPDATE_WEIGHTS = "update_weights"
+    RELEASE_MEMORY = "release_memory"
+    LORA = "lora"
+    SEEDED = "seeded"
+    BATCH_INVARIANT = "batch_invariant"
+    ROUTED_EXPERTS = "routed_experts"
+
+
+class PauseMode(StrEnum):
+    FINISH = "finish"  # let running requests end; admit none
+    INTERRUPT = "interrupt"  # stop between two steps; keep the tokens; continue on resume()
+
+
+class MemoryLevel(StrEnum):
+    """How much device memory release() gives back. Each level includes the ones before it."""
+
+    KV = "kv"
+    WEIGHTS = "weights"
+    GRAPHS = "graphs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to make. Several samples of one prompt are several requests; they share its prefix."""
+
+    id: str
+    token_ids: TokenIds
+    """Everything the model has seen so far: for a continued sequence, the tokens generated earlier too."""
+    sampling: SamplingParams = SamplingParams()
+    adapter: str | None = None
+    """Name of a LoRA adapter; None is the base model."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower runs first."""
+    multimodal: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Tokens that a stream has gained since the last delta."""
+
+    request_id: str
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+    stop_reason: StopReason | None = None
+    """Set on the last delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The new tokens of one request, prompt excluded."""
+
+    request_id: str
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+    stop_reason: StopReason
+    stop_text: str | None = None
+    """The stop string that matched, if one did. Its tokens are part of token_ids."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    routed_experts: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    num_running: int = 0
+    num_waiting: int = 0
+    num_finished: int = 0
+    num_preempted: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    version: PolicyVersion = PolicyVersion(0)
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+"""Hugging Face parameter names with full (unsharded) tensors, in any order."""
+
+
+class Engine(Protocol):
+    """Constructed from its Config (a PartConfig whose type is its registered name)."""
+
+    @property
+    def features(self) -> frozenset[Feature]: ...
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    def submit(
+        self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
+    ) -> list[Future[Completion]]:
+        """Queue requests, all at once: they are scheduled as if they had arrived in one instant.
+
+        on_delta is called from the engine's thread and must not block. A malformed request raises RequestError
+        here, before anything is queued.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
+        """submit() and wait, in the order of the requests."""
+        ...
+
+    def score(
+        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+    ) -> list[Floats]:
+        """log-probability of every token given those before it; 0 at position 0. Generates nothing."""
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (None: all) now; their futures complete with ABORTED and the tokens so far."""
+        ...
+
+    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def release(self, level: MemoryLevel) -> None:
+        """Give device memory back. Raises EngineError unless paused or idle with nothing running."""
+        ...
+
+    def restore(self) -> None:
+        """Take back whatever release() gave; released weights come back as they were."""
+        ...
+
+    def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
+        """Copy new weights in, set the version, and drop every cache entry of older versions.
+
+        Works between two steps, whether paused or not. Every parameter must be given unless partial; an unknown
+        name, a wrong shape or a version that does not grow is a WeightSyncError and leaves the engine
+        unavailable until a whole update succeeds. Transports live in rill.weights: they end in this call.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Drop the prefix cache."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...

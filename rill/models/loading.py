@@ -1,0 +1,109 @@
+"""Where a model and its tokenizer come from: a local folder, or a shape with seeded random weights.
+
+The trainer and the native engine load through here, so both run the same modelling code. Nothing is fetched
+from a network: a path that does not exist is an error that says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field, model_validator
+
+from rill.config import Config
+from rill.errors import ModelError
+from rill.models.tokenizer import build_char_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModelConfig(Config):
+    """Either `path`, or `shape` for a fresh model."""
+
+    path: str | None = None
+    """A local Hugging Face folder (config.json, *.safetensors, tokenizer). Unset: `shape` is used."""
+    shape: dict[str, Any] = Field(default_factory=dict)
+    """For a model with random weights: transformers config values, `model_type` among them. Empty: `path` is used."""
+    seed: int = 0
+    """Seeds the random weights of a fresh model."""
+    tokenizer: str | None = None
+    """A local tokenizer folder, or "chars" for the built-in character tokenizer. Unset: taken from `path`."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> ModelConfig:
+        if bool(self.path) == bool(self.shape):
+            raise ValueError("give a model either `path` (a local folder) or `shape` (a fresh model), not both")
+        if self.shape and "model_type" not in self.shape:
+            raise ValueError("`shape` needs a `model_type` such as 'qwen2' or 'llama'")
+        return self
+
+
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
+    """The transformers configuration, without loading any weights."""
+    from transformers import AutoConfig
+
+    if config.path:
+        return AutoConfig.from_pretrained(_existing(config.path), local_files_only=True)
+    shape = dict(config.shape)
+    try:
+        return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    except ValueError as error:
+        raise ModelError(f"model shape: {error}") from error
+
+
+def load_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+) -> PreTrainedModel:
+    """The causal language model in eval mode. `attention` is a name in transformers' attention interface."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel
+    if config.path:
+        model = AutoModelForCausalLM.from_pretrained(
+            _existing(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
+        )
+        return model.to(device=device).eval()  # type: ignore[arg-type]
+    model_config = load_model_config(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        # Drawn in fp32 and on the CPU, so that the same seed gives the same model at any dtype on any device.
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation=attention
+        )
+    return model.to(device=device, dtype=dtype).eval()  # type: ignore[call-overload,no-any-return]
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    source = config.tokenizer or config.path
+    if source == "chars":
+        return build_char_tokenizer()
+    if source is None:
+        raise ModelError("a model given by `shape` needs `tokenizer`: a local folder, or \"chars\"")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_existing(source), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source} holds no tokenizer that transformers can load: {error}") from error
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> None:
+    """A tokenizer that can emit ids the model has no embedding for would index out of range much later."""
+    if len(tokenizer) > model_config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {model_config.vocab_size}: they do not "
+            "belong together; set `model.tokenizer` to the model's own, or raise `vocab_size` in `model.shape`"
+        )
+
+
+def _existing(path: str) -> str:
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        raise ModelError(f"there is no model folder {path!r}: rill loads local folders only and fetches nothing")
+    return str(folder)

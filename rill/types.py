@@ -1,0 +1,247 @@
+"""The vocabulary of rill: what travels from a prompt to a gradient.
+
+Every room speaks in these records and none of them owns behaviour. They are frozen; per-token fields are
+NumPy arrays of one length, so that a record crosses a process boundary as raw buffers.
+
+Axes: T token of one sequence, L layer, K expert choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from rill.errors import InvalidSampleError
+
+TokenIds = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Bits = npt.NDArray[np.bool_]
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""Counts optimizer steps. The initial weights are version 0; a version never goes down."""
+
+NOT_SAMPLED = PolicyVersion(-1)
+"""The version of a token that no policy made: prompts and observations."""
+
+
+class StopReason(StrEnum):
+    """Why a sequence ended."""
+
+    EOS = "eos"  # the model's own end-of-sequence token
+    STOP = "stop"  # a stop string or stop token id of the request
+    LENGTH = "length"  # max_new_tokens or the context was used up
+    ABORTED = "aborted"  # taken back by the caller; the tokens so far are kept
+    ENV_DONE = "env_done"  # a multi-turn environment ended the episode
+    ERROR = "error"  # the environment, a tool or the reward failed; see Trajectory.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion. Every default is "off" except the length limit."""
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    """End-of-sequence and stop ids are forbidden before this many tokens. 0: off."""
+    temperature: float = 1.0
+    """0 is greedy. Log-probabilities are reported after the temperature (see inference.base)."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """The same seed, prompt and weights give the same tokens whatever else is in the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message, as the OpenAI API has it."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem to be answered: what a dataset yields."""
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    """Used as it is, without a chat template, when there are no messages."""
+    answer: Any = None
+    """Ground truth for the reward; its form belongs to the task."""
+    task: str = ""
+    difficulty: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    multimodal: Mapping[str, Any] | None = None
+    """Processor inputs such as pixel values, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A stretch of one trajectory written by one side: the half-open token range [start, end)."""
+
+    index: int
+    role: str
+    start: int
+    end: int
+    text: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One episode, token by token: prompt, sampled tokens and observations in the order the model saw them."""
+
+    id: str
+    group_id: str
+    prompt_id: str
+    token_ids: TokenIds
+    logprobs: Floats
+    """log μ of sampled tokens as the engine reported it; 0 elsewhere."""
+    versions: Ints
+    """The policy version that sampled each token; NOT_SAMPLED elsewhere."""
+    loss_mask: Bits
+    """True where the token is trained on. A field, never inferred."""
+    turn_ids: Ints
+    """Index into turns; the prompt is turn 0."""
+    turns: tuple[Turn, ...] = ()
+    stop_reason: StopReason = StopReason.EOS
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    """What failed, when the environment or the reward failed. Such a trajectory is data, not a crash."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[T, L, K], for routing replay."""
+    teacher_logprobs: Floats | None = None
+    multimodal: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "teacher_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != length:
+                raise InvalidSampleError(
+                    f"trajectory {self.id}: {name} has {len(values)} entries for {length} tokens"
+                )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return int(np.count_nonzero(self.versions != NOT_SAMPLED))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first sampled one."""
+        sampled = np.flatnonzero(self.versions != NOT_SAMPLED)
+        return int(sampled[0]) if sampled.size else self.num_tokens
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """The oldest policy with a token in it; NOT_SAMPLED when nothing was sampled."""
+        sampled = self.versions[self.versions != NOT_SAMPLED]
+        return PolicyVersion(int(sampled.min())) if sampled.size else NOT_SAMPLED
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.stop_reason is StopReason.LENGTH
+
+    def with_reward(self, reward: float, parts: Mapping[str, float] | None = None) -> Trajectory:
+        return replace(self, reward=reward, reward_parts=dict(parts or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The samples of one prompt. Identity is the id, never an order."""
+
+    id: str
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        for trajectory in self.trajectories:
+            if trajectory.group_id != self.id:
+                raise InvalidSampleError(
+                    f"trajectory {trajectory.id} says group {trajectory.group_id!r} but lies in {self.id!r}"
+                )
+
+    @property
+    def rewards(self) -> Floats:
+        return np.array([t.reward for t in self.trajectories], dtype=np.float32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(t.num_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A trajectory as the trainer sees it. Per-token fields align with trajectory.token_ids.
+
+    The value at position t belongs to the token at t: its log-probability given everything before it.
+    Fields that are None have not been computed (yet), or the algorithm does not need them.
+    """
+
+    trajectory: Trajectory
+    advantages: Floats
+    """0 where the loss mask is off."""
+    old_logprobs: Floats | None = None
+    ref_logprobs: Floats | None = None
+    teacher_logprobs: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
+
+    def __post_init__(self) -> None:
+        length = self.trajectory.num_tokens
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns"):
+            values = getattr(self, name)
+            if values is not None and len(values) != length:
+                raise InvalidSampleError(
+                    f"sample {self.trajectory.id}: {name} has {len(values)} entries for {length} tokens"
+                )
+
+    @property
+    def id(self) -> str:
+        return self.trajectory.id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.trajectory.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimisation step consumes."""
+
+    step: int
+    version: PolicyVersion
+    """The policy version that the step starts from."""
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.samples)
+
+    @property
+    def group_ids(self) -> Sequence[str]:
+        return list(dict.fromkeys(s.trajectory.group_id for s in self.samples))
