@@ -57,6 +57,10 @@ class UnsupportedError(UserError):
     """This engine, backend or device does not have the feature that was asked for."""
 
 
+class UnpicklableError(UserError):
+    """An object that cannot travel between processes; the message holds the path to the part at fault."""
+
+
 class ModelError(UserError):
     """A model that cannot be loaded, or does not fit its tokenizer or its use."""
 

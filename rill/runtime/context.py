@@ -1,0 +1,163 @@
+"""Who this process is in a run: its session, its node, its address and its doors to the rest.
+
+One per process, set before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the
+worker's main in a worker. Ranks that live as threads of one process have one each. Everything that a
+channel, a lock or a transfer needs to know about its surroundings is read from `current()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rill.errors import RunError
+
+if TYPE_CHECKING:
+    from rill.runtime.hub import HubClient
+    from rill.runtime.transfer import Transfer
+
+DRIVER_GROUP = "driver"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Where a process of the run can be reached. A relaunched rank has a new one."""
+
+    group: str
+    rank: int
+    node_id: str
+    pid: int
+    endpoint: str
+    """The mailbox that processes of the same node send to (ipc)."""
+    tcp_endpoint: str = ""
+    """The mailbox that processes of other nodes send to. Empty where the run has one node."""
+    incarnation: int = 0
+    """Counts the launches of this rank, from 0."""
+
+    @property
+    def name(self) -> str:
+        """As errors and logs write it: "rollout[3]"."""
+        return f"{self.group}[{self.rank}]"
+
+    @property
+    def identity(self) -> str:
+        """Unique in the session and never used again."""
+        return f"{self.group}[{self.rank}]#{self.incarnation}"
+
+    def endpoint_from(self, node_id: str) -> str:
+        """The endpoint that a process on `node_id` connects to."""
+        return self.endpoint if node_id == self.node_id else self.tcp_endpoint
+
+
+@dataclass(slots=True)
+class RuntimeContext:
+    """The doors of one process."""
+
+    session_id: str
+    session_dir: Path
+    """Sockets, logs and the session's lock file, under the system's temporary directory."""
+    shm_dir: Path
+    """Shared-memory files of this session on this node; whoever survives removes it with everything in it."""
+    node_id: str
+    address: WorkerAddress
+    hub_endpoint: str
+    host: str = "127.0.0.1"
+    """The address of this node that other nodes can reach."""
+    num_nodes: int = 1
+    services: dict[str, Any] = field(default_factory=dict)
+    """Doors that are opened at first use and closed with the process, by name."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def hub(self) -> HubClient:
+        """This process's client of the control plane."""
+        hub: HubClient = self._service("hub", _open_hub)
+        return hub
+
+    @property
+    def store(self) -> Any:
+        """This process's client of the payload store."""
+        return self._service("store", _open_store)
+
+    @property
+    def transfer(self) -> Transfer:
+        """Point-to-point transfer between workers."""
+        transfer: Transfer = self._service("transfer", _open_transfer)
+        return transfer
+
+    def close(self) -> None:
+        """Close the doors in the opposite order of their opening."""
+        with self.lock:
+            opened = list(self.services.values())
+            self.services.clear()
+        for service in reversed(opened):
+            service.close()
+
+    def _service(self, name: str, opener: Any) -> Any:
+        with self.lock:
+            if name not in self.services:
+                self.services[name] = opener(self)
+            return self.services[name]
+
+
+def _open_hub(context: RuntimeContext) -> Any:
+    from rill.runtime.hub import HubClient
+
+    return HubClient(context.hub_endpoint, context.address.identity)
+
+
+def _open_store(context: RuntimeContext) -> Any:
+    from rill.runtime.store import open_store
+
+    return open_store(context)
+
+
+def _open_transfer(context: RuntimeContext) -> Any:
+    from rill.runtime.transfer import Transfer
+
+    return Transfer(context)
+
+
+# --- the current one --------------------------------------------------------------------------------------
+
+
+class _OfThread(threading.local):
+    context: RuntimeContext | None = None
+
+
+_of_thread = _OfThread()
+_of_process: list[RuntimeContext] = []
+
+
+def current() -> RuntimeContext:
+    """The context of this thread's worker, else of this process."""
+    if _of_thread.context is not None:
+        return _of_thread.context
+    if not _of_process:
+        raise RunError(
+            "there is no cluster in this process: create one first: `with Cluster(...) as cluster`"
+        )
+    return _of_process[-1]
+
+
+def is_set() -> bool:
+    """Whether `current()` has an answer."""
+    return _of_thread.context is not None or bool(_of_process)
+
+
+def install(context: RuntimeContext) -> None:
+    """Make `context` the process's own. Clusters may be nested: the innermost counts."""
+    _of_process.append(context)
+
+
+def uninstall(context: RuntimeContext) -> None:
+    """Undo `install`."""
+    if context in _of_process:
+        _of_process.remove(context)
+
+
+def install_for_thread(context: RuntimeContext | None) -> None:
+    """Make `context` that of the calling thread only; None takes it back."""
+    _of_thread.context = context
