@@ -1,1 +1,81 @@
-# Two commands set everything up: `make demo` and `make test`.
+# Two commands set everything up: `make demo` and `make test`. Each starts in seconds the second time.
+#
+#   make demo       train a small model from scratch on this machine and watch it learn
+#   make test       the quick tests
+#   make check      lint, formatting, types, architecture
+#   make bench      the benchmarks, as JSON lines
+#   make format     let ruff mend what it can
+#   make test-slow  every test, slow ones included        make test-gpu  those that need a CUDA device
+#   make clean      remove what was built (runs/ is kept)
+#
+# PYTHON=python3.12 picks another interpreter; ARGS="..." is passed on to pytest or to the demo.
+# PIP_ARGS="..." is passed to pip: on a machine without a GPU,
+#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# takes the small CPU build of torch.
+
+VENV     := .venv
+BIN      := $(VENV)/bin
+PIP_ARGS ?=
+ARGS     ?=
+PYTHON   ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+              $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+              && { echo $$python; break; }; done)
+INPUTS   := pyproject.toml constraints.txt
+INSTALL   = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+# A stamp carries the checksum of what it was installed from, so a checkout of another commit is noticed and a
+# mere change of file times is not.
+SUM      := $(shell cat $(INPUTS) | cksum | tr -d ' ')
+CORE     := $(VENV)/.installed-core-$(SUM)
+DEV      := $(VENV)/.installed-dev-$(SUM)
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow test-gpu check format bench clean
+.DEFAULT_GOAL := test
+
+demo: $(CORE)
+	@$(BIN)/rill train demo $(ARGS)
+
+test: $(DEV)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(DEV)
+	@$(BIN)/python -m pytest -q -m "not gpu" --timeout 900 $(ARGS)
+
+test-gpu: $(DEV)
+	@$(BIN)/python -m pytest -q -m "gpu" --timeout 900 $(ARGS)
+
+check: $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(DEV)
+	@for file in benchmarks/bench_*.py; do echo "== $$file" >&2; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find rill tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "rill needs Python 3.11 or newer with the venv module: install it (Debian: \
+	apt install python3.11 python3.11-venv) or say which: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "creating $(VENV) with $(PYTHON)" >&2
+	@$(PYTHON) -m venv $(VENV)
+
+$(CORE): | $(BIN)/python
+	@echo "installing rill (the first time takes some minutes)" >&2
+	@$(INSTALL) -e .
+	@rm -f $(VENV)/.installed-core-* && touch $@
+
+$(DEV): | $(BIN)/python
+	@echo "installing rill with its development tools (the first time takes some minutes)" >&2
+	@$(INSTALL) -e '.[dev]'
+	@rm -f $(VENV)/.installed-* && touch $@ $(CORE)

@@ -1,0 +1,90 @@
+"""JSON lines that can be read while they are written.
+
+A writer appends whole lines with one system call each; a killed writer leaves at most one cut line, at the end of
+what it wrote. The reader skips what is not whole, so that a log is readable at any moment of its life.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_decoder = msgspec.json.Decoder()
+
+
+def encode_line(record: Any) -> bytes:
+    """One line. Values JSON has no word for become their `str`; not-a-number and infinities become strings."""
+    return _encoder.encode(record) + b"\n"
+
+
+def encode_number(value: float) -> float | str:
+    """JSON has no NaN: "NaN", "Infinity" and "-Infinity" are read back by `float` here and `Number` in a browser."""
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Every whole record of a file; nothing when there is no file yet. Cut or damaged lines are skipped."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+
+
+class LineFile:
+    """An append-only file of JSON lines. Every `write` reaches the operating system before it returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end_cut_line()
+
+    def write(self, lines: bytes) -> None:
+        """Append whole lines (each ending in a newline)."""
+        view = memoryview(lines)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def sync(self) -> None:
+        """Wait until what was written would survive a loss of power."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _end_cut_line(self) -> None:
+        """What a killed writer left half-written must not swallow the first line that is appended to it."""
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "item"):  # NumPy and torch scalars
+        try:
+            return value.item()
+        except (ValueError, RuntimeError):
+            return str(value)
+    return str(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_to_json)

@@ -1,0 +1,136 @@
+"""Figures of a run by step: accumulated on the hot path, written once a step, readable at any moment.
+
+`Metrics` gathers within a step (any thread), `MetricLog` writes a step's figures to `metrics.jsonl` and to the
+configured sinks, `read_metrics` reads the file while it is written. One process of a run owns its MetricLog.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_lines
+from rill.telemetry.sinks.base import Sink
+
+METRICS_FILE = "metrics.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Accumulates figures until they are drained. A name keeps the kind it was first used with.
+
+    >>> metrics.add("tokens", 512); metrics.mean("reward", 0.5); metrics.max("lag", 2)
+    >>> log.write(step, metrics.drain())
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+        self._means: dict[str, list[float]] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """Sum the values."""
+        with self._lock:
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Average the values, each counted `weight` times."""
+        with self._lock:
+            cell = self._means.get(name)
+            if cell is None:
+                self._means[name] = [value * weight, weight]
+            else:
+                cell[0] += value * weight
+                cell[1] += weight
+
+    def max(self, name: str, value: float) -> None:
+        """Keep the largest value."""
+        with self._lock:
+            largest = self._maxima.get(name)
+            if largest is None or value > largest:
+                self._maxima[name] = value
+
+    def drain(self) -> dict[str, float]:
+        """Everything since the last drain, as plain floats; starts afresh."""
+        with self._lock:
+            sums, means, maxima = self._sums, self._means, self._maxima
+            self._sums, self._means, self._maxima = {}, {}, {}
+        values = {name: float(value) for name, value in sums.items()}
+        values.update({name: float(total / weight) for name, (total, weight) in means.items() if weight})
+        values.update({name: float(value) for name, value in maxima.items()})
+        return values
+
+
+class MetricLog:
+    """Appends a run's figures to its metrics file and passes them to its sinks.
+
+    A sink that fails is dropped with a warning: a tracker's bad day must not end a training run.
+    """
+
+    def __init__(self, run_dir: Path | str, sinks: Sequence[Sink] = ()) -> None:
+        self._file = LineFile(Path(run_dir) / METRICS_FILE)
+        self._sinks = list(sinks)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the figures of a step. Several writes for one step add up; a repeated name takes the later value."""
+        plain = {name: float(value) for name, value in values.items()}
+        encoded = {name: encode_number(value) for name, value in plain.items()}
+        self._file.write(encode_line({"step": step, "time_s": time.time(), "values": encoded}))
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, plain)
+            except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
+                _log.warning(
+                    "dropping sink %s, which failed at step %d: %s", type(sink).__name__, step, error
+                )
+                self._sinks.remove(sink)
+
+    def rewind(self, step: int) -> None:
+        """Declare everything after `step` void, because the run goes on from its checkpoint at `step`."""
+        self._file.write(encode_line({"rewind": step, "time_s": time.time()}))
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
+                _log.warning("sink %s did not close: %s", type(sink).__name__, error)
+        self._sinks = []
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """The figures of one step."""
+
+    step: int
+    time_s: float
+    """When the step was first written, in seconds since the epoch."""
+    values: dict[str, float]
+
+
+def read_metrics(run_dir: Path | str) -> list[MetricRow]:
+    """One row a step, in order of steps, without what a rewind made void. Empty when nothing is written yet."""
+    rows: dict[int, MetricRow] = {}
+    for record in read_lines(Path(run_dir) / METRICS_FILE):
+        if "rewind" in record:
+            rows = {step: row for step, row in rows.items() if step <= record["rewind"]}
+            continue
+        values = {name: float(value) for name, value in record["values"].items()}
+        row = rows.setdefault(
+            record["step"], MetricRow(step=record["step"], time_s=record["time_s"], values={})
+        )
+        row.values.update(values)
+    return [rows[step] for step in sorted(rows)]

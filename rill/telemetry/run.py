@@ -1,0 +1,324 @@
+"""The run folder: one place on disk for everything a run leaves behind.
+
+    runs/<name>/
+      config.toml        the resolved configuration, every value with where it came from
+      environment.json   versions, machine, git commit and command line of each start
+      status.json        running | finished | failed | interrupted, and since when
+      metrics.jsonl      figures by step              (rill.telemetry.metrics)
+      trace/             spans, one file a process    (rill.telemetry.trace)
+      rollouts.jsonl     what the model said
+      checkpoints/       what a resume starts from
+      log.txt            what the run said
+
+The driver of a run owns its Run and holds its lock; everybody else reads the files. Creating never overwrites: a
+taken name gets a number. Status and environment are replaced atomically, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rill.errors import UserError
+from rill.registry import unknown_name_message
+from rill.telemetry.metrics import METRICS_FILE
+
+RUNS_FOLDER = "runs"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LIBRARIES = ("torch", "transformers", "numpy", "ray", "vllm", "peft", "verifiers")
+
+
+class RunStatus(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # by Ctrl-C, or its process is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What status.json holds."""
+
+    status: RunStatus
+    message: str = ""
+    """Why, when it failed."""
+    created_s: float
+    """Seconds since the epoch."""
+    changed_s: float
+    pid: int
+    host: str
+
+
+class Run:
+    """One run folder. `create` and `resume` take its lock; `open` only reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        root: Path | str = RUNS_FOLDER,
+        config_toml: str = "",
+        argv: Sequence[str] | None = None,
+    ) -> Run:
+        """A new folder `root/name`, or `root/name-2` and so on where that exists. Its status is running."""
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"run name {name!r}: use letters, digits, '.', '_' and '-', starting with a letter or digit"
+            )
+        run = cls(_make_unique(Path(root), name))
+        run._take_lock()
+        run.checkpoints_dir.mkdir()
+        run.trace_dir.mkdir()
+        run.config_path.write_text(config_toml, encoding="utf-8")
+        now_s = time.time()
+        run._save_state(
+            RunState(
+                status=RunStatus.RUNNING,
+                created_s=now_s,
+                changed_s=now_s,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+        run._add_start(argv)
+        return run
+
+    @classmethod
+    def resume(
+        cls, run: Path | str, *, root: Path | str = RUNS_FOLDER, argv: Sequence[str] | None = None
+    ) -> Run:
+        """An existing folder, to go on in. Fails while another process is running it."""
+        opened = cls.open(run, root=root)
+        opened._take_lock()
+        opened.set_status(RunStatus.RUNNING)
+        opened._add_start(argv)
+        return opened
+
+    @classmethod
+    def open(cls, run: Path | str, *, root: Path | str = RUNS_FOLDER) -> Run:
+        """An existing folder, by name under `root` or by path, for reading."""
+        for path in (Path(root) / run, Path(run)):
+            if (path / "status.json").is_file():
+                return cls(path)
+        names = [found.name for found in list_runs(root)]
+        raise UserError(unknown_name_message(f"run in {Path(root)}/", str(run), names))
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment_path(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / METRICS_FILE
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def rollouts_path(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def resume_command(self) -> str:
+        """What a user types to go on with this run."""
+        return f"rill train --resume {self.path}"
+
+    def state(self) -> RunState:
+        """As saved, except that a running run whose process is gone was interrupted."""
+        saved = json.loads(self.status_path.read_text(encoding="utf-8"))
+        state = RunState(**{**saved, "status": RunStatus(saved["status"])})
+        if state.status is RunStatus.RUNNING and not self._is_held():
+            return RunState(
+                **{
+                    **asdict(state),
+                    "status": RunStatus.INTERRUPTED,
+                    "message": "its process ended without a word",
+                }
+            )
+        return state
+
+    def set_status(self, status: RunStatus, message: str = "") -> None:
+        saved = json.loads(self.status_path.read_text(encoding="utf-8"))
+        self._save_state(
+            RunState(
+                status=status,
+                message=message,
+                created_s=saved["created_s"],
+                changed_s=time.time(),
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[Run]:
+        """Around the run's work: sets how it ended, and tells an interrupted user how to go on."""
+        try:
+            yield self
+        except KeyboardInterrupt as interrupt:
+            self.set_status(RunStatus.INTERRUPTED, "Ctrl-C")
+            interrupt.add_note(f"resume with: {self.resume_command}")
+            raise
+        except BaseException as error:
+            self.set_status(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self.set_status(RunStatus.FINISHED)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _take_lock(self) -> None:
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            saved = json.loads(self.status_path.read_text(encoding="utf-8"))
+            raise UserError(
+                f"{self.path} is being run by process {saved['pid']} on {saved['host']}: stop it first"
+            ) from None
+        self._lock_fd = fd
+
+    def _is_held(self) -> bool:
+        """Whether some process, this one included, holds the run's lock."""
+        if self._lock_fd >= 0:
+            return True
+        try:
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def _save_state(self, state: RunState) -> None:
+        write_atomically(self.status_path, json.dumps(asdict(state), indent=2) + "\n")
+
+    def _add_start(self, argv: Sequence[str] | None) -> None:
+        """The environment file is a list: one entry for every time the run was started."""
+        starts = []
+        if self.environment_path.exists():
+            starts = json.loads(self.environment_path.read_text(encoding="utf-8"))
+        starts.append(describe_environment(sys.argv if argv is None else argv))
+        write_atomically(self.environment_path, json.dumps(starts, indent=2) + "\n")
+
+
+def list_runs(root: Path | str = RUNS_FOLDER) -> list[Run]:
+    """Every run folder under `root`, oldest first."""
+    folders = [path.parent for path in Path(root).glob("*/status.json")]
+    runs = [Run(folder) for folder in folders]
+    return sorted(runs, key=lambda run: (run.state().created_s, run.name))
+
+
+def describe_environment(argv: Sequence[str]) -> dict[str, Any]:
+    """Everything outside the configuration that a result may depend on."""
+    return {
+        "time_s": time.time(),
+        "command": list(argv),
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "num_cpus": os.cpu_count(),
+        "versions": {"rill": _rill_version()} | {name: v for name in _LIBRARIES if (v := _version(name))},
+        "git": _git_commit(),
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old content or the new, never a part, whatever happens to this process."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _make_unique(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 100_000):
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()  # atomic: of two processes with one name only one succeeds
+        except FileExistsError:
+            continue
+        return path
+    raise UserError(f"there are 100,000 runs called {name!r} in {root}: choose another name")
+
+
+def _rill_version() -> str:
+    from rill import __version__
+
+    return __version__
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> dict[str, Any] | None:
+    """The commit of the working directory and whether it has changes; None outside a repository."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit, "has_changes": bool(_git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""Trackers that a run's figures can go to besides its own files."""

@@ -1,0 +1,31 @@
+"""Trackio: a local-first tracker with the Weights & Biases interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from rill.config import PartConfig
+from rill.errors import MissingExtraError
+from rill.telemetry.sinks.base import RunInfo
+
+
+class TrackioSink:
+    class Config(PartConfig):
+        type: Literal["trackio"] = "trackio"
+        project: str = "rill"
+
+    def __init__(self, config: Config, run: RunInfo) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingExtraError('the trackio sink needs trackio: pip install "rill[trackers]"') from error
+        self._run = trackio.init(
+            project=config.project, name=run.name, config=dict(run.config), resume="allow", embed=False
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

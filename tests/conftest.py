@@ -1,0 +1,38 @@
+"""What every test gets: one thread per process, no network, and skips for what this machine does not have."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before torch is imported anywhere: the tests share few cores, and results must not depend on how many.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+
+OPTIONAL_MARKS = ("ray", "vllm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for mark in OPTIONAL_MARKS:
+        if importlib.util.find_spec(mark) is None:
+            _skip(items, mark, f"{mark} is not installed: pip install 'rill[{mark}]'")
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        _skip(items, "gpu", "no CUDA device")
+
+
+def _skip(items: list[pytest.Item], mark: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(mark):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
