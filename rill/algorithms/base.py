@@ -15,10 +15,33 @@ The same batch therefore gives the same gradient however it is split.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the data-parallel ranks and gives every rank the same result."""
+
+
+def one_rank(values: Tensor) -> Tensor:
+    """The Reduce of a run with one data-parallel rank."""
+    return values
+
+
+class Need(StrEnum):
+    """What an algorithm needs computed before its loss; see Algorithm.needs."""
+
+    REF_LOGPROBS = "ref_logprobs"
+    VALUES = "values"
+    TEACHER_LOGPROBS = "teacher_logprobs"
+    GREEDY_BASELINE = "greedy_baseline"  # the reward of one greedy answer to each prompt
+    ENTROPY = "entropy"
+    FULL_VOCABULARY_TEACHER = "full_vocabulary_teacher"  # the teacher's last hidden states and head
+    LAG = "lag"  # optimizer steps between sampling and training, for each token
+    STATISTICS = "statistics"  # figures over the whole batch, from Algorithm.statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +66,10 @@ class TokenBatch:
     values_N: Tensor | None = None
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
+    lag_N: Tensor | None = None
+    """How many optimizer steps before the current weights the token was sampled; 0 is on-policy."""
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Figures over the whole batch, from Algorithm.statistics. Empty: the micro-batch stands for the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +100,16 @@ class TokenLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSum:
-    """A micro-batch's share of the loss: backward() `numerator`, divide the gradient by Σ denominator."""
+    """A micro-batch's share of the loss: backward() `numerator`, divide the gradient by divisor(Σ denominator).
+
+    A mode that is a plain sum has denominator 0 in every micro-batch.
+    """
 
     numerator: Tensor
     denominator: Tensor
     metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+def divisor(total_denominator: Tensor) -> Tensor:
+    """What the summed gradient is divided by: the summed denominator, or 1 for a mode that is a plain sum."""
+    return torch.where(total_denominator > 0, total_denominator, torch.ones_like(total_denominator))

@@ -1,0 +1,313 @@
+"""One algorithm, assembled from its parts: what the rollout side, the trainer and the critic call.
+
+    rewards ──filters──> group_advantages | batch_advantages ──> TokenBatch ──> policy_loss, value_loss
+
+Owns no process, model or file. State is the KL controller's coefficient, saved with the run. Guarantees: the
+losses of the micro-batches of a batch add up to the same gradient however the batch is split (see base), what a
+masked token holds never matters, and NaN in a trained token is a TrainingError, never a wrong update.
+
+N token, S sequence, G sample of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rill.algorithms.advantages import ADVANTAGES
+from rill.algorithms.advantages.base import (
+    AdvantageBatch,
+    Advantages,
+    BatchAdvantage,
+    GroupAdvantage,
+    checked_group,
+)
+from rill.algorithms.aggregation import Aggregation, token_weights
+from rill.algorithms.base import LossSum, Metric, Need, Reduce, TokenBatch, one_rank
+from rill.algorithms.checks import full_precision, require_finite, required, sanitised, zero_unless
+from rill.algorithms.corrections import CORRECTIONS
+from rill.algorithms.corrections.base import Correction
+from rill.algorithms.distill import DistillationConfig, distilled_advantages
+from rill.algorithms.filters import FilterConfig, Verdict, group_verdict, overlong_penalty
+from rill.algorithms.kl import KL_CONTROLLERS, FixedKL, KLConfig, kl_penalty
+from rill.algorithms.losses import LOSSES
+from rill.algorithms.losses.base import PolicyLoss
+from rill.algorithms.losses.value import ValueConfig, value_loss
+from rill.algorithms.mismatch import mismatch_metrics
+from rill.algorithms.presets import expand
+from rill.algorithms.segments import last_trained, seq_sum
+from rill.config.base import Config, OneOf, PartConfig
+from rill.errors import ConfigError, InvalidSampleError
+
+
+class AlgorithmConfig(Config):
+    """What stands under [algorithm]; `algorithm = "dapo"` is short for the preset of that name."""
+
+    type: str = "grpo"
+    """A preset of rill.algorithms.presets; every key below overrides it."""
+    advantage: Annotated[PartConfig, OneOf(ADVANTAGES)]
+    loss: Annotated[PartConfig, OneOf(LOSSES)]
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation_constant: float = Field(0.0, ge=0)
+    """Tokens: the divisor of seq-mean-token-sum-norm, usually max_new_tokens. 0: not set."""
+    correction: Annotated[PartConfig, OneOf(CORRECTIONS)] = Field(
+        default_factory=lambda: CORRECTIONS.load("none").Config()
+    )
+    kl: KLConfig = Field(default_factory=KLConfig)
+    entropy_coefficient: float = 0.0
+    """Times the entropy of each trained position, taken from the loss. 0: off."""
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    filters: FilterConfig = Field(default_factory=FilterConfig)
+    value: ValueConfig = Field(default_factory=ValueConfig)
+    """The critic's loss; unused without a critic."""
+    check_finite: bool = True
+    """Look for NaN and infinity in every micro-batch; costs one device synchronisation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, value: Any) -> Any:
+        return expand(value)
+
+    @model_validator(mode="after")
+    def _constant_is_set(self) -> AlgorithmConfig:
+        if self.aggregation is Aggregation.SEQ_MEAN_TOKEN_SUM_NORM and self.aggregation_constant <= 0:
+            raise ValueError(f"{self.aggregation} needs aggregation_constant > 0, e.g. max_new_tokens")
+        return self
+
+
+class Algorithm:
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.advantage: GroupAdvantage | BatchAdvantage = _build(ADVANTAGES, config.advantage)
+        self.loss: PolicyLoss = _build(LOSSES, config.loss)
+        self.correction: Correction = _build(CORRECTIONS, config.correction)
+        controller = KL_CONTROLLERS.load(config.kl.controller.type)
+        self.kl_controller: FixedKL = controller(config.kl.controller, config.kl.coefficient)
+        if self.loss.uses_rollout_ratio and config.correction.type != "none":
+            raise ConfigError(
+                f"loss {config.loss.type!r} already holds the ratio to the sampling policy; with correction "
+                f"{config.correction.type!r} it would count twice: set algorithm.correction = 'none'"
+            )
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What must be computed before the loss."""
+        needs = self.advantage.needs | self.loss.needs | self.correction.needs
+        if self.config.kl.coefficient > 0:
+            needs |= {Need.REF_LOGPROBS}
+        if self.config.entropy_coefficient != 0:
+            needs |= {Need.ENTROPY}
+        if self.config.distillation.coefficient > 0:
+            is_full = self.config.distillation.form == "full_vocabulary"
+            needs |= {Need.FULL_VOCABULARY_TEACHER if is_full else Need.TEACHER_LOGPROBS}
+        return needs
+
+    @property
+    def is_group_scoped(self) -> bool:
+        """True where group_advantages is all there is to do, so that it can run where the group lives."""
+        kl = self.config.kl
+        return isinstance(self.advantage, GroupAdvantage) and not (
+            kl.coefficient > 0 and kl.place == "reward"
+        )
+
+    # --- groups, on the rollout side ----------------------------------------------------------------------
+
+    def keep(self, rewards_G: npt.ArrayLike) -> Verdict:
+        """Whether to train on a group, and why not."""
+        return group_verdict(rewards_G, self.config.filters)
+
+    def shape_reward(self, reward: float, num_tokens: int) -> float:
+        """The reward less the penalty for an over-long answer."""
+        overlong = self.config.filters.overlong
+        return reward if overlong is None else reward + overlong_penalty(num_tokens, overlong)
+
+    def group_advantages(
+        self,
+        rewards_G: npt.ArrayLike,
+        lengths_G: npt.ArrayLike | None = None,
+        greedy_reward: float | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """One advantage to each sample of a group; each goes on all trained tokens of its sample."""
+        if not isinstance(self.advantage, GroupAdvantage) or not self.is_group_scoped:
+            raise ConfigError(
+                f"advantage {self.config.advantage.type!r} (KL in the {self.config.kl.place}) needs more than one "
+                "group's rewards: call batch_advantages"
+            )
+        return self._of_group(self.advantage, rewards_G, lengths_G, greedy_reward).astype(np.float32)
+
+    # --- the whole batch, on the trainer's side -----------------------------------------------------------
+
+    def batch_advantages(self, batch: AdvantageBatch, reduce: Reduce = one_rank) -> Advantages:
+        """Advantages of every token of one rank; works for every estimator.
+
+        `reduce` sums a tensor over data-parallel ranks. Groups must be whole on a rank.
+        """
+        batch = self._checked_advantage_batch(batch)
+        rewards_N, metrics = self._token_rewards(batch)
+        if isinstance(self.advantage, BatchAdvantage):
+            result = self.advantage.batch(batch, rewards_N, reduce)
+        else:
+            result = Advantages(advantages_N=self._group_by_group(self.advantage, batch, rewards_N))
+        return replace(result, metrics={**metrics, **result.metrics})
+
+    def policy_loss(self, batch: TokenBatch) -> LossSum:
+        """This micro-batch's share of: correction · policy loss + β·KL − c·entropy, and its metrics."""
+        batch = self._checked_batch(batch)
+        weights = self.correction.weights(batch)
+        low, high = self.correction.bounds
+        metrics = mismatch_metrics(
+            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.mask_N, low=low, high=high
+        )
+        token_loss = self.loss(batch)
+        loss_N = weights.weights_N * token_loss.loss_N
+        metrics |= weights.metrics | token_loss.metrics
+        loss_N = self._with_regularisers(loss_N, batch, metrics)
+        mask_N = batch.mask_N if weights.kept_N is None else batch.mask_N * weights.kept_N
+        return self._aggregated(loss_N, batch, mask_N, "policy/loss", metrics)
+
+    def value_loss(self, batch: TokenBatch) -> LossSum:
+        """This micro-batch's share of the critic's loss."""
+        values_N, old_N = required(batch, "values_N"), required(batch, "old_values_N")
+        returns_N, mask_N = required(batch, "returns_N"), batch.mask_N
+        is_on_N = mask_N > 0
+        values_N, old_N, returns_N = (
+            zero_unless(is_on_N, full_precision(x)) for x in (values_N, old_N, returns_N)
+        )
+        if self.config.check_finite:
+            require_finite({"values": values_N, "old_values": old_N, "returns": returns_N})
+        loss_N, clipped_N = value_loss(values_N, old_N, returns_N, clip=self.config.value.clip)
+        mask_N = mask_N.to(loss_N.dtype)
+        metrics = {
+            "value/clipped": Metric.mean(clipped_N.to(mask_N.dtype), mask_N),
+            "value/mean": Metric.mean(values_N, mask_N),
+            "value/error": Metric.mean((values_N - returns_N).abs(), mask_N),
+        }
+        return self._aggregated(self.config.value.coefficient * loss_N, batch, mask_N, "value/loss", metrics)
+
+    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce = one_rank) -> dict[str, Tensor]:
+        """Figures over all micro-batches and ranks for TokenBatch.statistics; empty unless Need.STATISTICS."""
+        if Need.STATISTICS not in self.needs:
+            return {}
+        checked = [self._checked_batch(batch) for batch in batches]
+        with torch.no_grad():
+            return {**self.correction.statistics(checked, reduce), **self.loss.statistics(checked, reduce)}
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl_controller.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state["kl"])
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _of_group(
+        self,
+        estimator: GroupAdvantage,
+        rewards_G: npt.ArrayLike,
+        lengths_G: npt.ArrayLike | None,
+        greedy_reward: float | None,
+    ) -> npt.NDArray[np.float64]:
+        rewards, lengths = checked_group(rewards_G, lengths_G)
+        if Need.GREEDY_BASELINE in estimator.needs and (
+            greedy_reward is None or not np.isfinite(greedy_reward)
+        ):
+            raise InvalidSampleError(
+                f"advantage {self.config.advantage.type!r} needs the reward of a greedy answer, got {greedy_reward}"
+            )
+        return estimator.group(rewards, lengths, greedy_reward)
+
+    def _group_by_group(self, estimator: GroupAdvantage, batch: AdvantageBatch, rewards_N: Tensor) -> Tensor:
+        if batch.group_S is None:
+            raise InvalidSampleError(f"advantage {self.config.advantage.type!r} needs group_S")
+        rewards_S = seq_sum(rewards_N, batch.seq_N, batch.num_seqs).double().cpu().numpy()
+        lengths_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs).double().cpu().numpy()
+        group_S = batch.group_S.cpu().numpy()
+        advantages_S = np.zeros(batch.num_seqs)
+        for group in np.unique(group_S):
+            members = np.flatnonzero(group_S == group)
+            greedy = None if batch.greedy_rewards_S is None else float(batch.greedy_rewards_S[members[0]])
+            advantages_S[members] = self._of_group(estimator, rewards_S[members], lengths_S[members], greedy)
+        on_device_S = torch.from_numpy(advantages_S).to(rewards_N)
+        return on_device_S[batch.seq_N] * batch.mask_N
+
+    def _token_rewards(self, batch: AdvantageBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """r_t = token reward + [t is the last trained token]·R − β·KL_t."""
+        rewards_N = torch.zeros_like(batch.mask_N)
+        last_S = last_trained(batch.mask_N, batch.seq_N, batch.num_seqs)
+        has_token_S = last_S >= 0
+        rewards_N = rewards_N.index_put((last_S[has_token_S],), batch.rewards_S[has_token_S])
+        if batch.token_rewards_N is not None:
+            rewards_N = rewards_N + batch.token_rewards_N
+        kl = self.config.kl
+        if kl.coefficient == 0 or kl.place != "reward":
+            return rewards_N, {}
+        logprobs_N, ref_N = required(batch, "logprobs_N"), required(batch, "ref_logprobs_N")
+        kl_N = kl_penalty(logprobs_N, ref_N, kl.estimator).detach() * batch.mask_N
+        metrics = {"policy/kl_ref": Metric.mean(kl_N, batch.mask_N)}
+        return rewards_N - self.kl_controller.coefficient * kl_N, metrics
+
+    def _with_regularisers(self, loss_N: Tensor, batch: TokenBatch, metrics: dict[str, Metric]) -> Tensor:
+        kl = self.config.kl
+        if kl.coefficient > 0 and kl.place == "loss":
+            kl_N = kl_penalty(batch.logprobs_N, required(batch, "ref_logprobs_N"), kl.estimator)
+            metrics["policy/kl_ref"] = Metric.mean(kl_N, batch.mask_N)
+            loss_N = loss_N + self.kl_controller.coefficient * kl_N
+        if batch.entropy_N is not None:
+            metrics["policy/entropy"] = Metric.mean(batch.entropy_N, batch.mask_N)
+        if self.config.entropy_coefficient != 0:
+            loss_N = loss_N - self.config.entropy_coefficient * required(batch, "entropy_N")
+        return loss_N
+
+    def _aggregated(
+        self, loss_N: Tensor, batch: TokenBatch, mask_N: Tensor, name: str, metrics: dict[str, Metric]
+    ) -> LossSum:
+        weights_N, denominator = token_weights(
+            self.config.aggregation,
+            mask_N,
+            batch.seq_N,
+            batch.num_seqs,
+            constant=self.config.aggregation_constant,
+        )
+        numerator = (weights_N * loss_N).sum()
+        metrics[name] = Metric(total=numerator.detach(), weight=denominator.detach())
+        return LossSum(numerator=numerator, denominator=denominator, metrics=metrics)
+
+    def _checked_batch(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with every field in full precision, 0 where masked, distilled advantages, checked."""
+        clean = sanitised(batch, check_finite=self.config.check_finite)
+        distillation = self.config.distillation
+        if distillation.coefficient > 0 and distillation.form == "advantage":
+            clean = replace(
+                clean,
+                advantages_N=distilled_advantages(
+                    clean.advantages_N,
+                    clean.old_logprobs_N,
+                    required(clean, "teacher_logprobs_N"),
+                    distillation.coefficient,
+                ),
+            )
+        return clean
+
+    def _checked_advantage_batch(self, batch: AdvantageBatch) -> AdvantageBatch:
+        for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
+            values_S = getattr(batch, name)
+            if values_S is not None and values_S.numel() != batch.num_seqs:
+                raise InvalidSampleError(
+                    f"{name} has {values_S.numel()} entries for {batch.num_seqs} sequences"
+                )
+        if not bool(torch.isfinite(batch.rewards_S).all()):
+            raise InvalidSampleError("rewards must be finite, got NaN or infinity: mend the reward function")
+        return replace(sanitised(batch, check_finite=True), rewards_S=full_precision(batch.rewards_S))
+
+
+def _build(registry: Any, config: PartConfig) -> Any:
+    return registry.load(config.type)(config)

@@ -1,0 +1,11 @@
+"""Corrections for mismatch and staleness by name; a new one is one file and one line here."""
+
+from rill.registry import Registry
+
+CORRECTIONS = Registry(
+    "correction",
+    {
+        "none": "rill.algorithms.corrections.none:NoCorrection",
+        "tis": "rill.algorithms.corrections.tis:TruncatedIS",
+    },
+)

@@ -1,0 +1,60 @@
+"""What a correction is: a weight on each token's loss for having been sampled by μ and not by π_old.
+
+w = exp(log π_old − log μ). Weights carry no gradient; 0 drops the token. Inputs arrive sanitised, as for losses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from rill.algorithms.base import Metric, Need, Reduce, TokenBatch
+from rill.algorithms.mismatch import MAX_LOG_RATIO, log_ratio
+from rill.algorithms.segments import seq_sum
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionWeights:
+    weights_N: Tensor
+    """Multiplies the policy loss; detached."""
+    kept_N: Tensor | None = None
+    """1.0 where the token stays in the aggregation's denominator; None: all trained tokens do."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+class Correction(ABC):
+    needs: frozenset[Need] = frozenset()
+
+    bounds: tuple[float, float] = (0.5, 2.0)
+    """[lo, hi] of the metric mismatch/outside."""
+
+    @abstractmethod
+    def weights(self, batch: TokenBatch) -> CorrectionWeights:
+        """The weight of each token."""
+
+    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
+        """Figures over the whole batch that `weights` reads from TokenBatch.statistics; none for most."""
+        return {}
+
+
+def importance_weights(batch: TokenBatch, level: Level) -> Tensor:
+    """w_t = π_old/μ of the token, or of its whole sequence: exp Σ_{u∈s} (log π_old − log μ)_u. Detached."""
+    x_N = log_ratio(batch.old_logprobs_N, batch.rollout_logprobs_N).detach() * batch.mask_N
+    if level == "sequence":
+        x_N = seq_sum(x_N, batch.seq_N, batch.num_seqs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[batch.seq_N]
+    return x_N.exp()
+
+
+def weight_metrics(weights_N: Tensor, mask_N: Tensor) -> dict[str, Metric]:
+    """Moments of the weights as applied (finish_metrics makes correction/ess of them) and the share dropped."""
+    return {
+        "correction/weight_mean": Metric.mean(weights_N, mask_N),
+        "correction/weight_sq_mean": Metric.mean(weights_N.square(), mask_N),
+        "correction/dropped": Metric.mean((weights_N == 0).to(mask_N.dtype), mask_N),
+    }

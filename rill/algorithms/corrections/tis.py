@@ -1,0 +1,71 @@
+"""Truncated importance sampling: the weight π_old/μ, cut off above.
+
+Truncation bounds the variance that a few far-off tokens would bring, at the price of a bias towards μ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from rill.algorithms.base import Need, Reduce, TokenBatch
+from rill.algorithms.corrections.base import (
+    Correction,
+    CorrectionWeights,
+    Level,
+    importance_weights,
+    weight_metrics,
+)
+from rill.config.base import PartConfig
+
+MEAN_WEIGHT = "correction/mean_weight"
+
+
+class TruncatedIS(Correction):
+    class Config(PartConfig):
+        type: Literal["tis"] = "tis"
+        level: Level = "token"
+        """token: each token's own ratio. sequence: the product over the sequence, on each of its tokens."""
+        high: float = Field(2.0, gt=0)
+        """Weights above are cut to this."""
+        normalise: bool = False
+        """Divide by the mean weight of the batch, so that truncation does not shrink the step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.bounds = (1.0 / config.high, config.high)
+        self.needs = frozenset({Need.STATISTICS}) if config.normalise else frozenset()
+
+    def weights(self, batch: TokenBatch) -> CorrectionWeights:
+        weights_N = self.truncated(batch)
+        if self.config.normalise:
+            weights_N = weights_N / mean_weight(batch, weights_N)
+        return CorrectionWeights(weights_N=weights_N, metrics=weight_metrics(weights_N, batch.mask_N))
+
+    def truncated(self, batch: TokenBatch) -> Tensor:
+        """min(w, hi)."""
+        return importance_weights(batch, self.config.level).clamp(max=self.config.high)
+
+    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
+        if not self.config.normalise:
+            return {}
+        return batch_mean_weight([(self.truncated(batch), batch.mask_N) for batch in batches], reduce)
+
+
+def batch_mean_weight(parts: Sequence[tuple[Tensor, Tensor]], reduce: Reduce) -> dict[str, Tensor]:
+    """Mean of the weights over the trained tokens of all micro-batches and ranks."""
+    total = reduce(sum((w_N * mask_N).sum() for w_N, mask_N in parts))  # type: ignore[arg-type]
+    count = reduce(sum(mask_N.sum() for _, mask_N in parts))  # type: ignore[arg-type]
+    return {MEAN_WEIGHT: total / count.clamp(min=1)}
+
+
+def mean_weight(batch: TokenBatch, weights_N: Tensor) -> Tensor:
+    """The batch's mean weight, or the micro-batch's own where no statistics were given."""
+    if MEAN_WEIGHT in batch.statistics:
+        mean = batch.statistics[MEAN_WEIGHT]
+    else:
+        mean = (weights_N * batch.mask_N).sum() / batch.mask_N.sum().clamp(min=1)
+    return mean.clamp(min=1e-8)

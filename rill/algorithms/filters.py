@@ -1,0 +1,91 @@
+"""Which groups are worth training on, and what an over-long answer costs. Pure functions of rewards and lengths.
+
+Called where groups are collected, before advantages. A dropped group is counted under its reason and replaced
+by another (dynamic sampling); nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from rill.config.base import Config
+
+
+class DropReason(StrEnum):
+    EMPTY = "empty"  # no sample survived
+    NOT_FINITE = "not_finite"  # a reward is NaN or infinite
+    EQUAL_REWARDS = "equal_rewards"  # every advantage would be 0
+    TOO_HARD = "too_hard"  # mean reward below the band
+    TOO_EASY = "too_easy"  # mean reward above the band
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    keep: bool
+    reason: DropReason | None = None
+    """Why not, when not."""
+
+
+class OverlongConfig(Config):
+    """DAPO's soft punishment of over-long answers (arXiv 2503.14476 §3.4)."""
+
+    limit_tokens: int = Field(gt=0)
+    """L_max: the length at which the full penalty applies."""
+    buffer_tokens: int = Field(gt=0)
+    """L_cache: the penalty grows over this many tokens before the limit."""
+    penalty: float = Field(1.0, ge=0)
+    """Taken from the reward at the limit and beyond."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongConfig:
+        if self.buffer_tokens > self.limit_tokens:
+            raise ValueError(
+                f"buffer_tokens {self.buffer_tokens} is more than limit_tokens {self.limit_tokens}"
+            )
+        return self
+
+
+class FilterConfig(Config):
+    drop_equal_rewards: bool = False
+    """Dynamic sampling: a group whose rewards are all equal teaches nothing; drop it and sample another."""
+    equal_tolerance: float = Field(1e-8, ge=0)
+    """Rewards that differ by no more than this are equal."""
+    min_mean_reward: float | None = None
+    """Drop groups with a lower mean reward as too hard. None: off."""
+    max_mean_reward: float | None = None
+    """Drop groups with a higher mean reward as too easy. None: off."""
+    overlong: OverlongConfig | None = None
+    """None: off."""
+    mask_truncated: bool = False
+    """Take answers cut off by the length limit out of the loss; they still count in their group's baseline."""
+
+
+def group_verdict(rewards_G: npt.ArrayLike, config: FilterConfig) -> Verdict:
+    """Keep a group or say why not. A group of one is never dropped for equal rewards."""
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    if rewards.size == 0:
+        return Verdict(keep=False, reason=DropReason.EMPTY)
+    if not np.isfinite(rewards).all():
+        return Verdict(keep=False, reason=DropReason.NOT_FINITE)
+    if config.drop_equal_rewards and rewards.size > 1 and np.ptp(rewards) <= config.equal_tolerance:
+        return Verdict(keep=False, reason=DropReason.EQUAL_REWARDS)
+    mean = float(rewards.mean())
+    if config.min_mean_reward is not None and mean < config.min_mean_reward:
+        return Verdict(keep=False, reason=DropReason.TOO_HARD)
+    if config.max_mean_reward is not None and mean > config.max_mean_reward:
+        return Verdict(keep=False, reason=DropReason.TOO_EASY)
+    return Verdict(keep=True)
+
+
+def overlong_penalty(num_tokens: int, config: OverlongConfig) -> float:
+    """What to add to the reward of an answer of n tokens, 0 or negative:
+
+    0 for n ≤ L_max − L_cache;  p · (L_max − L_cache − n) / L_cache  up to L_max;  −p beyond.
+    """
+    excess = num_tokens - (config.limit_tokens - config.buffer_tokens)
+    return -config.penalty * min(max(excess / config.buffer_tokens, 0.0), 1.0)

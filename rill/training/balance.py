@@ -1,0 +1,305 @@
+"""Which rank trains on which sequences, and in which micro-batches.
+
+Called by the trainer once per step with lengths only; knows no torch, no process group. Guarantees:
+
+- the same input gives the same split on every rank, so no rank has to tell another;
+- every index appears exactly once;
+- all ranks get the same number of micro-batches (collectives inside a micro-batch need equal counts), padded
+  with empty ones only where a rank has fewer sequences than micro-batches;
+- no micro-batch holds more than the token budget; a sequence longer than it is an error that names it.
+
+    lengths ──costs──> partition ──per rank──> pack ──equal counts, spread evenly──> micro-batches
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rill.errors import InvalidSampleError, PlanError
+
+Costs = npt.NDArray[np.float64]
+
+_EXACT_DIFFERENCING_LIMIT = 20_000
+"""Full Karmarkar–Karp costs items × ranks · log ranks; above this product the block form takes its place."""
+_MAX_REFINEMENTS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Time of one sequence of n tokens: linear·n (matrix multiplications) + quadratic·n² (attention)."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    @staticmethod
+    def of_transformer(num_parameters: int, num_layers: int, hidden_size: int) -> CostModel:
+        """FLOPs of forward and backward: 6·P a token, 6·layers·hidden·n² for causal attention."""
+        return CostModel(linear=6.0 * num_parameters, quadratic=6.0 * num_layers * hidden_size)
+
+    def __call__(self, lengths: Sequence[int] | npt.NDArray[np.int64]) -> Costs:
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return self.linear * tokens + self.quadratic * tokens * tokens
+
+
+def partition(costs: Sequence[float] | Costs, num_ranks: int, equal_size: bool = False) -> list[list[int]]:
+    """Split items over ranks so that the costliest rank costs as little as possible.
+
+    The best of greedy longest-first and Karmarkar–Karp differencing, then swaps between the costliest and the
+    cheapest rank while they help. With `equal_size` every rank gets the same number of items, which must divide.
+    Indices within a rank are ascending.
+    """
+    values = _checked_costs(costs, num_ranks)
+    if equal_size:
+        if len(values) % num_ranks:
+            raise PlanError(
+                f"{len(values)} samples do not divide over {num_ranks} ranks: "
+                "drop some, or let ranks differ in count (equal_size=False)"
+            )
+        candidates = [_block_differencing(values, num_ranks)]
+    else:
+        candidates = [_greedy(values, num_ranks), _block_differencing(values, num_ranks)]
+        if len(values) * num_ranks <= _EXACT_DIFFERENCING_LIMIT:
+            candidates.append(_differencing(values, num_ranks))
+    best = min(candidates, key=lambda parts: max(float(values[part].sum()) for part in parts))
+    return [sorted(part) for part in _refine(best, values, equal_size)]
+
+
+def pack(lengths: Sequence[int], token_budget: int, ids: Sequence[str] | None = None) -> list[list[int]]:
+    """Few micro-batches of at most `token_budget` tokens each: best-fit, longest first.
+
+    `ids` only name sequences in errors.
+    """
+    check_lengths(lengths, token_budget, ids)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for index in order:
+        place = bisect_left(free, (lengths[index], -1))
+        if place == len(free):
+            bins.append([index])
+            insort(free, (token_budget - lengths[index], len(bins) - 1))
+        else:
+            left, chosen = free.pop(place)
+            bins[chosen].append(index)
+            insort(free, (left - lengths[index], chosen))
+    return [sorted(members) for members in bins]
+
+
+def micro_batches(
+    lengths: Sequence[int],
+    num_ranks: int,
+    token_budget: int,
+    *,
+    cost: CostModel | None = None,
+    equal_size: bool = False,
+    ids: Sequence[str] | None = None,
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> indices into `lengths`; every rank has the same number of micro-batches.
+
+    Micro-batches of a rank go from costly to cheap, so that the ones that meet in a collective are alike.
+    """
+    check_lengths(lengths, token_budget, ids)
+    costs = (cost or CostModel())(lengths)
+    parts = partition(costs, num_ranks, equal_size)
+    packed = [pack([lengths[i] for i in part], token_budget) for part in parts]
+    count = max((len(bins) for bins in packed), default=0)
+    result: list[list[list[int]]] = []
+    for part, bins in zip(parts, packed, strict=True):
+        even = _spread([lengths[i] for i in part], costs[part], bins, count, token_budget)
+        result.append([[part[i] for i in members] for members in even])
+    return result
+
+
+def imbalance(costs: Sequence[float] | Costs, parts: Sequence[Sequence[int]]) -> float:
+    """(costliest rank) / (mean rank) − 1: the share of time the average rank waits; 0 is perfect."""
+    values = np.asarray(costs, dtype=np.float64)
+    totals = [float(values[list(part)].sum()) for part in parts]
+    mean = sum(totals) / len(totals)
+    return max(totals) / mean - 1.0 if mean > 0 else 0.0
+
+
+def check_lengths(lengths: Sequence[int], token_budget: int, ids: Sequence[str] | None = None) -> None:
+    """Raise if a sequence is empty or longer than the budget; the message names it."""
+    for index, length in enumerate(lengths):
+        name = ids[index] if ids is not None else f"number {index}"
+        if length > token_budget:
+            raise InvalidSampleError(
+                f"sequence {name} has {length} tokens, the micro-batch budget is {token_budget}: "
+                "raise the token budget or lower max_new_tokens"
+            )
+        if length <= 0:
+            raise InvalidSampleError(
+                f"sequence {name} has {length} tokens: drop empty samples before packing"
+            )
+
+
+def _checked_costs(costs: Sequence[float] | Costs, num_ranks: int) -> Costs:
+    if num_ranks < 1:
+        raise PlanError(f"cannot split over {num_ranks} ranks: give at least 1")
+    values = np.asarray(costs, dtype=np.float64)
+    if values.size and not (np.isfinite(values).all() and (values >= 0).all()):
+        raise InvalidSampleError("costs must be finite and not negative")
+    return values
+
+
+def _descending(values: Costs) -> list[int]:
+    return [int(i) for i in np.argsort(-values, kind="stable")]
+
+
+def _greedy(values: Costs, num_ranks: int) -> list[list[int]]:
+    """Longest first, each to the cheapest rank so far."""
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for index in _descending(values):
+        total, rank = heap[0]
+        parts[rank].append(index)
+        heapq.heapreplace(heap, (total + float(values[index]), rank))
+    return parts
+
+
+@dataclass(slots=True)
+class _State:
+    """A partial split: slot totals descending, and the items of each slot."""
+
+    totals: Costs
+    slots: list[list[int]]
+
+    @property
+    def spread(self) -> float:
+        return float(self.totals[0] - self.totals[-1])
+
+
+def _combine(heavy: _State, light: _State) -> _State:
+    """Join the costliest slot of one with the cheapest of the other, and so on."""
+    totals = heavy.totals + light.totals[::-1]
+    slots = [a + b for a, b in zip(heavy.slots, reversed(light.slots), strict=True)]
+    order = np.argsort(-totals, kind="stable")
+    return _State(totals[order], [slots[i] for i in order])
+
+
+def _difference(states: list[_State], num_ranks: int) -> list[list[int]]:
+    """Karmarkar–Karp: join the two states of largest spread until one is left."""
+    if not states:
+        return [[] for _ in range(num_ranks)]
+    heap = [(-state.spread, number, state) for number, state in enumerate(states)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        joined = _combine(first, second)
+        heapq.heappush(heap, (-joined.spread, number, joined))
+        number += 1
+    return heap[0][2].slots
+
+
+def _differencing(values: Costs, num_ranks: int) -> list[list[int]]:
+    """Karmarkar–Karp with one item to a state: the best splits, items × ranks work."""
+    states = []
+    for index in _descending(values):
+        totals = np.zeros(num_ranks)
+        totals[0] = values[index]
+        states.append(_State(totals, [[index]] + [[] for _ in range(num_ranks - 1)]))
+    return _difference(states, num_ranks)
+
+
+def _block_differencing(values: Costs, num_ranks: int) -> list[list[int]]:
+    """Karmarkar–Karp over blocks of `num_ranks` items of like cost, one item to a slot: linear after the sort.
+
+    Slots differ by at most one item in count, and by none where the items divide.
+    """
+    order = _descending(values)
+    states = []
+    for start in range(0, len(order), num_ranks):
+        block = order[start : start + num_ranks]
+        totals = np.zeros(num_ranks)
+        totals[: len(block)] = values[block]
+        states.append(_State(totals, [[i] for i in block] + [[] for _ in range(num_ranks - len(block))]))
+    return _difference(states, num_ranks)
+
+
+def _refine(parts: list[list[int]], values: Costs, equal_size: bool) -> list[list[int]]:
+    """Swap or move one item between the costliest and the cheapest rank while the gap shrinks."""
+    parts = [list(part) for part in parts]
+    if len(parts) < 2:
+        return parts
+    totals = np.array([values[part].sum() for part in parts])
+    for _ in range(_MAX_REFINEMENTS):
+        high, low = int(totals.argmax()), int(totals.argmin())
+        gap = float(totals[high] - totals[low])
+        change = _best_exchange(parts[high], parts[low], values, gap, equal_size)
+        if change is None:
+            break
+        given, taken = change
+        parts[high].remove(given)
+        parts[low].append(given)
+        if taken is not None:
+            parts[low].remove(taken)
+            parts[high].append(taken)
+        moved = float(values[given]) - (float(values[taken]) if taken is not None else 0.0)
+        totals[high] -= moved
+        totals[low] += moved
+    return parts
+
+
+def _best_exchange(
+    high: list[int], low: list[int], values: Costs, gap: float, equal_size: bool
+) -> tuple[int, int | None] | None:
+    """The (given, taken) whose difference is nearest to half the gap; None where none shrinks it by 0.1 %."""
+    if not high:
+        return None
+    ascending = sorted(low, key=lambda i: (values[i], i))
+    partners: list[int | None] = [*ascending]
+    partner_costs = values[ascending]
+    if not equal_size:
+        partners = [None, *ascending]
+        partner_costs = np.concatenate([[0.0], partner_costs])
+    if not partners:
+        return None
+    given_costs = values[high]
+    wanted = given_costs - gap / 2
+    place = np.searchsorted(partner_costs, wanted)
+    best: tuple[float, int, int] | None = None
+    for offset in (-1, 0):
+        at = np.clip(place + offset, 0, len(partners) - 1)
+        misses = np.abs(given_costs - partner_costs[at] - gap / 2)
+        position = int(misses.argmin())
+        if best is None or misses[position] < best[0]:
+            best = (float(misses[position]), position, int(at[position]))
+    assert best is not None
+    miss, position, partner = best
+    return (high[position], partners[partner]) if miss < gap / 2 * 0.999 else None
+
+
+def _spread(
+    lengths: list[int], costs: Costs, bins: list[list[int]], count: int, token_budget: int
+) -> list[list[int]]:
+    """`count` micro-batches of one rank, even in cost where the budget allows, costly first, empty ones last."""
+    chosen = bins + [[] for _ in range(count - len(bins))]
+    even = partition(costs, count) if count else []
+    if all(sum(lengths[i] for i in part) <= token_budget for part in even):
+        chosen = even
+    else:
+        chosen = _split_until(chosen, lengths)
+    return sorted(chosen, key=lambda part: (-float(costs[part].sum()), part))
+
+
+def _split_until(parts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """Fill empty micro-batches by halving the longest ones that hold two or more sequences."""
+    filled = [list(part) for part in parts]
+    for target in [n for n, part in enumerate(filled) if not part]:
+        source = max(
+            range(len(filled)), key=lambda n: (len(filled[n]) > 1, sum(lengths[i] for i in filled[n]), -n)
+        )
+        if len(filled[source]) < 2:
+            break
+        keep, give = partition([float(lengths[i]) for i in filled[source]], 2)
+        members = filled[source]
+        filled[source], filled[target] = [members[i] for i in keep], [members[i] for i in give]
+    return filled
