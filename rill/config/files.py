@@ -1,0 +1,169 @@
+"""From recipe files and the command line to one plain dictionary that knows where each value came from.
+
+A recipe is a TOML file. `include = ["base.toml"]` puts other files, relative to it, underneath; later files win over
+earlier ones, the including file over what it includes, the command line over everything. Tables merge key by key,
+anything else replaces. A table whose `type` changes starts afresh: the settings of another part do not linger.
+
+Called by the commands and by tests; `rill.config.resolve` then makes a validated Config of the dictionary.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rill.config.recipes import find_recipe
+from rill.config.toml import key_lines
+from rill.errors import ConfigError
+
+COMMAND_LINE = "command line"
+INCLUDE = "include"
+
+_KEY_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]+"|'[^']+'""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeValues:
+    """What the files and the command line say, before any schema has looked at it."""
+
+    name: str
+    """The recipe's file name without its ending."""
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, str] = field(default_factory=dict)
+    """Where each dotted key was set: "file:line" or "command line"."""
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RecipeValues:
+    """Read a recipe by name or path with what it includes, and lay overrides such as `trainer.lr=1e-5` on top."""
+    path = find_recipe(recipe)
+    layer = _load_file(path, ())
+    if overrides:
+        layer.put_over(_parse_overrides(overrides))
+    return RecipeValues(name=path.stem, path=path, values=layer.values, provenance=layer.provenance)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Values and where each came from; later layers are put over earlier ones."""
+
+    values: dict[str, Any]
+    provenance: dict[str, str]
+
+    def put_over(self, upper: _Layer) -> None:
+        self._merge(self.values, upper.values, upper.provenance, "")
+
+    def _merge(
+        self, lower: dict[str, Any], upper: Mapping[str, Any], source: dict[str, str], prefix: str
+    ) -> None:
+        for key, value in upper.items():
+            dotted = f"{prefix}{key}"
+            below = lower.get(key)
+            # `engine = "vllm"` is short for a table with that type.
+            if isinstance(below, str) and isinstance(value, dict):
+                below = lower[key] = {"type": below}
+                if dotted in self.provenance:
+                    self.provenance[f"{dotted}.type"] = self.provenance[dotted]
+            if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(below, value):
+                self._merge(below, value, source, f"{dotted}.")
+                continue
+            self._forget(dotted)
+            lower[key] = value
+            inside = (k for k in source if k == dotted or k.startswith(f"{dotted}."))
+            self.provenance.update({k: source[k] for k in inside})
+
+    def _forget(self, dotted: str) -> None:
+        for key in [k for k in self.provenance if k == dotted or k.startswith(f"{dotted}.")]:
+            del self.provenance[key]
+
+
+def _changes_type(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> bool:
+    return "type" in lower and "type" in upper and lower["type"] != upper["type"]
+
+
+def _load_file(path: Path, including: tuple[Path, ...]) -> _Layer:
+    if path.resolve() in [p.resolve() for p in including]:
+        circle = " → ".join(str(p) for p in (*including, path))
+        raise ConfigError(f"recipes include each other in a circle: {circle}")
+    text = _read_text(path, including)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {_explain_toml(str(error), text)}") from None
+    lines = key_lines(text)
+    includes = values.pop(INCLUDE, [])
+    line = lines.pop(INCLUDE, 1)
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError(
+            f'{path}:{line}: include = {includes!r}: expected a list of files, such as include = ["base.toml"]'
+        )
+    result = _Layer({}, {})
+    for name in includes:
+        result.put_over(_load_file(path.parent / name, (*including, path)))
+    own = {key: f"{path}:{line}" for key, line in lines.items() if not key.startswith(f"{INCLUDE}.")}
+    result.put_over(_Layer(values, own))
+    return result
+
+
+def _read_text(path: Path, including: tuple[Path, ...]) -> str:
+    by = f", included by {including[-1]}" if including else ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}{by}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}{by} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}{by}: {error.strerror}") from None
+
+
+def _explain_toml(message: str, text: str) -> str:
+    """The parser's words, and the line it speaks of."""
+    at = re.search(r"at line (\d+)", message)
+    lines = text.splitlines()
+    number = int(at.group(1)) if at else len(lines)
+    if 1 <= number <= len(lines):
+        return f"{message}\n  {number} | {lines[number - 1]}"
+    return message
+
+
+def _parse_overrides(overrides: Sequence[str]) -> _Layer:
+    """All overrides as one layer, so that `engine.type=vllm engine.dtype=bfloat16` works in either order."""
+    layer = _Layer({}, {})
+    for override in overrides:
+        path, value = parse_override(override)
+        inner = layer.values
+        for depth, part in enumerate(path[:-1], start=1):
+            below = inner.setdefault(part, {})
+            if not isinstance(below, dict):
+                before = ".".join(path[:depth])
+                raise ConfigError(
+                    f"command line: {override!r} goes into {before}, which was just set to {below!r}"
+                )
+            inner = below
+        inner[path[-1]] = value
+        layer.provenance[".".join(path)] = COMMAND_LINE
+    return layer
+
+
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """`a.b=VALUE` → (["a", "b"], value). VALUE is TOML; a word that is not may go without quotes."""
+    key, equals, text = override.partition("=")
+    parts = _KEY_PART.findall(key)
+    if not equals or not parts or ".".join(parts) != key.strip():
+        raise ConfigError(f"command line: {override!r} is not KEY=VALUE, such as trainer.lr=1e-5")
+    return [part.strip("\"'") for part in parts], _parse_value(override, text.strip())
+
+
+def _parse_value(override: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        return parsed["value"] if len(parsed) == 1 else text
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in "[{\"'" and text:
+            raise ConfigError(f"command line: {override!r}: the value is not valid TOML: {error}") from None
+        return text

@@ -1,0 +1,232 @@
+"""From a plain dictionary to a validated Config, or to an error a person can act on; and back to text.
+
+An error names the file and line (or the command line), the key, the value, what was expected and the nearest valid
+key. All mistakes of a recipe are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from rill.config.base import OneOf
+from rill.config.toml import dump_value, dumps
+from rill.errors import ConfigError, UnknownNameError
+
+DEFAULT = "default"
+_MAX_SHOWN = 80
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def resolve(
+    model: type[C], values: Mapping[str, Any], provenance: Mapping[str, str] | None = None, source: str = ""
+) -> C:
+    """A validated `model`. `provenance` is load_recipe's; `source` names the whole, for keys that are missing."""
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        report = _Report(model, values, provenance or {}, source)
+        raise ConfigError(report.write(error)) from None
+
+
+def dump_config(config: BaseModel, provenance: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as TOML, every value with where it came from. Reading it back gives the same."""
+    values = config.model_dump(mode="json")
+    return dumps(values, {key: source_of(key, provenance or {}) for key in _leaf_keys(values, "")})
+
+
+def source_of(key: str, provenance: Mapping[str, str]) -> str:
+    """Where a dotted key was set. A value inside an array or inline table counts as set where that was."""
+    while key:
+        if key in provenance:
+            return provenance[key]
+        key = key.rpartition(".")[0]
+    return DEFAULT
+
+
+class _Report:
+    """Words for the mistakes pydantic found."""
+
+    def __init__(
+        self, model: type[BaseModel], values: Mapping[str, Any], provenance: Mapping[str, str], source: str
+    ) -> None:
+        self._model = model
+        self._values = values
+        self._provenance = provenance
+        self._source = source
+
+    def write(self, error: ValidationError) -> str:
+        lines: dict[str, list[str]] = {}
+        for mistake in error.errors(include_url=False):
+            head, problem = self._explain(mistake["type"], mistake["loc"], mistake["msg"], mistake.get("ctx"))
+            lines.setdefault(head, [])
+            if problem not in lines[head]:
+                lines[head].append(problem)
+        # Each member of a union complains by itself; together they are one mistake.
+        return "\n".join(f"{head}{', or '.join(problems)}" for head, problems in lines.items())
+
+    def _explain(self, kind: str, loc: Sequence[int | str], message: str, context: Any) -> tuple[str, str]:
+        path, value = self._reach(loc, allow_missing=kind == "missing")
+        key = ".".join(str(part) for part in path)
+        where = self._where(key)
+        if kind == "missing":
+            return f"{where}{key}: ", f"missing: {self._field_help(path)}"
+        shown = f"{key} = {_show(value)}" if key and _is_short(value) else key
+        head = f"{where}{shown}: " if shown else where
+        if kind == "extra_forbidden":
+            return head, f"unknown key{self._nearest(path)}"
+        if kind in ("value_error", "assertion_error"):
+            return head, message.partition(", ")[2]
+        expected = message.removeprefix("Input should be ")
+        return head, expected if expected == message else f"expected {expected}"
+
+    def _where(self, key: str) -> str:
+        found = source_of(key, self._provenance)
+        found = self._source if found == DEFAULT else found
+        return f"{found}: " if found else ""
+
+    def _reach(self, loc: Sequence[int | str], allow_missing: bool) -> tuple[list[int | str], Any]:
+        """The part of `loc` that is in the values (pydantic appends the names of union members), and what is there."""
+        path: list[int | str] = []
+        value: Any = self._values
+        for part in loc:
+            inside = isinstance(value, Mapping) and part in value
+            inside = inside or (
+                isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value)
+            )
+            if not inside:
+                if allow_missing and part == loc[-1]:
+                    path.append(part)
+                break
+            path.append(part)
+            value = value[part]
+        return path, value
+
+    def _nearest(self, path: Sequence[int | str]) -> str:
+        """What the user may have meant: a key of the same table, else the same word elsewhere, else the choices."""
+        owner = _model_at(self._model, self._values, path[:-1])
+        if owner is None:
+            return ""
+        word = str(path[-1])
+        near = difflib.get_close_matches(word, owner.model_fields, n=1)
+        if near:
+            return f" (did you mean {near[0]!r}?)"
+        elsewhere = [
+            key for key in _all_keys(self._model, self._values, "") if key.rpartition(".")[2] == word
+        ]
+        if elsewhere:
+            return f" here (did you mean {elsewhere[0]!r}?)"
+        table = ".".join(str(part) for part in path[:-1])
+        in_table = f" in [{table}]" if table else ""
+        return f": valid{in_table} are {', '.join(sorted(owner.model_fields)) or 'none'}"
+
+    def _field_help(self, path: Sequence[int | str]) -> str:
+        owner = _model_at(self._model, self._values, path[:-1])
+        field = owner.model_fields.get(str(path[-1])) if owner else None
+        if field is None:
+            return "it has no default"
+        if field.description:
+            return " ".join(field.description.split())
+        return f"it has no default and must be {_type_name(field.annotation)}"
+
+
+def _model_at(
+    model: type[BaseModel], values: Mapping[str, Any], path: Sequence[int | str]
+) -> type[BaseModel] | None:
+    """The Config class that describes the table at `path`."""
+    annotation: Any = model
+    value: Any = values
+    part: Any
+    for part in path:
+        owner = _model_of(annotation, value)
+        if owner is not None:
+            field = owner.model_fields.get(str(part))
+            if field is None:
+                return None
+            annotation = _with_metadata(field)
+        else:
+            annotation = _element_of(annotation)
+        value = value[part] if isinstance(value, (Mapping, list, tuple)) else None
+    return _model_of(annotation, value)
+
+
+def _model_of(annotation: Any, value: Any) -> type[BaseModel] | None:
+    """The Config class in an annotation: itself, one of a union, or the part that a OneOf's value chooses."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *metadata = get_args(annotation)
+        for mark in metadata:
+            if isinstance(mark, OneOf):
+                return _chosen_part(mark, value)
+        return _model_of(inner, value)
+    if origin in (Union, types.UnionType):
+        found = (_model_of(member, value) for member in get_args(annotation))
+        return next((model for model in found if model is not None), None)
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def _chosen_part(mark: OneOf, value: Any) -> type[BaseModel] | None:
+    name = value.get("type") if isinstance(value, Mapping) else value
+    if not isinstance(name, str):
+        return None
+    try:
+        config: type[BaseModel] = mark.registry.load(name).Config
+    except UnknownNameError:
+        return None
+    return config
+
+
+def _element_of(annotation: Any) -> Any:
+    """What a list or dict holds."""
+    if get_origin(annotation) is Annotated:
+        return _element_of(get_args(annotation)[0])
+    arguments = [argument for argument in get_args(annotation) if argument not in (Ellipsis, type(None))]
+    return arguments[-1] if arguments else Any
+
+
+def _with_metadata(field: FieldInfo) -> Any:
+    marks = tuple(mark for mark in field.metadata if isinstance(mark, OneOf))
+    return Annotated[field.annotation, *marks] if marks else field.annotation
+
+
+def _all_keys(model: type[BaseModel], values: Any, prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        value = values.get(name) if isinstance(values, Mapping) else None
+        if value is None and isinstance(field.default, BaseModel):
+            value = field.default.model_dump()
+        inner = _model_of(_with_metadata(field), value)
+        if inner is not None and inner is not model:
+            yield from _all_keys(inner, value, f"{prefix}{name}.")
+
+
+def _leaf_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaf_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, Mapping) and len(_show(value)) <= _MAX_SHOWN
+
+
+def _show(value: Any) -> str:
+    try:
+        return dump_value(value)
+    except TypeError:
+        return repr(value)
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
