@@ -1,0 +1,200 @@
+"""Turns the scheduler's chunks into the flat arrays that a step computes on.
+
+What stays the same from step to step for a running sequence (its block table, its sampling parameters) lives in
+tables with one row per slot, so that a step of pure generation is built by a few NumPy operations however many
+sequences take part.
+
+Axes: N token of the flat batch, B sequence, S sampled row, M block-table column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rill.inference.native.block_manager import NULL_BLOCK
+from rill.inference.native.sampler import LogitEdits, SamplingBatch, collect_edits, has_edits, uniforms
+from rill.inference.native.scheduler import Chunk
+from rill.inference.native.sequence import ScoredSequence, Sequence
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+IN_FLIGHT = -1
+"""Stands for a token that the step before samples: the device fills it in."""
+
+
+@dataclass(slots=True)
+class ScoredRows:
+    """Rows whose log-probability of a known next token is wanted."""
+
+    chunk: Chunk
+    rows: Int64s
+    targets: Int64s
+    temperature: float
+
+
+@dataclass(slots=True)
+class StepBatch:
+    chunks: list[Chunk]
+    token_ids_N: Int64s
+    positions_N: Int64s
+    kv_slots_N: Int64s
+    slots_B: Int32s
+    query_starts_B1: Int32s
+    context_lens_B: Int32s
+    block_tables_BM: Int32s
+    num_decodes: int
+    sampled: list[Sequence]
+    sampled_rows_S: Int64s
+    """Index into N of each sampled sequence's newest token."""
+    sampled_slots_S: Int32s
+    sampling: SamplingBatch
+    scored: list[ScoredRows]
+    adapters: dict[str, Int64s]
+    """Rows of the flat batch by adapter; empty when all use the base model."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_N)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def is_decode_only(self) -> bool:
+        return self.num_decodes == len(self.chunks) and not self.scored
+
+    @property
+    def max_query_len(self) -> int:
+        return max(chunk.length for chunk in self.chunks)
+
+    @property
+    def max_context_len(self) -> int:
+        return int(self.context_lens_B.max())
+
+
+class BatchBuilder:
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._owner: list[Sequence | None] = [None] * max_num_seqs
+        self._admission = [0] * max_num_seqs
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._tables = np.full((max_num_seqs, max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
+        self._temperature = np.ones(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+
+    def build(self, chunks: list[Chunk]) -> StepBatch:
+        """Sequences with one token come first; the order is otherwise the scheduler's."""
+        chunks = [c for c in chunks if c.length == 1] + [c for c in chunks if c.length > 1]
+        num_decodes = sum(c.length == 1 for c in chunks)
+        for chunk in chunks:
+            self._sync_tables(chunk.seq)
+        slots_B = np.array([c.seq.slot for c in chunks], dtype=np.int32)
+        starts_B = np.array([c.start for c in chunks], dtype=np.int64)
+        lengths_B = np.array([c.length for c in chunks], dtype=np.int64)
+        ends_B = starts_B + lengths_B
+        query_starts_B1 = np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum(lengths_B, out=query_starts_B1[1:])
+
+        row_N = np.repeat(np.arange(len(chunks)), lengths_B)
+        positions_N = np.arange(len(row_N)) - query_starts_B1[row_N] + starts_B[row_N]
+        size = self.block_size
+        blocks_N = self._tables[slots_B[row_N], positions_N // size].astype(np.int64)
+        shared_B = np.array([c.seq.num_shared for c in chunks], dtype=np.int64)
+        blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
+        max_blocks = -(-int(ends_B.max()) // size)
+
+        sampled_B = np.array([c.is_last and not c.seq.is_scored for c in chunks], dtype=np.bool_)
+        sampled = [c.seq for c, is_sampled in zip(chunks, sampled_B, strict=True) if is_sampled]
+        sampled_slots_S = slots_B[sampled_B]
+        return StepBatch(
+            chunks=chunks,
+            token_ids_N=_token_ids(chunks, len(row_N)),
+            positions_N=positions_N,
+            kv_slots_N=blocks_N * size + positions_N % size,
+            slots_B=slots_B,
+            query_starts_B1=query_starts_B1,
+            context_lens_B=ends_B.astype(np.int32),
+            block_tables_BM=self._tables[slots_B, :max_blocks],
+            num_decodes=num_decodes,
+            sampled=sampled,
+            sampled_rows_S=query_starts_B1[1:][sampled_B].astype(np.int64) - 1,
+            sampled_slots_S=sampled_slots_S,
+            sampling=self._sampling(sampled, sampled_slots_S, ends_B[sampled_B]),
+            scored=[
+                _scored_rows(c, int(s))
+                for c, s in zip(chunks, query_starts_B1, strict=False)
+                if c.seq.is_scored
+            ],
+            adapters=_adapter_rows(chunks, row_N),
+        )
+
+    def forget(self) -> None:
+        """All block tables are void: the cache has been given back."""
+        self._owner = [None] * len(self._owner)
+
+    def _sync_tables(self, seq: Sequence) -> None:
+        slot = seq.slot
+        if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
+            self._owner[slot] = seq
+            self._admission[slot] = seq.num_preempted  # preempted and back in the same slot: other blocks
+            self._num_blocks[slot] = 0
+            params = seq.request.sampling
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = params.top_k
+            self._top_p[slot] = params.top_p
+            self._min_p[slot] = params.min_p
+            self._seeds[slot] = seq.seed
+        have, need = int(self._num_blocks[slot]), len(seq.block_ids)
+        if have < need:
+            self._tables[slot, have:need] = seq.block_ids[have:]
+            self._num_blocks[slot] = need
+
+    def _sampling(self, sampled: list[Sequence], slots_S: Int32s, positions_S: Int64s) -> SamplingBatch:
+        edits = LogitEdits()
+        for row, seq in enumerate(sampled):
+            if has_edits(seq.request.sampling):
+                collect_edits(edits, row, seq, int(positions_S[row]) - seq.num_prompt)
+        return SamplingBatch(
+            temperature_S=self._temperature[slots_S],
+            top_k_S=self._top_k[slots_S],
+            top_p_S=self._top_p[slots_S],
+            min_p_S=self._min_p[slots_S],
+            uniform_S=uniforms(self._seeds[slots_S], positions_S),
+            edits=edits or None,
+        )
+
+
+def _token_ids(chunks: list[Chunk], num_tokens: int) -> Int64s:
+    ids: list[int] = []
+    for chunk in chunks:
+        tokens, start = chunk.seq.tokens, chunk.start
+        if chunk.length == 1:
+            ids.append(tokens[start] if start < len(tokens) else IN_FLIGHT)
+        else:
+            ids += tokens[start : start + chunk.length]
+    assert len(ids) == num_tokens
+    return np.array(ids, dtype=np.int64)
+
+
+def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
+    seq = chunk.seq
+    assert isinstance(seq, ScoredSequence)
+    targets = np.array(seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1], dtype=np.int64)
+    rows = np.arange(first_row, first_row + len(targets), dtype=np.int64)
+    return ScoredRows(chunk, rows, targets, seq.temperature)
+
+
+def _adapter_rows(chunks: list[Chunk], row_N: Int64s) -> dict[str, Int64s]:
+    names = [chunk.seq.request.adapter for chunk in chunks]
+    return {
+        name: np.flatnonzero(np.isin(row_N, [i for i, other in enumerate(names) if other == name]))
+        for name in dict.fromkeys(n for n in names if n is not None)
+    }

@@ -1,0 +1,201 @@
+"""Owns every KV block: who holds it, what it contains, and which one to give up next.
+
+A block holds the keys and values of `block_size` consecutive tokens in all layers. Full blocks are published in
+the prefix cache under a key that chains everything they depend on:
+
+    root   = digest(policy version, adapter, salt)
+    key[0] = digest(root,   tokens of block 0)
+    key[i] = digest(key[i-1], tokens of block i)
+
+so two sequences share a block exactly when all its tokens and all tokens before them were computed by the same
+weights. A block is in one of four states:
+
+    free ──allocate──► held (private) ──publish──► held (cached) ──last release──► idle (cached, LRU)
+     ▲                      └──────release──────►free                    ├──find──► held (cached)
+     └───────────────────────────────eviction, flush─────────────────────┘
+
+Block 0 is never handed out: rows that must not write (padding, tokens already cached) write there.
+A published block may still be on its way to being written: attention in each layer reads after that layer's
+writes of the whole batch, so a sequence scheduled in the same step may already use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from rill.inference.native.sequence import Sequence
+
+NULL_BLOCK = 0
+
+
+class OutOfBlocks(Exception):
+    """Not an error: the scheduler answers by preempting or by waiting."""
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._num_refs = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._free: deque[int] = deque(range(1, num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[bytes, int] = {}
+        self._coming: dict[bytes, Sequence] = {}
+        """Keys that a running sequence will publish: others wait for it rather than compute the same."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had at once, idle cached ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    # --- prefix cache ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def root_key(version: int, adapter: str, salt: str) -> bytes:
+        return hashlib.blake2b(repr((version, adapter, salt)).encode(), digest_size=16).digest()
+
+    def match(self, seq: Sequence) -> list[int]:
+        """The cached blocks that hold the longest known prefix of this sequence. Takes no references."""
+        if not self.enable_prefix_cache or seq.is_scored:
+            return []
+        found: list[int] = []
+        for key in self._keys(seq, len(seq.tokens) // self.block_size):
+            block = self._cached.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def is_awaited(self, seq: Sequence, num_matched: int) -> bool:
+        """Whether another running sequence is about to compute the first block that this one lacks."""
+        keys = seq.block_keys
+        if not self.enable_prefix_cache or seq.is_scored or num_matched >= len(keys):
+            return False
+        owner = self._coming.get(keys[num_matched])
+        return owner is not None and owner is not seq
+
+    def hold(self, seq: Sequence, blocks: Iterable[int]) -> None:
+        """Give the sequence references on blocks that match() found."""
+        for block in blocks:
+            if self._num_refs[block] == 0:
+                del self._idle[block]
+            self._num_refs[block] += 1
+            seq.block_ids.append(block)
+        seq.num_published = len(seq.block_ids)
+
+    def announce(self, seq: Sequence) -> None:
+        """Let others know which full blocks this sequence is going to publish."""
+        if not self.enable_prefix_cache or seq.is_scored:
+            return
+        for key in self._keys(seq, len(seq.tokens) // self.block_size)[seq.num_published :]:
+            self._coming.setdefault(key, seq)
+
+    def publish(self, seq: Sequence) -> None:
+        """Put the full blocks whose tokens are known and computed (or being computed) into the cache."""
+        if not self.enable_prefix_cache or seq.is_scored:
+            return
+        num_full = min(seq.num_computed, len(seq.tokens)) // self.block_size
+        if num_full <= seq.num_published:
+            return
+        keys = self._keys(seq, num_full)
+        for index in range(seq.num_published, num_full):
+            key, block = keys[index], seq.block_ids[index]
+            if self._coming.get(key) is seq:
+                del self._coming[key]
+            if key not in self._cached and self._key_of[block] is None:
+                self._cached[key] = block
+                self._key_of[block] = key
+        seq.num_published = num_full
+
+    def flush(self) -> None:
+        """Forget all cached contents. Blocks that sequences hold stay theirs and are no longer shared."""
+        for block in self._idle:
+            self._free.append(block)
+        self._idle.clear()
+        for block in self._cached.values():
+            self._key_of[block] = None
+        self._cached.clear()
+
+    # --- blocks ------------------------------------------------------------------------------------------
+
+    def grow(self, seq: Sequence, num_tokens: int) -> None:
+        """Make room for the first num_tokens tokens, or raise OutOfBlocks and change nothing."""
+        need = -(-num_tokens // self.block_size) - len(seq.block_ids)
+        if need > self.num_free:
+            raise OutOfBlocks
+        for _ in range(need):
+            seq.block_ids.append(self._allocate())
+
+    def free(self, seq: Sequence) -> None:
+        """Return all blocks; the tail first, so that it is evicted before the prefix it depends on."""
+        for key in seq.block_keys[seq.num_published :]:
+            if self._coming.get(key) is seq:
+                del self._coming[key]
+        for block in reversed(seq.block_ids):
+            self._num_refs[block] -= 1
+            assert self._num_refs[block] >= 0, f"block {block} was released twice"
+            if self._num_refs[block] == 0:
+                if self._key_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+        seq.block_ids.clear()
+        seq.num_published = 0
+
+    def _allocate(self) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            key = self._key_of[block]
+            assert key is not None
+            del self._cached[key]
+            self._key_of[block] = None
+        self._num_refs[block] = 1
+        return block
+
+    def _keys(self, seq: Sequence, num_full: int) -> list[bytes]:
+        keys = seq.block_keys
+        if len(keys) < num_full:
+            size = self.block_size
+            parent = keys[-1] if keys else seq.root_key
+            start = len(keys) * size
+            tokens = np.array(seq.tokens[start : num_full * size], dtype=np.int32).tobytes()
+            for offset in range(0, len(tokens), size * 4):
+                parent = hashlib.blake2b(parent + tokens[offset : offset + size * 4], digest_size=16).digest()
+                keys.append(parent)
+        return keys[:num_full]
+
+    # --- integrity ---------------------------------------------------------------------------------------
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Recount everything from the sequences; an AssertionError names the first block that disagrees."""
+        refs = [0] * self.num_blocks
+        for seq in sequences:
+            for block in seq.block_ids:
+                refs[block] += 1
+        free, idle = set(self._free), set(self._idle)
+        assert refs[NULL_BLOCK] == 0 and NULL_BLOCK not in free | idle, "the null block was handed out"
+        assert len(free) == len(self._free) and not free & idle, "a block is free twice"
+        for block in range(1, self.num_blocks):
+            assert refs[block] == self._num_refs[block], (
+                f"block {block}: {self._num_refs[block]} references are counted, {refs[block]} exist"
+            )
+            is_out = block in free or block in idle
+            assert is_out == (refs[block] == 0), f"block {block} has {refs[block]} holders and free={is_out}"
+            key = self._key_of[block]
+            assert (key is not None) or block not in idle, f"idle block {block} has no key"
+            assert key is None or (block not in free and self._cached.get(key) == block), (
+                f"block {block} is cached under a key that leads elsewhere"
+            )
+        assert len(self._cached) == sum(k is not None for k in self._key_of), "a cache key leads nowhere"

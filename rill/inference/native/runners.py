@@ -1,0 +1,56 @@
+"""Chooses and builds the runner for a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rill.errors import ConfigError
+from rill.inference.native.model_runner import ModelRunner
+from rill.models.attention_paged import register_paged_attention
+from rill.models.loading import DTYPES, load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rill.inference.native.engine import NativeEngine
+
+
+def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> ModelRunner:
+    device = _device(config.device if model is None else str(model.device))
+    attention = register_paged_attention()
+    if model is None:
+        default = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = default if config.dtype == "auto" else DTYPES[config.dtype]
+        own = load_model(config.model, dtype=dtype, device=device, attention=attention)
+    else:
+        own = twin_of(model, attention)
+    return ModelRunner(own, device=device, block_size=config.block_size)
+
+
+def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """A second module tree over the same parameters, with another attention: neither disturbs the other."""
+    with torch.device("meta"):
+        twin: PreTrainedModel = type(model)._from_config(model.config, attn_implementation=attention)
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for name, module in twin.named_modules():
+        prefix = f"{name}." if name else ""
+        for key in list(module._parameters):
+            if module._parameters[key] is not None:
+                module._parameters[key] = state[prefix + key]  # type: ignore[assignment]
+        for key in list(module._buffers):
+            if module._buffers[key] is not None:
+                module._buffers[key] = state[prefix + key]
+    return twin.eval()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"the native engine runs on cpu and cuda, not on {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device is {name!r}, but torch sees no CUDA device: set device to "cpu" or "auto"')
+    return device

@@ -1,0 +1,168 @@
+"""From logits to tokens: one uniform number per (seed, position), inverted through the filtered distribution.
+
+The number depends on nothing else, so a request's tokens do not depend on its batch. The order of operations:
+
+    logits ─ repetition ─ presence, frequency ─ bias, forbidden ids ─ / temperature ─► reported distribution
+           ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
+
+temperature 0 takes the largest logit and reports the temperature-1 distribution. The torch functions here run on
+every device; rill.inference.native.kernels and .triton_kernels hold faster ones with the same results.
+
+Axes: S sampled row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rill.inference.native.sequence import Sequence
+from rill.types import SamplingParams
+
+Doubles = npt.NDArray[np.float64]
+Longs = npt.NDArray[np.int64]
+
+
+def uniforms(seeds_S: npt.NDArray[np.uint64], positions_S: Longs) -> Doubles:
+    """One number in [0, 1) per (seed, position): splitmix64 of the pair, top 53 bits."""
+    with np.errstate(over="ignore"):
+        x = seeds_S + positions_S.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        for _ in range(2):  # one round leaves neighbouring seeds at one position correlated
+            x = x + np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def hash_seed(seed: int, counter: int = 0) -> int:
+    """A 64-bit stream number from a user's seed, or from the engine's seed and a request counter."""
+    mixed = np.uint64((seed * 0xD1342543DE82EF95 + counter * 0x2545F4914F6CDD1D + 1) & (2**64 - 1))
+    return int(uniforms(np.array([mixed], dtype=np.uint64), np.array([counter]))[0] * 2**53)
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """Changes to single logits, each list aligned by entry; no (row, token) pair occurs twice in one list."""
+
+    penalised: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, repetition penalty
+    lowered: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, amount
+    biased: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, bias
+
+    def __bool__(self) -> bool:
+        return bool(self.penalised or self.lowered or self.biased)
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    temperature_S: npt.NDArray[np.float32]
+    top_k_S: npt.NDArray[np.int32]
+    top_p_S: npt.NDArray[np.float32]
+    min_p_S: npt.NDArray[np.float32]
+    uniform_S: Doubles
+    edits: LogitEdits | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.temperature_S)
+
+    @property
+    def is_filtered(self) -> bool:
+        return bool((self.top_k_S > 0).any() or (self.top_p_S < 1).any() or (self.min_p_S > 0).any())
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether the next logits depend on which tokens were sampled before, beyond the model itself."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def has_edits(params: SamplingParams) -> bool:
+    return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0
+
+
+def collect_edits(edits: LogitEdits, row: int, seq: Sequence, num_generated: int) -> None:
+    """Add what this sequence's parameters change in the logits of `row`."""
+    params = seq.request.sampling
+    if params.repetition_penalty != 1:
+        edits.penalised += [(row, token, params.repetition_penalty) for token in set(seq.tokens)]
+    if params.presence_penalty or params.frequency_penalty:
+        counts = Counter(seq.tokens[seq.num_prompt :])
+        edits.lowered += [
+            (row, token, params.presence_penalty + params.frequency_penalty * count)
+            for token, count in counts.items()
+        ]
+    bias = dict(params.logit_bias)
+    if num_generated < params.min_new_tokens:
+        bias |= dict.fromkeys(seq.eos_ids | seq.stop_ids, float("-inf"))
+    edits.biased += [(row, token, value) for token, value in bias.items()]
+
+
+def apply_edits(logits_SV: torch.Tensor, edits: LogitEdits) -> None:
+    """In place."""
+    device = logits_SV.device
+
+    def split(entries: list[tuple[int, int, float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, tokens, values = zip(*entries, strict=True)
+        index = torch.tensor([rows, tokens], device=device)
+        return index[0], index[1], torch.tensor(values, dtype=torch.float32, device=device)
+
+    if edits.penalised:
+        rows, tokens, penalty = split(edits.penalised)
+        old = logits_SV[rows, tokens]
+        logits_SV[rows, tokens] = torch.where(old > 0, old / penalty, old * penalty)
+    if edits.lowered:
+        rows, tokens, amount = split(edits.lowered)
+        logits_SV[rows, tokens] -= amount
+    if edits.biased:
+        rows, tokens, bias = split(edits.biased)
+        logits_SV[rows, tokens] += bias
+
+
+def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and log-probability of each row. `logits_SV` is fp32 and is overwritten."""
+    device = logits_SV.device
+    if batch.edits:
+        apply_edits(logits_SV, batch.edits)
+    temperature_S = torch.from_numpy(batch.temperature_S).to(device)
+    is_greedy_S = temperature_S == 0
+    logits_SV /= torch.where(is_greedy_S, 1.0, temperature_S)[:, None]
+    norm_S = logits_SV.logsumexp(dim=-1)
+    if bool((batch.temperature_S == 0).all()):
+        tokens_S = logits_SV.argmax(dim=-1)
+    else:
+        kept_SV = filter_logits(logits_SV, batch) if batch.is_filtered else logits_SV
+        weights_SV = (kept_SV - kept_SV.amax(dim=-1, keepdim=True)).exp().double()
+        cumulative_SV = weights_SV.cumsum(dim=-1)
+        target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(batch.uniform_S).to(device)[:, None]
+        # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
+        tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
+        tokens_S = torch.where(is_greedy_S, logits_SV.argmax(dim=-1), tokens_S)
+    logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - norm_S
+    return tokens_S, logprobs_S
+
+
+def filter_logits(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """-inf where top-k, top-p or min-p exclude a token."""
+    device, vocab = logits_SV.device, logits_SV.shape[1]
+    cut_S = torch.full((batch.num_rows,), float("-inf"), device=device)
+    sorted_rows = np.flatnonzero((batch.top_k_S > 0) | (batch.top_p_S < 1))
+    if len(sorted_rows):
+        rows = torch.from_numpy(sorted_rows).to(device)
+        top_k = np.where(batch.top_k_S > 0, np.minimum(batch.top_k_S, vocab), vocab)[sorted_rows]
+        values_RV = logits_SV[rows].sort(dim=-1, descending=True).values
+        rank_V = torch.arange(vocab, device=device)
+        values_RV = values_RV.masked_fill(
+            rank_V >= torch.from_numpy(top_k).to(device)[:, None], float("-inf")
+        )
+        probs_RV = values_RV.double().softmax(dim=-1)
+        top_p = torch.from_numpy(batch.top_p_S[sorted_rows]).to(device)[:, None]
+        # A token is kept while the mass before it is below p: at least one always is.
+        num_kept_R = ((probs_RV.cumsum(dim=-1) - probs_RV < top_p) & (values_RV > float("-inf"))).sum(dim=-1)
+        cut_S[rows] = values_RV.gather(1, (num_kept_R - 1).clamp_(min=0)[:, None])[:, 0]
+    min_p_S = torch.from_numpy(batch.min_p_S).to(device)
+    cut_S = torch.maximum(cut_S, logits_SV.amax(dim=-1) + min_p_S.log())
+    return logits_SV.masked_fill(logits_SV < cut_S[:, None], float("-inf"))

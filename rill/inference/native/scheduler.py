@@ -1,0 +1,216 @@
+"""Decides what each step computes: which sequences, how many of their tokens.
+
+Continuous batching with chunked prefill. Every step has a budget of tokens. Sequences in the middle of
+generation take one each; the rest of the budget goes to prompts, in order of priority and arrival, cut where the
+budget ends. When blocks run out, the sequence that came last gives all of its back and is computed again later
+(tokens are kept, so nothing sampled changes).
+
+Called between steps by the engine's thread. With overlapped execution one step may still be on the device; then
+the tokens it samples count as `num_in_flight`, and a decision that needs them raises NeedsResults before anything
+is changed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rill.inference.native.block_manager import BlockManager, OutOfBlocks
+from rill.inference.native.sequence import NO_SLOT, Sequence, Status
+
+
+class NeedsResults(Exception):
+    """The results of the step in flight must be read before this one can be decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + length) of a sequence, computed in one step."""
+
+    seq: Sequence
+    start: int
+    length: int
+    is_last: bool
+    """The chunk ends at the sequence's newest token, so the step samples the next one."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        root_key: Callable[[Sequence], bytes],
+    ) -> None:
+        self.blocks = blocks
+        self.max_batched_tokens = max_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.admits_new = True
+        """False lets started sequences end and starts no others."""
+        self.is_frozen = False
+        """True keeps every sequence where it is, in the cache or out; only scoring goes on."""
+        self.num_preempted = 0
+        self._root_key = root_key
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_reserve_blocks = blocks.num_usable // 100
+
+    @property
+    def has_work(self) -> bool:
+        if self.is_frozen:
+            return any(seq.is_scored for seq in self.running) or any(seq.is_scored for seq in self.waiting)
+        return bool(self.running) or any(self._may_start(seq) for seq in self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's work; empty when nothing can run."""
+        self._make_room()
+        chunks: list[Chunk] = []
+        budget = self.max_batched_tokens
+        for seq in self.running:
+            if budget > 0 and self._takes_one(seq):
+                chunks.append(self._take(seq, 1))
+                budget -= 1
+        for seq in list(self.running):
+            need = seq.num_tokens - seq.num_computed
+            if need > 1 and budget > 0 and not (self.is_frozen and not seq.is_scored):
+                chunk = self._continue_prefill(seq, min(need, budget))
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= chunk.length
+        if budget > 0 and self._free_slots and self.waiting:
+            self._admit(chunks, budget)
+        return chunks
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out for good, wherever it is."""
+        if seq.status is Status.RUNNING:
+            self._leave(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give back a running sequence's blocks; it is computed again, tokens kept, when it is next admitted."""
+        assert seq.num_in_flight == 0
+        self._leave(seq)
+        seq.forget_cache()
+        seq.num_preempted += 1
+        seq.status = Status.WAITING
+        self.num_preempted += 1
+        self.add(seq)
+
+    def check(self) -> None:
+        """Block accounting and slots, recounted. Costs a pass over all blocks."""
+        self.blocks.check(self.running)
+        assert all(not seq.block_ids for seq in self.waiting), "a waiting sequence holds blocks"
+        slots = [seq.slot for seq in self.running] + self._free_slots
+        assert len(slots) == len(set(slots)), "two sequences share a slot"
+
+    def _make_room(self) -> None:
+        """Preempt from the end until every sequence in the middle of generation can take its next token."""
+        size = self.blocks.block_size
+        while True:
+            need = 0
+            for seq in self.running:
+                if self._takes_one(seq):
+                    need += seq.num_tokens > len(seq.block_ids) * size
+            if need <= self.blocks.num_free:
+                return
+            if any(seq.num_in_flight for seq in self.running):
+                raise NeedsResults
+            self.preempt(max(self.running, key=lambda s: s.order))
+
+    def _takes_one(self, seq: Sequence) -> bool:
+        """In the middle of generation, and not merely waiting for its last token to be read."""
+        if self.is_frozen and not seq.is_scored:
+            return False
+        return seq.num_tokens - seq.num_computed == 1 and seq.num_tokens < seq.max_tokens
+
+    def _take(self, seq: Sequence, length: int) -> Chunk:
+        start = seq.num_computed
+        self.blocks.grow(seq, start + length)
+        seq.num_computed = start + length
+        is_last = seq.num_computed == seq.num_tokens
+        if is_last and not seq.is_scored:
+            seq.num_in_flight += 1
+        self.blocks.publish(seq)
+        return Chunk(seq, start, length, is_last)
+
+    def _continue_prefill(self, seq: Sequence, length: int) -> Chunk | None:
+        size = self.blocks.block_size
+        room = (len(seq.block_ids) + self.blocks.num_free) * size - seq.num_computed
+        if room >= 1:
+            return self._take(seq, min(length, room))
+        youngest = max(self.running, key=lambda s: s.order)
+        if youngest is seq and len(self.running) > 1 and not seq.num_in_flight:
+            self.preempt(seq)  # others are ahead of it and hold everything: it would only sit on its blocks
+        return None
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        for seq in list(self.waiting):
+            if budget <= 0 or not self._free_slots:
+                return
+            if not self._may_start(seq):
+                continue
+            chunk = self._try_start(seq, budget)
+            if chunk is _AWAITED:
+                continue
+            if chunk is None:
+                return  # no room: those behind must not overtake
+            assert isinstance(chunk, Chunk)
+            chunks.append(chunk)
+            budget -= chunk.length
+
+    def _try_start(self, seq: Sequence, budget: int) -> Chunk | object | None:
+        root = self._root_key(seq)
+        if seq.root_key != root:
+            seq.root_key = root
+            seq.block_keys.clear()
+        matched = self.blocks.match(seq)
+        if self.blocks.is_awaited(seq, len(matched)):
+            return _AWAITED
+        size = self.blocks.block_size
+        # The newest token is always computed, for its logits, even when a cached block holds it.
+        num_cached = min(len(matched) * size, len(seq.tokens) - 1)
+        length = min(len(seq.tokens) - num_cached, budget)
+        self.blocks.hold(seq, matched)
+        reserve = self._num_reserve_blocks if self.running else 0
+        need = -(-(num_cached + length) // size) - len(matched)
+        if need + reserve > self.blocks.num_free:
+            room = (self.blocks.num_free - reserve) * size + len(matched) * size - num_cached
+            if self.running or room < 1:
+                self.blocks.free(seq)
+                return None
+            length = min(length, room)
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.slot = self._free_slots.pop()
+        seq.num_computed = num_cached
+        seq.num_shared = len(matched) * size
+        if seq.num_preempted == 0:
+            seq.num_cached = min(num_cached, seq.num_prompt)
+        self.blocks.announce(seq)
+        try:
+            return self._take(seq, length)
+        except OutOfBlocks:
+            raise AssertionError("admission checked for blocks that are not there") from None
+
+    def _may_start(self, seq: Sequence) -> bool:
+        if self.is_frozen:
+            return seq.is_scored
+        return self.admits_new or seq.num_preempted > 0 or seq.is_scored
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.blocks.free(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = NO_SLOT
+
+
+_AWAITED = object()

@@ -1,0 +1,153 @@
+"""One request on its way through the engine: its tokens, its place in the KV cache, its results so far.
+
+Owned by the engine's thread alone; nothing here is locked. The scheduler moves a sequence between WAITING and
+RUNNING, the block manager fills `block_ids`, the engine appends what was sampled.
+
+    tokens        p p p p p p g g g g ?          p prompt, g generated, ? sampled on the device, not yet read
+    num_computed  ──────────────────►│           keys and values in the cache, or on their way there
+    num_tokens    ────────────────────►│         len(tokens) + num_in_flight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from rill.inference.base import Completion, Delta, Request
+from rill.inference.native.detokenizer import StopMatcher
+from rill.types import Floats, StopReason
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+NO_SLOT = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Identity, not equality: two requests with the same tokens are two sequences."""
+
+    request: Request
+    seed: int
+    arrival: int
+    """Counts submissions; ties of priority are served in this order."""
+    future: Future[Completion]
+    on_delta: Callable[[Delta], None] | None = None
+    stop_matcher: StopMatcher | None = None
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    max_tokens: int = 0
+    """Prompt and completion together never exceed this."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_prompt: int = 0
+    num_in_flight: int = 0
+    num_computed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_reported: int = 0
+    """Generated tokens already given to on_delta."""
+
+    status: Status = Status.WAITING
+    slot: int = NO_SLOT
+    """Row in the runner's per-sequence tables while RUNNING."""
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Prefix-cache keys of the leading full blocks, as far as they have been worked out."""
+    num_published: int = 0
+    """Leading blocks that are in the prefix cache, put there by this sequence or found there."""
+    num_shared: int = 0
+    """Leading tokens whose blocks were found in the cache: they are read and never written."""
+    root_key: bytes = b""
+    """Version, adapter and salt under which block_keys were worked out."""
+    num_preempted: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def is_scored(self) -> bool:
+        return False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.request.priority, self.arrival)
+
+    def append(self, token: int, logprob: float, version: int) -> StopReason | None:
+        """Take one sampled token; the reason to stop after it, if there is one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.eos_ids:
+            return StopReason.EOS
+        if token in self.stop_ids:
+            return StopReason.STOP
+        if self.stop_matcher is not None and self.stop_matcher.push(token):
+            return StopReason.STOP
+        if len(self.tokens) >= self.max_tokens:
+            return StopReason.LENGTH
+        return None
+
+    def forget_cache(self) -> None:
+        """Nothing of this sequence is in the KV cache any more; its tokens stay and will be computed again."""
+        assert not self.block_ids and self.num_in_flight == 0
+        self.num_computed = 0
+        self.num_published = 0
+
+    def take_delta(self, reason: StopReason | None = None) -> Delta:
+        start = self.num_reported
+        self.num_reported = self.num_generated
+        return Delta(
+            request_id=self.id,
+            token_ids=np.array(self.tokens[self.num_prompt + start :], dtype=np.int32),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            versions=np.array(self.versions[start:], dtype=np.int32),
+            stop_reason=reason,
+        )
+
+    def completion(self, reason: StopReason) -> Completion:
+        matched = self.stop_matcher.matched if self.stop_matcher is not None else None
+        return Completion(
+            request_id=self.id,
+            token_ids=np.array(self.tokens[self.num_prompt :], dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            stop_reason=reason,
+            stop_text=matched if reason is StopReason.STOP else None,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ScoredSequence(Sequence):
+    """Computes the log-probability of every one of its tokens and generates none."""
+
+    temperature: float = 1.0
+    scores: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    scored: Future[Floats] = field(default_factory=Future)
+
+    @property
+    def is_scored(self) -> bool:
+        return True
