@@ -1,0 +1,12 @@
+"""The OpenAI-compatible server: one address, any Engine behind it.
+
+    client ── auth ── limits ── routes ── Generation ── Engine (or Router: several replicas as one Engine)
+
+`rill serve` builds it (rill/cli/serve.py); tests and workflows use `create_app` and `serve_in_thread`.
+"""
+
+from rill.inference.server.app import create_app
+from rill.inference.server.config import ServerConfig
+from rill.inference.server.run import BackgroundServer, serve, serve_in_thread
+
+__all__ = ["BackgroundServer", "ServerConfig", "create_app", "serve", "serve_in_thread"]

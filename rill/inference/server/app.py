@@ -1,0 +1,121 @@
+"""The application: routes, middleware and state put together around an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rill import __version__
+from rill.inference.base import Engine
+from rill.inference.server import routes_admin, routes_chat, routes_completions, routes_tokens
+from rill.inference.server.auth import KeyRing
+from rill.inference.server.config import ServerConfig
+from rill.inference.server.errors import install_error_handlers
+from rill.inference.server.generation import Generation
+from rill.inference.server.limits import Admission, BodyLimit
+from rill.inference.server.metrics import Metrics
+from rill.inference.server.state import ServerState
+from rill.inference.server.text import TextCodec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_ERROR = {
+    "description": "An error, shaped as OpenAI's.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: _ERROR for status in (400, 401, 403, 404, 408, 409, 413, 429, 503)
+}
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    config: ServerConfig | None = None,
+    *,
+    model_path: Path | None = None,
+    chat_template: str | None = None,
+) -> FastAPI:
+    """An ASGI application over the engine. The caller owns the engine and closes it after the application."""
+    config = config or ServerConfig()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        metrics = Metrics()
+        app.state.server = ServerState(
+            engine=engine,
+            codec=TextCodec(tokenizer, chat_template=chat_template),
+            config=config,
+            keys=KeyRing(config),
+            admission=Admission(config.requests_per_minute, config.max_concurrent),
+            metrics=metrics,
+            generation=Generation(engine, metrics, config.request_timeout_s),
+            model_path=model_path,
+        )
+        app.state.count_response = metrics.count_response
+        yield
+
+    app = FastAPI(
+        title="rill",
+        version=__version__,
+        lifespan=lifespan,
+        responses=_ERRORS,
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    install_error_handlers(app)
+    for module in (routes_completions, routes_chat, routes_tokens, routes_admin):
+        app.include_router(module.routes)
+    app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(CountResponses, owner=app)
+    return app
+
+
+class CountResponses:
+    """Counts answers by route and status. Routes, not paths: a client must not be able to make new time series."""
+
+    def __init__(self, app: ASGIApp, owner: FastAPI) -> None:
+        self.app = app
+        self.owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = "unknown" if route is None else route.path
+                self.owner.state.count_response(path, message["status"])
+            await send(message)
+
+        await self.app(scope, receive, counted)

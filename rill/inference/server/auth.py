@@ -1,0 +1,84 @@
+"""Who may call what: client keys open generation, the admin key opens administration, neither opens the other.
+
+Keys come as `Authorization: Bearer KEY` (or `X-API-Key`). They are compared as digests in constant time, and every
+comparison runs over all keys, so that timing tells nothing about a key or its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+
+from fastapi import Request
+
+from rill.inference.server.config import ServerConfig
+from rill.inference.server.errors import ApiError
+
+ANONYMOUS = "anonymous"
+
+
+class KeyRing:
+    """The digests of the configured keys. Plain keys are not kept."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._clients = [_digest(key.get_secret_value()) for key in config.api_keys]
+        self._admin = None if config.admin_key is None else _digest(config.admin_key.get_secret_value())
+
+    def check_client(self, request: Request) -> str:
+        """The caller's name for limits and logs: a short digest of its key, never the key."""
+        if not self._clients:
+            return ANONYMOUS
+        given = _given_key(request)
+        if given is None:
+            raise ApiError(401, "no API key: send `Authorization: Bearer KEY`", code="missing_api_key")
+        digest = _digest(given)
+        if not _matches(digest, self._clients):
+            raise ApiError(401, "incorrect API key", code="invalid_api_key")
+        return digest.hex()[:12]
+
+    def check_admin(self, request: Request) -> None:
+        if self._admin is None:
+            if not _is_local(request):
+                raise ApiError(
+                    403, "administration from other machines needs an admin key: start the server with one"
+                )
+            return
+        given = _given_key(request)
+        if given is None:
+            raise ApiError(401, "no API key: this route needs the admin key", code="missing_api_key")
+        digest = _digest(given)
+        is_client = _matches(digest, self._clients)
+        if not _matches(digest, [self._admin]):
+            if is_client:
+                raise ApiError(
+                    403, "a client key does not open administration routes", code="admin_key_required"
+                )
+            raise ApiError(401, "incorrect API key", code="invalid_api_key")
+
+
+def _given_key(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return request.headers.get("x-api-key") or None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _matches(digest: bytes, keys: list[bytes]) -> bool:
+    found = False
+    for key in keys:
+        found |= hmac.compare_digest(digest, key)
+    return found
+
+
+def _is_local(request: Request) -> bool:
+    if request.client is None:  # a Unix socket
+        return True
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return request.client.host == "testclient"

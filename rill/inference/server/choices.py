@@ -1,0 +1,79 @@
+"""One sample of an answer: text, log-probabilities, token ids, why it ended; in OpenAI's and vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rill.inference.base import Completion
+from rill.inference.server.generation import Piece, finite
+from rill.inference.server.text import TextCodec
+from rill.types import StopReason
+
+_FINISH = {
+    StopReason.EOS: "stop",
+    StopReason.STOP: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.ABORTED: "abort",
+}
+
+
+def finish_reason(completion: Completion) -> str:
+    return _FINISH.get(completion.stop_reason, "error")
+
+
+def usage(num_prompt: int, completions: Sequence[Completion]) -> dict[str, Any]:
+    num_completion = sum(len(c.token_ids) for c in completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in completions)},
+    }
+
+
+def as_piece(index: int, completion: Completion) -> Piece:
+    """A completion that was not streamed, as the only piece of its stream."""
+    return Piece(
+        index=index,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        completion=completion,
+    )
+
+
+def token_name(codec: TextCodec, token_id: int, *, as_id: bool) -> str:
+    return f"token_id:{token_id}" if as_id else codec.token_text(token_id)
+
+
+def chat_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, num_top: int = 0) -> dict[str, Any]:
+    """`num_top` is 0, or 1 where the sampled token is known to be the top one."""
+    content = []
+    for token_id, logprob in zip(piece.token_ids.tolist(), finite(piece.logprobs), strict=True):
+        text = codec.token_text(token_id)
+        entry: dict[str, Any] = {
+            "token": f"token_id:{token_id}" if as_ids else text,
+            "logprob": logprob,
+            "bytes": list(text.encode("utf-8", "replace")),
+        }
+        content.append({**entry, "top_logprobs": [entry] * num_top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    codec: TextCodec, token_ids: Sequence[int], logprobs: Sequence[float | None], *, as_ids: bool, offset: int
+) -> dict[str, Any]:
+    """The older shape: parallel lists."""
+    tokens = [token_name(codec, t, as_id=as_ids) for t in token_ids]
+    offsets, at = [], offset
+    for token_id in token_ids:
+        offsets.append(at)
+        at += len(codec.token_text(token_id))
+    top = [None if lp is None else {name: lp} for name, lp in zip(tokens, logprobs, strict=True)]
+    return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
+
+
+def token_fields(piece: Piece) -> dict[str, Any]:
+    """What `return_token_ids` adds to a choice: vLLM's token_ids, and our versions beside them."""
+    return {"token_ids": piece.token_ids.tolist(), "token_versions": piece.versions.tolist()}

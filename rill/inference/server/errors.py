@@ -1,0 +1,149 @@
+"""Errors as OpenAI clients expect them: `{"error": {"message", "type", "param", "code"}}` and the right status.
+
+The one place where exceptions become HTTP answers. A client's mistake is a 4xx; an engine that cannot answer now
+is a 503; what reaches the last handler is our own bug, and a 500.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from rill.errors import (
+    EngineError,
+    PeerDiedError,
+    RequestError,
+    RillError,
+    StuckError,
+    UnsupportedError,
+    UserError,
+    WeightSyncError,
+)
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+_STATUS: tuple[tuple[type[RillError], int], ...] = (
+    (RequestError, 400),
+    (UnsupportedError, 400),
+    (WeightSyncError, 409),
+    (UserError, 400),
+    (PeerDiedError, 503),
+    (StuckError, 503),
+    (EngineError, 503),
+)
+"""First match wins."""
+
+
+class ApiError(Exception):
+    """An answer other than success, decided by a route."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client sees of an exception from below."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code="unsupported" if kind is UnsupportedError else None)
+    return ApiError(500, "the server met an internal error; its log has the details")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            # Clients send lone surrogates; echoing one would break the encoding of the answer.
+            "message": error.message.encode("utf-8", "replace").decode(),
+            "type": _TYPES.get(error.status, "server_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(
+        msgspec.json.encode(error_body(error)),
+        status_code=error.status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_rill_error(request: Request, error: Exception) -> Response:
+        return error_response(to_api_error(error))
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_describe_validation(error))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(ApiError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        log.error("unhandled error in %s %s", request.method, request.url.path, exc_info=error)
+        return error_response(to_api_error(error))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RillError, on_rill_error)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _describe_validation(error: RequestValidationError) -> ApiError:
+    """The first mistake, by the name of the field, as OpenAI reports it."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query")]
+    if first["type"] == "json_invalid":
+        return bad_request("the request body is not valid JSON", code="invalid_json")
+    where = ".".join(path)
+    return bad_request(f"{where or 'body'}: {first['msg']}", param=where or None, code=first["type"])

@@ -1,0 +1,240 @@
+"""Between the event loop and the engine's thread.
+
+        engine thread                                  event loop
+   on_delta(d) ──▶ pending ──┐ one call_soon_threadsafe  ┌──▶ stream A wakes once ──▶ SSE
+   on_delta(d) ──▶ pending ──┤ however many are pending  ├──▶ stream B wakes once ──▶ SSE
+   future done ──▶ pending ──┘                           └──▶ …
+
+A request that is not streamed costs the loop one wake-up, when it ends. A stream is woken at most once for each flush,
+and finds everything new there. Whoever stops waiting (disconnect, deadline, cancel) has its requests aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastapi import Request as HttpRequest
+
+from rill.inference.base import Completion, Delta, Engine, Request
+from rill.inference.server.errors import ApiError
+from rill.inference.server.metrics import Metrics
+from rill.types import Floats, Ints, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """New tokens of one sample of a stream."""
+
+    index: int
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+    completion: Completion | None
+    """Set on the sample's last piece."""
+
+
+class Generation:
+    """Runs requests on the engine for the event loop that it was made on."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._timeout_s = timeout_s or None
+        self._hub = _Hub(asyncio.get_running_loop())
+
+    async def run(self, requests: Sequence[Request], http: HttpRequest) -> list[Completion]:
+        """All completions, in the order of the requests."""
+        started = time.perf_counter()
+        futures = [asyncio.wrap_future(f) for f in self._engine.submit(requests)]
+        gone = asyncio.ensure_future(_disconnected(http))
+        everything = asyncio.gather(*futures)
+        try:
+            waits: list[asyncio.Future[Any]] = [everything, gone]
+            done, _ = await asyncio.wait(waits, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if everything not in done:
+                raise _gave_up(self._timeout_s) if gone not in done else ApiError(499, "the client went away")
+            completions = everything.result()
+        except BaseException:
+            self._give_up(requests)
+            raise
+        finally:
+            gone.cancel()
+            everything.cancel()
+        self._observe(requests, completions, time.perf_counter() - started)
+        return completions
+
+    def open(self, requests: Sequence[Request]) -> SampleStream:
+        """Submit now, so that a refusal is still an HTTP status, and iterate later."""
+        stream = SampleStream(self, requests)
+        self._hub.register(stream)
+        try:
+            for future in self._engine.submit(requests, self._hub.push):
+                future.add_done_callback(stream.on_done)
+        except BaseException:
+            self._hub.unregister(stream)
+            raise
+        return stream
+
+    def _give_up(self, requests: Sequence[Request]) -> None:
+        self._metrics.num_aborted += len(requests)
+        # An engine may take its lock in abort: not on the event loop.
+        asyncio.get_running_loop().run_in_executor(None, self._engine.abort, [r.id for r in requests])
+
+    def _observe(self, requests: Sequence[Request], done: Sequence[Completion], seconds: float) -> None:
+        self._metrics.latency_s.observe(seconds)
+        self._metrics.num_prompt_tokens += sum(len(r.token_ids) for r in requests)
+        for completion in done:
+            self._metrics.count_completion(len(completion.token_ids))
+
+
+class SampleStream:
+    """The samples of one HTTP request as they grow. Iterates over batches of pieces; close() aborts the rest."""
+
+    def __init__(self, owner: Generation, requests: Sequence[Request]) -> None:
+        self._owner = owner
+        self._requests = requests
+        self._index = {r.id: i for i, r in enumerate(requests)}
+        self._received = [0] * len(requests)
+        self._completions: list[Completion] = []
+        self._news: list[Delta | Future[Completion]] = []
+        self._wake = asyncio.Event()
+        self._opened_at = time.perf_counter()
+        self._is_closed = False
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [r.id for r in self._requests]
+
+    def on_done(self, future: Future[Completion]) -> None:
+        """Called on the engine's thread. The order with the last delta does not matter."""
+        self._owner._hub.push_for(self, future)
+
+    def deliver(self, news: list[Delta | Future[Completion]]) -> None:
+        self._news.extend(news)
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        timeout_s = self._owner._timeout_s
+        deadline = None if timeout_s is None else self._opened_at + timeout_s
+        is_first = True
+        while len(self._completions) < len(self._requests):
+            wait_s = None if deadline is None else deadline - time.perf_counter()
+            try:
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+            except TimeoutError:
+                raise _gave_up(timeout_s) from None
+            self._wake.clear()
+            news, self._news = self._news, []
+            pieces = [piece for item in news if (piece := self._piece(item)) is not None]
+            if pieces and is_first:
+                is_first = False
+                self._owner._metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
+            if pieces:
+                yield pieces
+        self._owner._observe(self._requests, self._completions, time.perf_counter() - self._opened_at)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._owner._hub.unregister(self)
+        if len(self._completions) < len(self._requests):
+            self._owner._give_up(self._requests)
+
+    def _piece(self, item: Delta | Future[Completion]) -> Piece | None:
+        if isinstance(item, Delta):
+            index = self._index[item.request_id]
+            if self._received[index] < 0:
+                return None  # overtaken by its completion, which held these tokens
+            self._received[index] += len(item.token_ids)
+            if len(item.token_ids) == 0:
+                return None
+            return Piece(
+                index=index,
+                token_ids=item.token_ids,
+                logprobs=item.logprobs,
+                versions=item.versions,
+                completion=None,
+            )
+        completion = item.result()
+        index = self._index[completion.request_id]
+        rest = slice(self._received[index], None)
+        self._received[index] = -1
+        self._completions.append(completion)
+        return Piece(
+            index=index,
+            token_ids=completion.token_ids[rest],
+            logprobs=completion.logprobs[rest],
+            versions=completion.versions[rest],
+            completion=completion,
+        )
+
+
+class _Hub:
+    """Carries deltas from the engine's thread to the streams of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: list[tuple[SampleStream | None, Delta | Future[Completion]]] = []
+        self._is_scheduled = False
+        self._streams: dict[str, SampleStream] = {}
+
+    def register(self, stream: SampleStream) -> None:
+        for request_id in stream.request_ids:
+            self._streams[request_id] = stream
+
+    def unregister(self, stream: SampleStream) -> None:
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
+
+    def push(self, delta: Delta) -> None:
+        self.push_for(None, delta)
+
+    def push_for(self, stream: SampleStream | None, item: Delta | Future[Completion]) -> None:
+        with self._lock:
+            self._pending.append((stream, item))
+            if self._is_scheduled:
+                return
+            self._is_scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._flush)
+        except RuntimeError:
+            return  # the loop is closed: nobody reads any more
+
+    def _flush(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+            self._is_scheduled = False
+        news: dict[int, tuple[SampleStream, list[Delta | Future[Completion]]]] = {}
+        for stream, item in pending:
+            if stream is None:
+                assert isinstance(item, Delta)
+                stream = self._streams.get(item.request_id)
+            if stream is not None:
+                news.setdefault(id(stream), (stream, []))[1].append(item)
+        for stream, items in news.values():
+            stream.deliver(items)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    """Returns when the client has gone. The body has been read, so the next message can be nothing else."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _gave_up(timeout_s: float | None) -> ApiError:
+    return ApiError(408, f"the request took longer than {timeout_s} s and was given up", code="timeout")
+
+
+def finite(logprobs: Floats) -> list[float]:
+    """JSON has no infinities; clients need numbers."""
+    values: list[float] = np.nan_to_num(logprobs, nan=-9999.0, neginf=-9999.0, posinf=0.0).tolist()
+    return values

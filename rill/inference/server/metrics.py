@@ -1,0 +1,105 @@
+"""Counters and histograms of the server, with the engine's own figures, in Prometheus' text format."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator
+
+from rill.inference.base import EngineStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Histogram:
+    def __init__(self, name: str, about: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.about, self.bounds = name, about, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self.bounds, value)] += 1
+        self._sum += value
+
+    def lines(self) -> Iterator[str]:
+        yield f"# HELP {self.name} {self.about}"
+        yield f"# TYPE {self.name} histogram"
+        total = 0
+        for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{self.name}_bucket{{le="{bound}"}} {total}'
+        yield f"{self.name}_sum {self._sum:.6f}"
+        yield f"{self.name}_count {total}"
+
+
+class Metrics:
+    """Written from the event loop only."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+        self.num_aborted = 0
+        self.latency_s = Histogram(
+            "rill_request_seconds", "Time of a generation request, in seconds.", _SECONDS
+        )
+        self.first_token_s = Histogram(
+            "rill_first_token_seconds", "Time to a stream's first token, in seconds.", _SECONDS
+        )
+        self.completion_tokens = Histogram("rill_completion_tokens", "New tokens of a completion.", _TOKENS)
+
+    def count_response(self, route: str, status: int) -> None:
+        self.responses[route, status] += 1
+
+    def count_completion(self, num_completion_tokens: int) -> None:
+        self.num_completion_tokens += num_completion_tokens
+        self.completion_tokens.observe(num_completion_tokens)
+
+    def render(self, stats: EngineStats, num_in_flight: int) -> str:
+        lines = [
+            "# HELP rill_responses_total Answers by route and status.",
+            "# TYPE rill_responses_total counter",
+        ]
+        for (route, status), count in sorted(self.responses.items()):
+            lines.append(f'rill_responses_total{{route="{route}",status="{status}"}} {count}')
+        lines += _simple(
+            "counter", "rill_prompt_tokens_total", "Prompt tokens served.", self.num_prompt_tokens
+        )
+        lines += _simple(
+            "counter", "rill_generated_tokens_total", "New tokens served.", self.num_completion_tokens
+        )
+        lines += _simple("counter", "rill_aborted_total", "Requests given up or timed out.", self.num_aborted)
+        lines += _simple("gauge", "rill_in_flight", "Generation requests in flight.", num_in_flight)
+        for histogram in (self.latency_s, self.first_token_s, self.completion_tokens):
+            lines.extend(histogram.lines())
+        lines.extend(_engine_lines(stats))
+        return "\n".join(lines) + "\n"
+
+
+def _engine_lines(stats: EngineStats) -> Iterator[str]:
+    gauges = {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv_blocks": stats.num_kv_blocks,
+        "free_kv_blocks": stats.num_free_kv_blocks,
+        "policy_version": stats.version,
+    }
+    counters = {
+        "finished_total": stats.num_finished,
+        "preempted_total": stats.num_preempted,
+        "prompt_tokens_total": stats.num_prompt_tokens,
+        "cached_tokens_total": stats.num_cached_tokens,
+        "generated_tokens_total": stats.num_generated_tokens,
+    }
+    for name, value in gauges.items():
+        yield from _simple("gauge", f"rill_engine_{name}", "Of the engine.", value)
+    for name, value in counters.items():
+        yield from _simple("counter", f"rill_engine_{name}", "Of the engine.", value)
+    for name, extra in sorted(stats.extra.items()):
+        clean = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+        yield from _simple("gauge", f"rill_engine_extra_{clean}", "Of this kind of engine.", extra)
+
+
+def _simple(kind: str, name: str, about: str, value: float) -> list[str]:
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", f"{name} {value}"]

@@ -1,0 +1,215 @@
+"""POST /v1/chat/completions, and its twin for prompts that are token ids already (verifiers' classic route)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from rill.inference.base import Completion
+from rill.inference.base import Request as EngineRequest
+from rill.inference.server.chat import (
+    ParsedCall,
+    ToolCallStream,
+    template_messages,
+    template_options,
+    template_tools,
+    wants_tool_calls,
+)
+from rill.inference.server.choices import as_piece, chat_logprobs, finish_reason, token_fields, usage
+from rill.inference.server.errors import bad_request
+from rill.inference.server.generation import Piece, SampleStream
+from rill.inference.server.sampling import build_requests, new_id, refuse_top_logprobs, refuse_unsupported
+from rill.inference.server.schemas import ChatBody, ChatTokensBody
+from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
+from rill.inference.server.text import TextStream
+
+routes = APIRouter()
+
+
+@routes.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    state = state_of(request)
+    caller = state.keys.check_client(request)
+    _refuse(body)
+    prompt = await state.codec.encode_chat(
+        template_messages(body.messages), template_tools(body.tools), template_options(body)
+    )
+    return await _respond(state, caller, body, prompt, request)
+
+
+@routes.post("/v1/chat/completions/tokens")
+async def create_chat_completion_from_tokens(body: ChatTokensBody, request: Request) -> Response:
+    state = state_of(request)
+    caller = state.keys.check_client(request)
+    _refuse(body)
+    return await _respond(state, caller, body, body.tokens, request)
+
+
+def _refuse(body: ChatBody) -> None:
+    refuse_unsupported(body)
+    refuse_top_logprobs(body.top_logprobs, body.temperature, "top_logprobs")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+
+
+async def _respond(
+    state: ServerState, caller: str, body: ChatBody, prompt: list[int], request: Request
+) -> Response:
+    answer = _Answer(state, body, prompt)
+    requests = answer.requests()
+    state.admission.enter(caller)
+    try:
+        if not body.stream:
+            completions = await state.generation.run(requests, request)
+            result = json_response(answer.whole(completions))
+            state.admission.leave()
+            return result
+        stream = state.generation.open(requests)
+    except BaseException:
+        state.admission.leave()
+        raise
+
+    def close() -> None:
+        stream.close()
+        state.admission.leave()
+
+    return EventStream(answer.events(stream), close)
+
+
+class _Sample:
+    """The text of one choice: what is content, and which calls stand in it."""
+
+    def __init__(self, state: ServerState, body: ChatBody, has_tools: bool) -> None:
+        self._text = TextStream(
+            state.codec,
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+            skip_special_tokens=body.skip_special_tokens,
+            include_stop=body.include_stop_str_in_output,
+        )
+        self._tools = ToolCallStream(parallel=body.parallel_tool_calls is not False) if has_tools else None
+        self.num_calls = 0
+        self.is_started = False
+
+    def feed(self, piece: Piece) -> tuple[str, list[ParsedCall]]:
+        is_last = piece.completion is not None
+        text = self._text.feed(piece.token_ids.tolist(), is_last=is_last)
+        if self._tools is None:
+            return text, []
+        content, calls = self._tools.feed(text, is_last=is_last)
+        self.num_calls += len(calls)
+        return content, calls
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        if piece.completion is None:
+            return None
+        reason = finish_reason(piece.completion)
+        return "tool_calls" if self.num_calls and reason == "stop" else reason
+
+
+class _Answer:
+    """Builds the answer to one request, whole or in events."""
+
+    def __init__(self, state: ServerState, body: ChatBody, prompt: list[int]) -> None:
+        self._state, self._body, self._prompt = state, body, prompt
+        self._has_tools = wants_tool_calls(body)
+        self._id = new_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = body.model or state.config.model_name
+
+    def requests(self) -> list[EngineRequest]:
+        body = self._body
+        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return build_requests(
+            body,
+            [self._prompt],
+            request_id=self._id,
+            max_tokens=wanted,
+            engine=self._state.engine,
+            config=self._state.config,
+        )
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for index, completion in enumerate(completions):
+            sample = self._new_sample()
+            piece = as_piece(index, completion)
+            content, calls = sample.feed(piece)
+            message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+            if calls:
+                message["tool_calls"] = [call.as_json() for call in calls]
+            choices.append(self._choice(piece, sample) | {"message": message})
+        answer = self._envelope("chat.completion", choices)
+        answer["usage"] = usage(len(self._prompt), completions)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._prompt
+        return answer
+
+    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
+        samples = [self._new_sample() for _ in range(self._body.n or 1)]
+        completions: list[Completion] = []
+        is_first = True
+        async for pieces in stream:
+            out = []
+            for piece in pieces:
+                choice = self._stream_choice(piece, samples[piece.index])
+                chunk = self._envelope("chat.completion.chunk", [choice])
+                if is_first and self._body.return_token_ids:
+                    chunk["prompt_token_ids"] = self._prompt
+                is_first = False
+                out.append(event(chunk))
+                if piece.completion is not None:
+                    completions.append(piece.completion)
+            yield b"".join(out)
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            total = usage(len(self._prompt), completions)
+            yield event(self._envelope("chat.completion.chunk", []) | {"usage": total})
+        yield DONE
+
+    def _stream_choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
+        num_before = sample.num_calls
+        content, calls = sample.feed(piece)
+        delta: dict[str, Any] = {}
+        if not sample.is_started:
+            sample.is_started = True
+            delta["role"] = "assistant"
+            delta["content"] = content
+        elif content:
+            delta["content"] = content
+        if calls:
+            delta["tool_calls"] = [
+                {"index": num_before + offset, **call.as_json()} for offset, call in enumerate(calls)
+            ]
+        return self._choice(piece, sample) | {"delta": delta}
+
+    def _choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.index,
+            "finish_reason": sample.finish_reason(piece),
+            "stop_reason": None if piece.completion is None else piece.completion.stop_text,
+            "logprobs": None,
+        }
+        if self._body.logprobs:
+            choice["logprobs"] = chat_logprobs(
+                self._state.codec,
+                piece,
+                as_ids=bool(self._body.return_tokens_as_token_ids),
+                num_top=self._body.top_logprobs or 0,
+            )
+        if self._body.return_token_ids:
+            choice |= token_fields(piece)
+        return choice
+
+    def _new_sample(self) -> _Sample:
+        return _Sample(self._state, self._body, self._has_tools)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }

@@ -1,0 +1,162 @@
+"""Token routes: POST /inference/v1/generate (what verifiers 0.4 and prime-rl train through), /tokenize, /detokenize."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from rill.inference.base import Completion, Feature
+from rill.inference.server.chat import template_messages, template_options, template_tools
+from rill.inference.server.choices import as_piece, finish_reason, usage
+from rill.inference.server.errors import bad_request
+from rill.inference.server.generation import Piece, SampleStream, finite
+from rill.inference.server.routes_completions import score
+from rill.inference.server.sampling import build_requests, new_id, resolve_model
+from rill.inference.server.schemas import ChatTemplateBody, DetokenizeBody, GenerateBody, TokenizeBody
+from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
+
+routes = APIRouter()
+
+
+@routes.post("/inference/v1/generate")
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Token ids in, token ids out, each with its log-probability and its policy version.
+
+    A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits".
+    """
+    state = state_of(request)
+    caller = state.keys.check_client(request)
+    if body.features:
+        raise bad_request("multimodal features are not supported", "features", "unsupported")
+    request_id = body.request_id or new_id("gen")
+    requests = build_requests(
+        body.sampling_params,
+        [body.token_ids],
+        # A client may repeat its id; the engine's ids must differ.
+        request_id=new_id("gen"),
+        max_tokens=body.sampling_params.max_tokens,
+        engine=state.engine,
+        config=state.config,
+        clamp_to_context=True,
+        cache_salt=body.cache_salt,
+        model=body.model,
+    )
+    state.admission.enter(caller)
+    try:
+        if not body.stream:
+            prompt_logprobs = await _prompt_logprobs(state, body)
+            completions = await state.generation.run(requests, request)
+            answer = _answer(body, request_id, completions) | {"prompt_logprobs": prompt_logprobs}
+            state.admission.leave()
+            return json_response(answer)
+        stream = state.generation.open(requests)
+    except BaseException:
+        state.admission.leave()
+        raise
+
+    def close() -> None:
+        stream.close()
+        state.admission.leave()
+
+    return EventStream(_events(body, request_id, stream), close)
+
+
+@routes.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    state = state_of(request)
+    state.keys.check_client(request)
+    resolve_model(body.model, state.config)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        tokens = await state.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        chat = ChatTemplateBody(
+            messages=body.messages or [],
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        tokens = await state.codec.encode_chat(
+            template_messages(chat.messages), template_tools(chat.tools), template_options(chat)
+        )
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": state.engine.max_context,
+        "tokens": tokens,
+        "token_strs": [state.codec.token_text(t) for t in tokens] if body.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+@routes.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    state = state_of(request)
+    state.keys.check_client(request)
+    resolve_model(body.model, state.config)
+    if wrong := next((t for t in body.tokens if t >= state.codec.vocab_size), None):
+        raise bad_request(f"token {wrong} is not in the vocabulary of {state.codec.vocab_size}", "tokens")
+    return json_response({"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "model": body.model,
+        "choices": [_choice(as_piece(i, c)) for i, c in enumerate(completions)],
+        "usage": usage(len(body.token_ids), completions),
+    }
+
+
+def _choice(piece: Piece) -> dict[str, Any]:
+    ids = piece.token_ids.tolist()
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token_id, logprob in zip(ids, finite(piece.logprobs), strict=True)
+    ]
+    return {
+        "index": piece.index,
+        "token_ids": ids,
+        "token_versions": piece.versions.tolist(),
+        "logprobs": {"content": content},
+        "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
+        "routed_experts": None if piece.completion is None else _experts(piece.completion),
+    }
+
+
+def _experts(completion: Completion) -> Any:
+    """[T, L, K] as raw int16 in base64 with its shape, or null where the engine does not record routing."""
+    if completion.routed_experts is None:
+        return None
+    experts = np.ascontiguousarray(completion.routed_experts, dtype=np.int16)
+    return {
+        "shape": list(experts.shape),
+        "dtype": "int16",
+        "data": base64.b64encode(experts.tobytes()).decode(),
+    }
+
+
+async def _events(body: GenerateBody, request_id: str, stream: SampleStream) -> AsyncIterator[bytes]:
+    async for pieces in stream:
+        yield b"".join(
+            event({"request_id": request_id, "model": body.model, "choices": [_choice(piece)]})
+            for piece in pieces
+        )
+    yield DONE
+
+
+async def _prompt_logprobs(state: ServerState, body: GenerateBody) -> list[dict[str, Any] | None] | None:
+    if body.sampling_params.prompt_logprobs is None:
+        return None
+    if Feature.SCORE not in state.engine.features:
+        raise bad_request(
+            "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
+        )
+    (scores,) = await score(state, [body.token_ids])
+    pairs = zip(body.token_ids[1:], finite(scores)[1:], strict=True)
+    return [None, *({str(token_id): {"logprob": logprob}} for token_id, logprob in pairs)]

@@ -1,0 +1,161 @@
+"""From a client's body to engine requests: names, defaults, and every refusal that needs no engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+
+from rill.inference.base import Engine, Feature, Request
+from rill.inference.server.config import ServerConfig
+from rill.inference.server.errors import ApiError, bad_request
+from rill.inference.server.schemas import GenerationBody, SamplingBody
+from rill.types import SamplingParams
+
+_MAX_STOPS = 64
+_MAX_STOP_CHARS = 1024
+_SEED_RANGE = 2**63
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def resolve_model(name: str | None, config: ServerConfig) -> str | None:
+    """The adapter that a model name stands for; None is the base model."""
+    if name is None or name == config.model_name:
+        return None
+    if name in config.adapters:
+        return name
+    served = ", ".join([config.model_name, *config.adapters])
+    raise ApiError(
+        404, f"there is no model {name!r}: served are {served}", param="model", code="model_not_found"
+    )
+
+
+def refuse_unsupported(body: GenerationBody) -> None:
+    """Fields that OpenAI has and we cannot honour. Ignoring one would give answers that look right."""
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise bad_request("only the response format 'text' is supported", "response_format", "unsupported")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+
+
+def refuse_top_logprobs(count: int | None, temperature: float | None, param: str) -> None:
+    """Engines report the sampled token's log-probability only. Greedily, that token is also the top one."""
+    allowed = 1 if temperature == 0 else 0
+    if count is not None and count > allowed:
+        raise bad_request(
+            f"{param} is {count}: the engine reports the sampled token's log-probability only; use 0"
+            " (or 1 with temperature 0)",
+            param,
+            "unsupported",
+        )
+
+
+def build_requests(
+    body: SamplingBody,
+    prompts: Sequence[Sequence[int]],
+    *,
+    request_id: str,
+    max_tokens: int | None,
+    engine: Engine,
+    config: ServerConfig,
+    clamp_to_context: bool = False,
+    cache_salt: str | None = None,
+    model: str | None = None,
+) -> list[Request]:
+    """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
+    adapter = resolve_model(body.model if model is None else model, config)
+    if adapter is not None and Feature.LORA not in engine.features:
+        raise bad_request(
+            f"model {adapter!r} is an adapter and the engine serves none", "model", "unsupported"
+        )
+    num_samples = body.n or 1
+    if num_samples * len(prompts) > config.max_samples:
+        raise bad_request(
+            f"{len(prompts)} prompts × n={num_samples} is more than {config.max_samples} samples", "n"
+        )
+    requests = []
+    for prompt_index, prompt in enumerate(prompts):
+        max_new_tokens = _max_new_tokens(len(prompt), max_tokens, engine.max_context, clamp_to_context)
+        token_ids = np.asarray(prompt, dtype=np.int32)
+        for sample in range(num_samples):
+            index = prompt_index * num_samples + sample
+            requests.append(
+                Request(
+                    id=f"{request_id}-{index}",
+                    token_ids=token_ids,
+                    sampling=build_sampling(body, max_new_tokens, sample),
+                    adapter=adapter,
+                    cache_salt=cache_salt or body.cache_salt or "",
+                    priority=body.priority,
+                )
+            )
+    return requests
+
+
+def build_sampling(body: SamplingBody, max_new_tokens: int, sample: int = 0) -> SamplingParams:
+    if body.min_tokens > max_new_tokens:
+        raise bad_request(f"min_tokens is {body.min_tokens}, max_tokens only {max_new_tokens}", "min_tokens")
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=body.min_tokens,
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        stop=stop_strings(body),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        logit_bias=_logit_bias(body),
+        seed=None if body.seed is None else (body.seed + sample) % _SEED_RANGE,
+    )
+
+
+def stop_strings(body: SamplingBody) -> tuple[str, ...]:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > _MAX_STOPS or any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
+        raise bad_request(
+            f"stop takes up to {_MAX_STOPS} non-empty strings of at most {_MAX_STOP_CHARS} characters", "stop"
+        )
+    return tuple(stops)
+
+
+def _max_new_tokens(prompt_length: int, wanted: int | None, max_context: int, clamp: bool) -> int:
+    room = max_context - prompt_length
+    if room < 1:
+        raise bad_request(
+            f"the prompt has {prompt_length} tokens and the context is {max_context}: there is no room to answer",
+            "messages",
+            "context_length_exceeded",
+        )
+    if wanted is None:
+        return room
+    if wanted < 1:
+        raise bad_request("max_tokens must be at least 1", "max_tokens")
+    if wanted > room and not clamp:
+        raise bad_request(
+            f"the prompt has {prompt_length} tokens and max_tokens is {wanted}: together more than the context"
+            f" of {max_context}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    return min(wanted, room)
+
+
+def _logit_bias(body: SamplingBody) -> dict[int, float]:
+    bias = {}
+    for key, value in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and int(key) < 2**31):
+            raise bad_request(f"logit_bias keys are token ids, got {key[:64]!r}", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

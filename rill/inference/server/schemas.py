@@ -1,0 +1,220 @@
+"""What clients may send. Types are strict, as OpenAI's are; unknown keys are tolerated, as vLLM does.
+
+A field that is known and cannot be honoured is refused by a route, never ignored: see sampling.py and chat.py.
+Answers are plain dictionaries built beside the routes; they are encoded by msgspec, not validated again.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class SamplingBody(Body):
+    """The sampling fields that completions, chat and the token routes share."""
+
+    model: str | None = None
+    """Unset: the served model."""
+    n: int | None = Field(default=1, ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    """0 and -1: off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=1000)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: str | None = None
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(SamplingBody):
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    """Adds the prompt's and the choices' token ids, and the policy version of every token."""
+    return_tokens_as_token_ids: bool | None = False
+    """Names tokens in logprobs as "token_id:ID"."""
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    suffix: str | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(Body):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatTemplateBody(Body):
+    """The fields that decide how messages become a prompt."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(ChatTemplateBody, GenerationBody):
+    """POST /v1/chat/completions"""
+
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+
+
+class ChatTokensBody(ChatBody):
+    """POST /v1/chat/completions/tokens: the prompt is already encoded; messages serve tool parsing only."""
+
+    messages: list[ChatMessage] = Field(default_factory=list)
+    tokens: list[TokenId] = Field(min_length=1)
+
+
+class TokenSampling(SamplingBody):
+    """`sampling_params` of the token route; the model stands beside it."""
+
+    max_tokens: Count | None = 16
+    logprobs: int | None = None
+    """The sampled token's log-probability is always returned; a wish for more is not refused here."""
+    prompt_logprobs: int | None = None
+    """Set: the prompt's own log-probabilities are returned too."""
+
+
+class GenerateBody(Body):
+    """POST /inference/v1/generate: token ids in, token ids out."""
+
+    model: str | None = None
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: TokenSampling = Field(default_factory=TokenSampling)
+    cache_salt: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    stream: bool | None = False
+    features: Any = None
+    """Multimodal inputs; refused."""
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class InitBroadcasterBody(Body):
+    """POST /init_broadcaster, as prime-rl's orchestrator sends it."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(default=0, ge=0)
+    inference_world_size: int = Field(default=1, ge=1)
+    timeout: int = Field(default=600, ge=1)
+    quantize_in_weight_transfer: bool = False
+    session_id: str = "default"
+
+
+class UpdateWeightsBody(Body):
+    """POST /update_weights: a folder of safetensors, or null for the broadcast that was set up before."""
+
+    weight_dir: str | None = None
+    version: Count | None = None
+    """The policy version of these weights. Unset: one more than the engine's."""
+    partial: bool = False
+
+
+class PauseBody(Body):
+    """POST /pause"""
+
+    mode: Literal["interrupt", "finish", "keep", "wait", "abort"] = "interrupt"
+    """`keep` and `wait` are vLLM's names for interrupt and finish; abort ends what runs, then pauses."""
+
+
+class SleepBody(Body):
+    """POST /sleep"""
+
+    level: Literal["kv", "weights", "graphs"] = "weights"

@@ -1,0 +1,167 @@
+"""Between text and tokens: encoding, chat templates, and text that grows token by token.
+
+`TextCodec` owns the tokenizer. Fast tokenizers are not safe to use from two threads at once, so every use goes
+through its lock; long inputs are encoded off the event loop. `TextStream` turns one sequence's tokens into text that
+is final as soon as it is handed out: it holds back half a character and whatever may become a stop string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from rill.inference.server.errors import bad_request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_INLINE_CHARS = 8192
+"""Texts up to this long are encoded on the event loop: a thread switch would cost more."""
+
+ToolSchemas = list[dict[Any, Any] | Callable[..., Any]]
+"""As transformers types them; ours are always dictionaries."""
+
+_REPLACEMENT = "\ufffd"
+
+
+class TextCodec:
+    """The tokenizer as the server uses it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._lock = threading.Lock()
+        self.vocab_size = len(tokenizer)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.token_text = lru_cache(maxsize=self.vocab_size)(self._token_text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_template or self._tokenizer.chat_template)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        _check_encodable(text)
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
+    ) -> list[int]:
+        """The prompt of a conversation. The template writes its own special tokens."""
+        if not self.has_chat_template:
+            raise bad_request(
+                "this model's tokenizer has no chat template: use /v1/completions", param="messages"
+            )
+        text = self._render(messages, tools, options)
+        return await self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        with self._lock:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
+    ) -> str:
+        try:
+            with self._lock:
+                text = self._tokenizer.apply_chat_template(
+                    messages, tools=tools, chat_template=self._chat_template, tokenize=False, **options
+                )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            # Templates are programs that see the client's data; whatever they trip over is in that data.
+            raise bad_request(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+class TextStream:
+    """The text of one sequence, growing.
+
+    tokens ──▶ decode from the last safe place ──▶ [ handed out | held back: half a character, maybe a stop ]
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        self._codec = codec
+        self._stop = tuple(stop)
+        self._skip_special_tokens = skip_special_tokens
+        self._include_stop = include_stop
+        self._ids: list[int] = []
+        self._safe_start = 0  # decoding starts here: far enough back for the tokenizer's context
+        self._read_end = 0  # the tokens before this one are in the text already
+        self._held = ""
+        self.text = ""
+        """Everything handed out so far."""
+        self.is_stopped = False
+        """A stop string was found: nothing more is handed out."""
+
+    def feed(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
+        """The text that became final with these tokens."""
+        self._ids.extend(token_ids)
+        if self.is_stopped:
+            return ""
+        self._held += self._new_text(is_last)
+        return self._hand_out(is_last)
+
+    def _new_text(self, is_last: bool) -> str:
+        decode = self._codec.decode
+        skip = self._skip_special_tokens
+        before = decode(self._ids[self._safe_start : self._read_end], skip_special_tokens=skip)
+        now = decode(self._ids[self._safe_start :], skip_special_tokens=skip)
+        if not is_last and (len(now) <= len(before) or now.endswith(_REPLACEMENT)):
+            return ""
+        self._safe_start, self._read_end = self._read_end, len(self._ids)
+        return now[len(before) :]
+
+    def _hand_out(self, is_last: bool) -> str:
+        found = min(((at, s) for s in self._stop if (at := self._held.find(s)) >= 0), default=None)
+        if found is not None:
+            self.is_stopped = True
+            out = self._held[: found[0] + (len(found[1]) if self._include_stop else 0)]
+            self._held = ""
+        elif is_last:
+            out, self._held = self._held, ""
+        else:
+            keep = held_back(self._held, self._stop)
+            out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self.text += out
+        return out
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """How many last characters of the text may be the beginning of one of the markers."""
+    for length in range(min(len(text), max((len(m) for m in markers), default=1) - 1), 0, -1):
+        if any(len(m) > length and text.endswith(m[:length]) for m in markers):
+            return length
+    return 0
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise bad_request(f"the text is not valid Unicode: {error.reason}") from error
