@@ -1,0 +1,1 @@
+"""The command `rill`: one file per command, joined in rill.cli.main."""

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -49,6 +50,32 @@ def source_of(key: str, provenance: Mapping[str, str]) -> str:
             return provenance[key]
         key = key.rpartition(".")[0]
     return DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyHelp:
+    """One line of a configuration, explained."""
+
+    name: str
+    type: str
+    value: str
+    description: str
+
+
+def describe_keys(config: BaseModel, prefix: str = "") -> Iterator[KeyHelp]:
+    """Every key of a configuration in the order of its fields, through tables and chosen parts."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            yield from describe_keys(value, f"{prefix}{name}.")
+            continue
+        plain = config.model_dump(mode="json", include={name})[name]
+        yield KeyHelp(
+            name=f"{prefix}{name}",
+            type=_type_name(field.annotation),
+            value="unset" if plain is None else _show(plain),
+            description=" ".join((field.description or "").split()),
+        )
 
 
 class _Report:

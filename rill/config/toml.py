@@ -68,7 +68,7 @@ def key_lines(text: str) -> dict[str, int]:
     The text is cut into statements: a statement is the fewest lines that are valid TOML by themselves, so a value
     that runs over several lines is found whole. Values inside an inline table or array share its first line.
     """
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").split("\n")  # what TOML calls a line; splitlines() knows more
     found: dict[str, int] = {}
     table = ""
     num_in_array: dict[str, int] = {}

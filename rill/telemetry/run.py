@@ -120,7 +120,7 @@ class Run:
             if (path / "status.json").is_file():
                 return cls(path)
         names = [found.name for found in list_runs(root)]
-        raise UserError(unknown_name_message(f"run in {Path(root)}/", str(run), names))
+        raise UserError(f"{unknown_name_message('run', str(run), names)} (in {Path(root)}/)")
 
     @property
     def name(self) -> str:

@@ -1,0 +1,94 @@
+"""`rill config`: what a recipe comes to, and where each value came from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rill.cli.console import say, say_json
+from rill.config import Config, dump_config, load_recipe, resolve
+from rill.config.files import RecipeValues
+from rill.config.resolve import describe_keys
+from rill.workflows import recipe_schema
+
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes, e.g. trainer.lr=1e-5", metavar="KEY=VALUE")
+]
+
+
+@app.callback()
+def config() -> None:
+    """Show, check and explain configurations.
+
+    \b
+    Examples:
+      rill config show demo                       the resolved configuration
+      rill config show demo trainer.lr=1e-5       with a change from the command line
+      rill config check recipes/mine.toml         is it valid?
+      rill config keys demo                       every key it could have, with its meaning
+    """
+
+
+@app.command()
+def show(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print values and sources as JSON.")] = False,
+) -> None:
+    """Print the resolved configuration as TOML; behind each value stands where it came from.
+
+    \b
+    Examples:
+      rill config show demo
+      rill config show demo trainer.lr=1e-5 rollout.engine.type=vllm
+      rill config show demo > recipes/mine.toml       a file that gives the same run
+    """
+    loaded, resolved = load_and_resolve(recipe, overrides)
+    if as_json:
+        say_json({"values": resolved.model_dump(mode="json"), "sources": loaded.provenance})
+    else:
+        say(dump_config(resolved, loaded.provenance).rstrip("\n"))
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Validate a recipe and say nothing more than that it is valid.
+
+    \b
+    Example:
+      rill config check recipes/mine.toml
+    """
+    loaded, _ = load_and_resolve(recipe, overrides)
+    say(f"{loaded.path}: valid")
+
+
+@app.command()
+def keys(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    find: Annotated[str, typer.Option(help="Only keys that contain this text.")] = "",
+) -> None:
+    """Explain every key that the recipe's configuration has: type, value and meaning.
+
+    \b
+    Examples:
+      rill config keys demo
+      rill config keys demo --find lr
+    """
+    _, resolved = load_and_resolve(recipe, overrides)
+    for key in describe_keys(resolved):
+        if find in key.name:
+            say(f"{key.name} = {key.value}    ({key.type})")
+            if key.description:
+                say(f"    {key.description}")
+
+
+def load_and_resolve(recipe: str, overrides: list[str] | None) -> tuple[RecipeValues, Config]:
+    """What every command that takes RECIPE [KEY=VALUE]... starts with."""
+    loaded = load_recipe(recipe, overrides or ())
+    schema = recipe_schema(loaded.values, str(loaded.path))
+    return loaded, resolve(schema, loaded.values, loaded.provenance, str(loaded.path))

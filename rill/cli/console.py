@@ -1,0 +1,54 @@
+"""How commands write: tables on a terminal, plain aligned lines anywhere else, complaints on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+
+def say(text: str = "") -> None:
+    """One line on standard output."""
+    typer.echo(text)
+
+
+def say_json(value: Any) -> None:
+    """For programs: JSON on standard output."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def complain(message: str, error: BaseException | None = None) -> None:
+    """A message, with the notes that an error gathered on its way, on standard error."""
+    typer.echo(message, err=True)
+    if error is not None and hasattr(error, "__notes__"):
+        for note in error.__notes__:
+            typer.echo(f"  {note}", err=True)
+
+
+def say_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, styles: dict[str, str] | None = None
+) -> None:
+    """A table. `styles` colours whole cells by their text, on a terminal only."""
+    if sys.stdout.isatty():
+        _say_rich_table(columns, rows, styles or {})
+        return
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    for row in [columns, *rows]:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _say_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: dict[str, str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    Console().print(table)

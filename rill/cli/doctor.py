@@ -1,0 +1,238 @@
+"""`rill doctor`: is this machine ready, and if not, what to do about it.
+
+Looks at the machine as a run would find it: interpreter, libraries, devices, memory, limits, optional libraries.
+Optional libraries are looked up, not imported, because some take many seconds; `--deep` imports each in a process of
+its own, so that one that crashes is reported and not felt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rill.cli.console import say, say_json, say_table
+
+IMPORT_TIMEOUT_S = 120
+_GIB = 1 << 30
+
+EXTRAS: dict[str, tuple[str, str, str]] = {
+    "ray": ("ray", "ray", "clusters of several machines"),
+    "vllm": ("vllm", "vllm", "the vLLM rollout engine"),
+    "peft": ("peft", "lora", "LoRA training"),
+    "math_verify": ("math-verify", "math", "rewards that compare mathematical answers"),
+    "reasoning_gym": ("reasoning-gym", "tasks", "generated reasoning tasks"),
+    "verifiers": ("verifiers", "verifiers", "verifiers environments"),
+    "gymnasium": ("gymnasium", "envs", "gymnasium environments"),
+    "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),
+    "wandb": ("wandb", "trackers", "the Weights & Biases sink"),
+    "trackio": ("trackio", "trackers", "the trackio sink"),
+}
+"""module -> (package, rill's extra, what it is for)"""
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+class State(StrEnum):
+    OK = "ok"
+    ABSENT = "absent"  # optional, and not there
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+_STYLES = {
+    State.OK.value: "green",
+    State.ABSENT.value: "dim",
+    State.WARNING.value: "yellow",
+    State.BROKEN.value: "red",
+}
+
+
+@app.command()
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Import every optional library too (slow).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is installed, which devices there are, which optional parts work, and what to do about each.
+
+    Ends with exit code 1 when something that every run needs is broken.
+
+    \b
+    Examples:
+      rill doctor
+      rill doctor --deep      import every optional library too
+      rill doctor --json
+    """
+    findings = list(examine(deep=deep))
+    if as_json:
+        say_json([asdict(finding) for finding in findings])
+    else:
+        rows = [[f.what, f.state.value, f.found, f.advice] for f in findings]
+        say_table(["what", "state", "found", "what to do"], rows, styles=_STYLES)
+        say(_verdict(findings))
+    if any(finding.state is State.BROKEN for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(*, deep: bool = False) -> Iterator[Finding]:
+    """Everything the report says, in its order."""
+    yield _python()
+    yield from _libraries()
+    yield from _devices()
+    yield _memory()
+    yield _shared_memory(Path("/dev/shm"))
+    yield _open_files()
+    yield _disk(Path.cwd())
+    for module in EXTRAS:
+        yield _extra(module, deep=deep)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding(what="python", state=State.WARNING, found=found, advice="rill is tested on Linux only")
+    return Finding(what="python", state=State.OK, found=found)
+
+
+def _libraries() -> Iterator[Finding]:
+    """What rill itself requires, from its own package metadata."""
+    try:
+        required = metadata.requires("rill") or []
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            what="rill", state=State.BROKEN, found="not installed", advice="pip install -e . in the checkout"
+        )
+        return
+    yield Finding(what="rill", state=State.OK, found=metadata.version("rill"))
+    for requirement in required:
+        if "extra ==" in requirement:
+            continue
+        name = requirement.split(";")[0].strip().rstrip("0123456789.,<>=!~ ")
+        try:
+            yield Finding(what=name, state=State.OK, found=metadata.version(name))
+        except metadata.PackageNotFoundError:
+            advice = f'pip install "{requirement}"'
+            yield Finding(what=name, state=State.BROKEN, found="not installed", advice=advice)
+
+
+def _devices() -> Iterator[Finding]:
+    yield Finding(what="cpu", state=State.OK, found=f"{len(os.sched_getaffinity(0))} cores")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        advice = "reinstall torch: pip install --force-reinstall torch"
+        yield Finding(what="torch", state=State.BROKEN, found=str(error).splitlines()[0], advice=advice)
+        return
+    if not torch.cuda.is_available():
+        yield _no_cuda(torch.version.cuda is not None)
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+        yield Finding(what=f"cuda:{index}", state=State.OK, found=found)
+
+
+def _no_cuda(has_cuda_build: bool) -> Finding:
+    if has_cuda_build:
+        advice = "torch is built for CUDA but sees no device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        return Finding(what="cuda", state=State.WARNING, found="no device", advice=advice)
+    advice = "small models train on the CPU; for a GPU install a CUDA build of torch"
+    return Finding(what="cuda", state=State.ABSENT, found="this torch is built for CPUs", advice=advice)
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
+    if memory.available < 2 * _GIB:
+        return Finding(what="memory", state=State.WARNING, found=found, advice="the demo needs about 2 GiB")
+    return Finding(what="memory", state=State.OK, found=found)
+
+
+def _shared_memory(folder: Path) -> Finding:
+    """Tensors pass between processes of one machine through it."""
+    if not folder.is_dir():
+        return Finding(what="shared memory", state=State.WARNING, found=f"no {folder}")
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{free_bytes / _GIB:.1f} GiB free in {folder}"
+    if free_bytes < _GIB:
+        advice = "tensors travel through it: in Docker, run with --shm-size=8g or --ipc=host"
+        return Finding(what="shared memory", state=State.WARNING, found=found, advice=advice)
+    return Finding(what="shared memory", state=State.OK, found=found)
+
+
+def _open_files() -> Finding:
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < 4096 and limit < hard_limit:
+        advice = f"large clusters open many sockets: ulimit -n {min(hard_limit, 65536)}"
+        return Finding(what="open files", state=State.WARNING, found=f"at most {limit}", advice=advice)
+    return Finding(what="open files", state=State.OK, found=f"at most {limit}")
+
+
+def _disk(folder: Path) -> Finding:
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{free_bytes / _GIB:.0f} GiB free here"
+    if free_bytes < 5 * _GIB:
+        return Finding(what="disk", state=State.WARNING, found=found, advice="checkpoints may not fit")
+    return Finding(what="disk", state=State.OK, found=found)
+
+
+def _extra(module: str, *, deep: bool, run: Callable[[str], str] | None = None) -> Finding:
+    package, extra, purpose = EXTRAS[module]
+    install = f'for {purpose}: pip install "rill[{extra}]"'
+    if importlib.util.find_spec(module) is None:
+        return Finding(what=package, state=State.ABSENT, found="not installed", advice=install)
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = "unknown version"
+    failure = (run or _import_failure)(module) if deep else ""
+    if failure:
+        return Finding(
+            what=package, state=State.WARNING, found=f"{version}, does not import: {failure}", advice=install
+        )
+    return Finding(what=package, state=State.OK, found=f"{version}{', imports' if deep else ''}")
+
+
+def _import_failure(module: str) -> str:
+    """Why a library does not import; empty when it does."""
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"still importing after {IMPORT_TIMEOUT_S} s"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"ended with status {done.returncode}"
+
+
+def _verdict(findings: list[Finding]) -> str:
+    broken = [finding.what for finding in findings if finding.state is State.BROKEN]
+    if broken:
+        return f"not ready: mend {', '.join(broken)} first"
+    warnings = [finding.what for finding in findings if finding.state is State.WARNING]
+    return f"ready, but look at {', '.join(warnings)}" if warnings else "ready"

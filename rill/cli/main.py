@@ -1,0 +1,118 @@
+"""The command `rill`: a table of commands, each imported when it is called, and the boundary where errors end.
+
+    rill --help              imports no command, so it answers at once
+    rill COMMAND ...         imports rill.cli.COMMAND and runs its `app`
+
+A RillError becomes one message and its exit code (2: the input is wrong; 1: the run met something); Ctrl-C becomes
+a message that says how to go on and exit code 130. Everything else is a bug and keeps its traceback.
+
+To add a command: a file `rill/cli/NAME.py` with a `typer.Typer` called `app`, and a line in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rill.cli.console import complain
+from rill.errors import RillError
+from rill.registry import load_target
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
+    "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
+    "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
+    "doctor": (
+        "rill.cli.doctor:app",
+        "Say whether this machine is ready, and what to do if not",
+    ),
+}
+"""name -> (where its Typer app is, what it does)"""
+
+INTERRUPTED = 130
+
+
+class CommandTable(TyperGroup):
+    """A group whose commands are listed from COMMANDS and imported only when one is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # Enough of each command to be listed and suggested; `resolve_command` brings the real one.
+        for name, (_, summary) in COMMANDS.items():
+            self.add_command(TyperCommand(name=name, help=summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, listed, rest = super().resolve_command(ctx, args)
+        if name is None or listed is None:
+            return name, listed, rest
+        return name, typer.main.get_command(load_target(COMMANDS[name][0])), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        is_debug = ctx.params["debug"] or os.environ.get("RILL_DEBUG", "") not in ("", "0")
+        try:
+            return super().invoke(ctx)
+        except RillError as error:
+            if is_debug:
+                traceback.print_exc()
+            complain(f"error: {error}", error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt as interrupt:
+            if is_debug:
+                traceback.print_exc()
+            complain("interrupted", interrupt)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=CommandTable,
+    name="rill",
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of errors, too (also RILL_DEBUG=1).")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", is_eager=True, callback=lambda on: _version(on)
+        ),
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training: write the workflow once, rill decides how it runs.
+
+    \b
+    Examples:
+      rill doctor                                 is this machine ready?
+      rill recipes                                which runs can be started
+      rill config show demo trainer.lr=1e-5       what exactly a run would do
+      rill runs                                   how the runs stand
+    """
+
+
+def main() -> None:
+    """The entry point of the `rill` script."""
+    app(prog_name="rill")
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from rill import __version__
+
+        typer.echo(f"rill {__version__}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

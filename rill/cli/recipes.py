@@ -1,0 +1,70 @@
+"""`rill recipes`: which runs can be started by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rill.cli.console import say, say_json, say_table
+from rill.config.recipes import find_recipe, list_recipes, recipe_folders
+from rill.errors import UserError
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def recipes(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """List the recipes: runs that can be started by name.
+
+    \b
+    Examples:
+      rill recipes                   what there is
+      rill recipes show demo         read one
+      rill recipes copy demo mine    start your own from it, in ./recipes/mine.toml
+    """
+    if context.invoked_subcommand is not None:
+        return
+    found = list_recipes()
+    if as_json:
+        say_json([{"name": r.name, "path": str(r.path), "description": r.description} for r in found])
+    elif found:
+        say_table(["recipe", "what it does", "file"], [[r.name, r.description, str(r.path)] for r in found])
+    else:
+        searched = ", ".join(str(folder) for folder in recipe_folders()) or "./recipes"
+        say(f"no recipes in {searched}")
+
+
+@app.command()
+def show(recipe: Annotated[str, typer.Argument(help="A recipe's name or path.")]) -> None:
+    """Print a recipe's file.
+
+    \b
+    Example:
+      rill recipes show demo
+    """
+    say(find_recipe(recipe).read_text(encoding="utf-8").rstrip("\n"))
+
+
+@app.command()
+def copy(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or path.")],
+    name: Annotated[str, typer.Argument(help="The name of your recipe.")],
+) -> None:
+    """Copy a recipe to ./recipes/NAME.toml to make it your own.
+
+    \b
+    Example:
+      rill recipes copy demo mine
+    """
+    source = find_recipe(recipe)
+    target = Path("recipes") / f"{name}.toml"
+    if target.exists():
+        raise UserError(f"{target} exists: choose another name")
+    target.parent.mkdir(exist_ok=True)
+    shutil.copyfile(source, target)
+    say(f"{target}: edit it, then `rill config show {name}`")

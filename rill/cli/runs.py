@@ -1,0 +1,164 @@
+"""`rill runs`: the runs in a folder, from their files alone, while they run and after."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rill.cli.console import say, say_json, say_table
+from rill.telemetry.chrome import export_chrome
+from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
+
+REWARD_NAMES = ("reward/mean", "reward", "train/reward")
+_STYLES = {
+    RunStatus.RUNNING.value: "cyan",
+    RunStatus.FINISHED.value: "green",
+    RunStatus.FAILED.value: "red",
+    RunStatus.INTERRUPTED.value: "yellow",
+}
+
+app = typer.Typer(rich_markup_mode=None)
+
+Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
+Name = Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")]
+
+
+@app.callback(invoke_without_command=True)
+def runs(
+    context: typer.Context,
+    root: Root = Path(RUNS_FOLDER),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List runs: status, steps, last reward. Works on running, finished and copied runs alike.
+
+    \b
+    Examples:
+      rill runs                      the runs in ./runs
+      rill runs --root /data/runs    those elsewhere
+      rill runs show demo            one of them
+      rill runs trace demo           its timeline, for https://ui.perfetto.dev
+    """
+    if context.invoked_subcommand is not None:
+        return
+    found = [summarise(run) for run in list_runs(root)]
+    if as_json:
+        say_json(found)
+    elif not found:
+        say(f"no runs in {root}/: start one with `rill train RECIPE`")
+    else:
+        columns = ["run", "status", "steps", "reward", "started", "lasted"]
+        say_table(columns, [_row(summary) for summary in found], styles=_STYLES)
+
+
+@app.command()
+def show(
+    run: Name,
+    root: Root = Path(RUNS_FOLDER),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show one run: how it stands, what it ran on, its latest figures.
+
+    \b
+    Example:
+      rill runs show demo
+    """
+    opened = Run.open(run, root=root)
+    summary = summarise(opened)
+    rows = read_metrics(opened.path)
+    starts = json.loads(opened.environment_path.read_text(encoding="utf-8"))
+    if as_json:
+        say_json({**summary, "starts": starts, "latest": rows[-1].values if rows else {}})
+        return
+    say(f"{opened.path}: {summary['status']} {summary['message']}".rstrip())
+    say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
+    say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
+    if summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED):
+        say(f"resume with: {opened.resume_command}")
+    if rows:
+        say(f"step {rows[-1].step}:")
+        say_table(
+            ["figure", "value"], [[name, f"{value:.6g}"] for name, value in sorted(rows[-1].values.items())]
+        )
+
+
+@app.command()
+def trace(
+    run: Name,
+    root: Root = Path(RUNS_FOLDER),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Unset: trace.json in the run folder.")
+    ] = None,
+) -> None:
+    """Merge a run's spans into one file for https://ui.perfetto.dev or chrome://tracing.
+
+    \b
+    Example:
+      rill runs trace demo -o demo-trace.json
+    """
+    opened = Run.open(run, root=root)
+    target = out or opened.path / "trace.json"
+    num_events = export_chrome(opened.path, target)
+    say(f"{target}: {num_events} events")
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """What the list shows of a run."""
+    state = run.state()
+    rows = read_metrics(run.path)
+    until_s = time.time() if state.status is RunStatus.RUNNING else max(state.changed_s, _last_time_s(rows))
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": state.status.value,
+        "message": state.message,
+        "steps": rows[-1].step if rows else 0,
+        "reward": _last_reward(rows),
+        "started_s": state.created_s,
+        "lasted_s": until_s - state.created_s,
+    }
+
+
+def _row(summary: dict[str, Any]) -> list[str]:
+    reward = "-" if summary["reward"] is None else f"{summary['reward']:.3f}"
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started_s"]))
+    return [
+        summary["name"],
+        summary["status"],
+        str(summary["steps"]),
+        reward,
+        started,
+        format_seconds(summary["lasted_s"]),
+    ]
+
+
+def format_seconds(seconds: float) -> str:
+    """12s, 3m05s, 2h07m, 3d04h."""
+    whole = int(max(0, seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _last_reward(rows: list[MetricRow]) -> float | None:
+    for row in reversed(rows):
+        for name in REWARD_NAMES:
+            if name in row.values:
+                return row.values[name]
+    return None
+
+
+def _last_time_s(rows: list[MetricRow]) -> float:
+    return rows[-1].time_s if rows else 0.0
+
+
+def _versions(start: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in start["versions"].items())
