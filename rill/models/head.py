@@ -1,0 +1,282 @@
+"""The language-model head without its logits: log-probability and entropy of chosen tokens, chunk by chunk.
+
+Owns the only code that multiplies hidden states with the vocabulary matrix during training. Callers pick the
+positions they need (trained tokens), so prompts and observations cost nothing here. At no time does a tensor of
+shape tokens × vocabulary outlive its chunk: the backward pass computes each chunk's logits again. Gradients are
+exact for both outputs.
+
+M hidden state of the micro-batch, K chosen token, C token of one chunk, D model width, V vocabulary.
+
+For logits l = (W h + b) · scale, p = softmax(l), target y:
+
+    logprob = l_y − logsumexp(l)                    ∂/∂l = onehot(y) − p
+    entropy = logsumexp(l) − Σ p l                  ∂/∂l = −p (log p + entropy)
+    KL(p ∥ q) = Σ p (log p − log q)                 ∂/∂l = p (log p − log q − KL)        (distillation)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 256 * 2**20
+"""Upper limit of one chunk's float32 logits. Large enough for full speed, small next to the activations."""
+KEEP_BYTES = 64 * 2**20
+"""Logits of a whole micro-batch up to this size are kept for the backward pass: a small model has no need to
+compute them twice."""
+
+
+def chosen_logprobs(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    source_K: Tensor,
+    target_K: Tensor,
+    *,
+    scale: float = 1.0,
+    compile_chunks: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    keep_bytes: int = KEEP_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """(logprob_K, entropy_K) in float32 of token target_K[k] predicted from hidden state source_K[k].
+
+    `scale` multiplies the logits: 1 / temperature, times whatever factor the architecture has.
+    """
+    num_rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    hidden_KD = hidden_MD.index_select(0, source_K)
+    logprob_K, entropy_K = _ChosenLogprobs.apply(
+        hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes, compile_chunks
+    )  # type: ignore[no-untyped-call]
+    return logprob_K, entropy_K
+
+
+def vocabulary_kl(
+    hidden_KD: Tensor,
+    weight_VD: Tensor,
+    teacher_hidden_KE: Tensor,
+    teacher_weight_VE: Tensor,
+    *,
+    scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """KL(student ∥ teacher) over the whole vocabulary for each of K positions, float32.
+
+    The teacher's logits are rebuilt from its cached last hidden states, so that only K × E numbers travel.
+    """
+    num_rows = max(1, chunk_bytes // (8 * weight_VD.shape[0]))
+    kl_K: Tensor = _VocabularyKL.apply(
+        hidden_KD, weight_VD, teacher_hidden_KE, teacher_weight_VE, scale, teacher_scale, num_rows
+    )  # type: ignore[no-untyped-call]
+    return kl_K
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
+
+
+def _chunk_stats(logits_CV: Tensor, target_C: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob_C, entropy_C, logsumexp_C)."""
+    scaled_CV = logits_CV.float() * scale
+    lse_C = torch.logsumexp(scaled_CV, dim=-1)
+    chosen_C = scaled_CV.gather(-1, target_C[:, None])[:, 0]
+    mean_C = (torch.exp(scaled_CV - lse_C[:, None]) * scaled_CV).sum(-1)
+    return chosen_C - lse_C, lse_C - mean_C, lse_C
+
+
+def _chunk_gradient(
+    logits_CV: Tensor,
+    target_C: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """∂loss/∂logits in the logits' dtype."""
+    logp_CV = logits_CV.float() * scale - lse_C[:, None]
+    p_CV = torch.exp(logp_CV)
+    if grad_entropy_C is None:
+        grad_CV = p_CV * -grad_logprob_C[:, None]
+    else:
+        grad_CV = p_CV * (-grad_logprob_C[:, None] - grad_entropy_C[:, None] * (logp_CV + entropy_C[:, None]))
+    is_target_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None, :] == target_C[:, None]
+    grad_CV = torch.where(is_target_CV, grad_CV + grad_logprob_C[:, None], grad_CV)
+    return (grad_CV * scale).to(logits_CV.dtype)
+
+
+def _chunk_gradient_in_place(
+    logits_CV: Tensor,
+    target_C: Tensor,
+    lse_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The same as _chunk_gradient with few temporaries: what is fastest where nothing fuses the passes."""
+    work_CV = logits_CV.float() if logits_CV.dtype != torch.float32 else logits_CV.clone()
+    logp_CV = work_CV.mul_(scale).sub_(lse_C[:, None])
+    if grad_entropy_C is None:
+        grad_CV = logp_CV.exp_().mul_(-grad_logprob_C[:, None])
+    else:
+        factor_CV = torch.addcmul(
+            (-grad_logprob_C - grad_entropy_C * entropy_C)[:, None], logp_CV, -grad_entropy_C[:, None]
+        )
+        grad_CV = logp_CV.exp_().mul_(factor_CV)
+    grad_CV.scatter_add_(-1, target_C[:, None], grad_logprob_C[:, None])
+    return grad_CV.mul_(scale).to(logits_CV.dtype)
+
+
+_compiled: dict[str, Callable[..., Any]] = {}
+
+
+def _maybe_compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    if not wanted:
+        return function
+    if function.__name__ not in _compiled:
+        _compiled[function.__name__] = torch.compile(function, dynamic=True)
+    return _compiled[function.__name__]
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_K: Tensor,
+        scale: float,
+        num_rows: int,
+        keep_bytes: int,
+        compile_chunks: bool,
+    ) -> tuple[Tensor, Tensor]:
+        stats = _maybe_compiled(_chunk_stats, compile_chunks)
+        num_chosen = hidden_KD.shape[0]
+        out_3K = torch.empty(3, num_chosen, dtype=torch.float32, device=hidden_KD.device)
+        keep = num_chosen * weight_VD.shape[0] * hidden_KD.element_size() <= keep_bytes
+        kept: list[Tensor] = []
+        for start in range(0, num_chosen, num_rows):
+            rows = slice(start, start + num_rows)
+            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V)
+            out_3K[0, rows], out_3K[1, rows], out_3K[2, rows] = stats(logits_CV, target_K[rows], scale)
+            if keep and any(ctx.needs_input_grad[:3]):
+                kept.append(logits_CV)
+        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, target_K, out_3K, *kept)
+        ctx.scale, ctx.num_rows, ctx.compile_chunks = scale, num_rows, compile_chunks
+        ctx.set_materialize_grads(False)
+        return out_3K[0].clone(), out_3K[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_logprob_K, grad_entropy_K = grads
+        hidden_KD, weight_VD, bias_V, target_K, out_3K, *kept = ctx.saved_tensors
+        if grad_logprob_K is None:
+            grad_logprob_K = torch.zeros_like(out_3K[0])
+        gradient = _maybe_compiled(_chunk_gradient, True) if ctx.compile_chunks else _chunk_gradient_in_place
+        grad_hidden_KD = torch.empty_like(hidden_KD) if ctx.needs_input_grad[0] else None
+        needs_weight = ctx.needs_input_grad[1]
+        grad_weight_VD: Tensor | None = None
+        grad_bias_V: Tensor | None = None
+        for index, start in enumerate(range(0, hidden_KD.shape[0], ctx.num_rows)):
+            rows = slice(start, start + ctx.num_rows)
+            logits_CV = kept[index] if kept else _logits(hidden_KD[rows], weight_VD, bias_V)
+            grad_CV = gradient(
+                logits_CV,
+                target_K[rows],
+                out_3K[2, rows],
+                out_3K[1, rows],
+                grad_logprob_K[rows],
+                None if grad_entropy_K is None else grad_entropy_K[rows],
+                ctx.scale,
+            )
+            del logits_CV
+            if grad_hidden_KD is not None:
+                grad_hidden_KD[rows] = grad_CV @ weight_VD
+            if needs_weight:
+                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.t(), hidden_KD[rows])
+            if bias_V is not None and ctx.needs_input_grad[2]:
+                part_V = grad_CV.float().sum(0)
+                grad_bias_V = part_V if grad_bias_V is None else grad_bias_V + part_V
+        if needs_weight and grad_weight_VD is None:
+            grad_weight_VD = torch.zeros_like(weight_VD)
+        return (
+            grad_hidden_KD,
+            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
+            *(None,) * 5,
+        )
+
+
+def _accumulate(total_VD: Tensor | None, grad_VC: Tensor, hidden_CD: Tensor) -> Tensor:
+    """total + grad @ hidden. The sum over chunks is kept in float32: adding bf16 chunks would lose bits."""
+    if total_VD is None:
+        return grad_VC @ hidden_CD
+    if grad_VC.dtype == torch.float32:
+        return total_VD.addmm_(grad_VC, hidden_CD)
+    return total_VD.float().add_(grad_VC @ hidden_CD)
+
+
+class _VocabularyKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KD: Tensor,
+        weight_VD: Tensor,
+        teacher_KE: Tensor,
+        teacher_weight_VE: Tensor,
+        scale: float,
+        teacher_scale: float,
+        num_rows: int,
+    ) -> Tensor:
+        kl_K = torch.empty(hidden_KD.shape[0], dtype=torch.float32, device=hidden_KD.device)
+        for start in range(0, hidden_KD.shape[0], num_rows):
+            rows = slice(start, start + num_rows)
+            logp_CV, logq_CV = _pair(
+                hidden_KD[rows], weight_VD, teacher_KE[rows], teacher_weight_VE, scale, teacher_scale
+            )
+            kl_K[rows] = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
+        ctx.save_for_backward(hidden_KD, weight_VD, teacher_KE, teacher_weight_VE, kl_K)
+        ctx.scale, ctx.teacher_scale, ctx.num_rows = scale, teacher_scale, num_rows
+        return kl_K.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad_K,) = grads
+        hidden_KD, weight_VD, teacher_KE, teacher_weight_VE, kl_K = ctx.saved_tensors
+        grad_hidden_KD = torch.empty_like(hidden_KD)
+        grad_weight_VD: Tensor | None = None
+        for start in range(0, hidden_KD.shape[0], ctx.num_rows):
+            rows = slice(start, start + ctx.num_rows)
+            logp_CV, logq_CV = _pair(
+                hidden_KD[rows], weight_VD, teacher_KE[rows], teacher_weight_VE, ctx.scale, ctx.teacher_scale
+            )
+            grad_CV = (
+                logp_CV.exp() * (logp_CV - logq_CV - kl_K[rows, None]) * (grad_K[rows, None] * ctx.scale)
+            )
+            grad_CV = grad_CV.to(hidden_KD.dtype)
+            grad_hidden_KD[rows] = grad_CV @ weight_VD
+            if ctx.needs_input_grad[1]:
+                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.t(), hidden_KD[rows])
+        return (
+            grad_hidden_KD,
+            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+            *(None,) * 5,
+        )
+
+
+def _pair(
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    teacher_CE: Tensor,
+    teacher_weight_VE: Tensor,
+    scale: float,
+    teacher_scale: float,
+) -> tuple[Tensor, Tensor]:
+    logp_CV = torch.log_softmax(_logits(hidden_CD, weight_VD, None).float() * scale, dim=-1)
+    logq_CV = torch.log_softmax(_logits(teacher_CE, teacher_weight_VE, None).float() * teacher_scale, dim=-1)
+    return logp_CV, logq_CV

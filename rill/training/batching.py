@@ -1,0 +1,206 @@
+"""Between samples and packs: validation, micro-batches that all ranks agree on, and gathering results.
+
+Callers: the trainers and ScoreModel. Ranks of a sharded model must run the same number of passes; a rank with less
+to do runs an idle pack (two tokens, weight zero) to keep step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rill.algorithms.base import Metric
+from rill.errors import InvalidSampleError
+from rill.models.attention_packed import can_use_flash
+from rill.training.packing import Pack, PackSequence, build_pack, plan_sharing_micro_batches
+from rill.training.parallel import World
+from rill.types import Floats, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One pass: the pack and which sequences it holds. An idle one holds none and must weigh nothing."""
+
+    pack: Pack
+    indices: tuple[int, ...]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.indices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batcher:
+    """How this trainer makes packs."""
+
+    world: World
+    compute_dtype: torch.dtype
+    micro_batch_tokens: int
+    vocab_size: int
+    share_prefixes: bool = False
+
+    def micro_batches(self, sequences: Sequence[PackSequence]) -> Iterator[MicroBatch]:
+        """All sequences, in as many passes as the busiest rank needs."""
+        bins = plan_sharing_micro_batches(
+            sequences, self.micro_batch_tokens, share_prefixes=self.share_prefixes
+        )
+        for number in range(self._agreed(len(bins))):
+            indices = tuple(bins[number]) if number < len(bins) else ()
+            yield MicroBatch(pack=self.pack([sequences[i] for i in indices] or [_IDLE]), indices=indices)
+
+    def pack(self, sequences: Sequence[PackSequence]) -> Pack:
+        return build_pack(
+            sequences,
+            device=self.world.device,
+            use_flash=can_use_flash(self.world.device, self.compute_dtype),
+            share_prefixes=self.share_prefixes,
+            context=self.world.context(),
+        )
+
+    def per_token(
+        self,
+        sequences: Sequence[PackSequence],
+        compute: Callable[[Pack], Tensor],
+    ) -> list[Floats]:
+        """compute(pack) → [K] without gradients; the result of every sequence, 0 where nothing was wanted."""
+        results: list[Floats] = [np.zeros(s.num_tokens, dtype=np.float32) for s in sequences]
+        done: list[tuple[MicroBatch, Tensor]] = []
+        with torch.no_grad():
+            for batch in self.micro_batches(sequences):
+                values_K = gather_context(compute(batch.pack), batch.pack, self.world)
+                if not batch.is_idle:
+                    done.append((batch, values_K))
+        for batch, values_K in done:
+            values = values_K.float().cpu().numpy()
+            offset = 0
+            for index in batch.indices:
+                wanted = sequences[index].wanted
+                count = int(np.count_nonzero(wanted))
+                results[index][wanted] = values[offset : offset + count]
+                offset += count
+        return results
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Raise InvalidSampleError for what would index out of range or train on nonsense."""
+        tokens = trajectory.token_ids
+        if tokens.dtype.kind != "i":
+            raise InvalidSampleError(f"{trajectory.id}: token_ids are {tokens.dtype}, not integers")
+        if trajectory.loss_mask.dtype != np.bool_:
+            raise InvalidSampleError(f"{trajectory.id}: loss_mask is {trajectory.loss_mask.dtype}, not bool")
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+            raise InvalidSampleError(
+                f"{trajectory.id}: token id {bad} is outside the model's vocabulary of {self.vocab_size}: the "
+                "sequence was made with another tokenizer"
+            )
+
+    def _agreed(self, number: int) -> int:
+        if self.world.data_size == 1:
+            return number
+        return int(self.world.max_over_data(torch.tensor(number, device=self.world.device)).item())
+
+
+_IDLE = PackSequence(token_ids=np.zeros(2, dtype=np.int32), wanted=np.array([False, True]))
+
+
+def gather_context(values_K: Tensor, pack: Pack, world: World) -> Tensor:
+    """The pack's values on every rank of a row; each rank's gradient flows into its own slice only."""
+    if pack.context_slice is None:
+        return values_K
+    context = world.context()
+    assert context is not None
+    gathered: Tensor = _GatherSlices.apply(  # type: ignore[no-untyped-call]
+        values_K, pack.context_slice, pack.seq_K.shape[0], context[2]
+    )
+    return gathered
+
+
+class _GatherSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, span: tuple[int, int], length: int, group: Any) -> Tensor:
+        ctx.span = span
+        out = values.new_zeros(length)
+        out[span[0] : span[1]] = values
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # Every rank of the row computes the same loss, so its own part is the whole of its share.
+        return grads[0][ctx.span[0] : ctx.span[1]], None, None, None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over micro-batches: counts, the loss and the algorithm's metrics, reduced once per step."""
+
+    sums: dict[str, Tensor | float] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            value = value.detach().float() if isinstance(value, Tensor) else value
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_metrics(self, metrics: dict[str, Metric], *, is_idle: bool) -> None:
+        for name, metric in metrics.items():
+            if is_idle:
+                empty = torch.full_like(metric.total, float("-inf")) if metric.is_max else metric.total * 0
+                metric = Metric(
+                    total=torch.nan_to_num(empty, nan=0.0, neginf=float("-inf")),
+                    weight=torch.zeros_like(metric.weight),
+                    is_max=metric.is_max,
+                )
+            known = self.metrics.get(name)
+            if known is None:
+                self.metrics[name] = metric
+            elif metric.is_max:
+                total = torch.maximum(known.total, metric.total)
+                self.metrics[name] = Metric(total=total, weight=metric.weight, is_max=True)
+            else:
+                self.metrics[name] = Metric(
+                    total=known.total + metric.total, weight=known.weight + metric.weight
+                )
+
+    def reduce(self, world: World) -> tuple[dict[str, float], dict[str, float]]:
+        """(sums, metrics) over all data ranks: two collectives and one copy to the host."""
+        sum_names = sorted(self.sums)
+        mean_names = sorted(n for n, m in self.metrics.items() if not m.is_max)
+        max_names = sorted(n for n, m in self.metrics.items() if m.is_max)
+        parts = [self.sums[n] for n in sum_names]
+        parts += [self.metrics[n].total for n in mean_names] + [self.metrics[n].weight for n in mean_names]
+        added = world.sum_over_data(_stack(parts, world.device))
+        largest = _stack([self.metrics[n].total for n in max_names], world.device)
+        if max_names:
+            largest = world.max_over_data(largest)
+        values = torch.cat([added, largest]).tolist()
+        num_sums, num_means = len(sum_names), len(mean_names)
+        sums = dict(zip(sum_names, values, strict=False))
+        totals, weights = values[num_sums : num_sums + num_means], values[num_sums + num_means :]
+        metrics = {
+            name: total / weight if weight else 0.0
+            for name, total, weight in zip(mean_names, totals, weights, strict=False)
+        }
+        metrics.update(zip(max_names, values[num_sums + 2 * num_means :], strict=True))
+        return sums, metrics
+
+
+def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    if not values:
+        return torch.zeros(0, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    on_device = [
+        v.detach().to(device=device, dtype=dtype).reshape(()) if isinstance(v, Tensor) else None
+        for v in values
+    ]
+    plain = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=dtype, device=device)
+    return torch.stack([t if t is not None else plain[i] for i, t in enumerate(on_device)])

@@ -1,0 +1,254 @@
+"""Trainer checkpoints: masters, optimizer state and version, written with torch's distributed checkpoint.
+
+    folder/step-00000012/           appears by one rename, after everything in it is on disk
+        __0_0.distcp, .metadata     torch.distributed.checkpoint; any later number of ranks can read it
+        manifest.json               every file's size and SHA-256, and what the checkpoint is of
+
+Guarantees: a save cut off at any byte leaves no step-N folder, or one whose manifest does not match; load() skips
+such a folder with a warning and takes the last whole one. Asynchronous saves copy to host memory first, so training
+goes on at once; the files are written by one thread, and a second save waits for the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from rill.errors import CheckpointError, StuckError
+from rill.training.engine import TrainEngine
+from rill.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+class Checkpointer:
+    """Saves and loads one engine. Every rank calls the same methods in the same order."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, folder: Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
+        """Write folder/step-N. keep_last > 0 removes all but that many newest steps afterwards."""
+        self.wait()
+        engine = self.engine
+        final = folder / f"step-{engine.version:08d}"
+        engine.prepare_optimizer_state()
+        state = engine.state()
+        about = {
+            "format": _FORMAT,
+            "version": int(engine.version),
+            "parameters": _fingerprint(engine),
+        }
+        if not is_async:
+            self._write(state, final, about, keep_last)
+            return final
+        engine.world.host_group()  # created here, on the calling thread, where all ranks are in order
+        staged = {name: _to_host(value) for name, value in state.items()}
+        self._thread = threading.Thread(
+            target=self._write_behind,
+            args=(staged, final, about, keep_last),
+            name="rill-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+        return final
+
+    def wait(self, timeout_s: float = 600.0) -> None:
+        """Return when no save is under way; raise what an asynchronous one raised."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise StuckError(f"checkpoint: the asynchronous save has not finished in {timeout_s:.0f} s")
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+
+    def load(self, folder: Path) -> PolicyVersion:
+        """Restore the last whole checkpoint under `folder`, which may itself be a step folder."""
+        self.wait()
+        engine = self.engine
+        chosen = self._agree_on(folder)
+        about = read_manifest(chosen)
+        if about["parameters"] != _fingerprint(engine):
+            raise CheckpointError(
+                f"{chosen} was saved from another model (parameter names, shapes or adapters differ): load it with "
+                "the configuration it was saved with"
+            )
+        engine.prepare_optimizer_state()
+        state = engine.state()
+        load(
+            state,
+            storage_reader=FileSystemReader(chosen),
+            process_group=engine.world.host_group(),
+            no_dist=engine.world.size == 1,
+        )
+        engine.after_load(int(about["version"]))
+        return engine.version
+
+    def close(self) -> None:
+        self.wait()
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def _write_behind(
+        self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int
+    ) -> None:
+        try:
+            self._write(state, final, about, keep_last)
+        except BaseException as error:  # noqa: BLE001 - the thread's boundary: wait() raises it on the caller's
+            self._error = error
+
+    def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int) -> None:
+        world = self.engine.world
+        group = world.host_group()
+        partial = final.with_name(final.name + ".partial")
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        world.barrier()
+        save(
+            state,
+            storage_writer=FileSystemWriter(partial, sync_files=True),
+            process_group=group,
+            no_dist=world.size == 1,
+        )
+        sums = {p.name: describe(p) for p in self._own_files(partial)}
+        if group is not None:
+            gathered: list[Any] = [None] * world.size
+            dist.all_gather_object(gathered, sums, group=group)
+            sums = {name: value for part in gathered for name, value in part.items()}
+        if world.rank == 0:
+            write_durably(partial / MANIFEST, json.dumps({**about, "files": sums}, indent=1).encode())
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            sync_folder(final.parent)
+            for stale in step_folders(final.parent)[keep_last:] if keep_last else []:
+                shutil.rmtree(stale)
+        world.barrier()
+
+    def _own_files(self, folder: Path) -> list[Path]:
+        """The files this rank wrote (`__RANK_n.distcp`); rank 0 has the metadata too."""
+        rank = self.engine.world.rank
+        own = sorted(folder.glob(f"__{rank}_*"))
+        return [*own, folder / ".metadata"] if rank == 0 else own
+
+    def _agree_on(self, folder: Path) -> Path:
+        world = self.engine.world
+        answer: list[str] = [""]
+        if world.rank == 0:
+            try:
+                answer[0] = str(last_whole(folder))
+            except CheckpointError as error:
+                answer[0] = f"!{error}"
+        if world.host_group() is not None:
+            dist.broadcast_object_list(answer, src=0, group=world.host_group())
+        if answer[0].startswith("!"):
+            raise CheckpointError(answer[0][1:])
+        return Path(answer[0])
+
+
+def last_whole(folder: Path) -> Path:
+    """The newest step folder that matches its manifest. Damaged ones are reported and passed over."""
+    candidates = [folder] if (folder / MANIFEST).exists() else step_folders(folder)
+    for candidate in candidates:
+        problem = find_damage(candidate)
+        if problem is None:
+            return candidate
+        log.warning("checkpoint %s is damaged (%s): trying the one before it", candidate, problem)
+    raise CheckpointError(f"there is no whole checkpoint under {folder} ({len(candidates)} damaged)")
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["num_bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {expected['num_bytes']}"
+        if describe(path) != expected:
+            return f"{name} has changed"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} has no readable {MANIFEST}: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT or "files" not in manifest:
+        raise CheckpointError(f"{folder}/{MANIFEST} is not of format {_FORMAT}")
+    return manifest
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Newest first; unfinished ones are not listed."""
+    found = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"num_bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(engine: TrainEngine) -> str:
+    """Names and global shapes of what is trained: two engines with the same can read each other's state."""
+    text = ";".join(f"{s.name}{tuple(s.template.shape)}" for s in sorted(engine.slots, key=lambda s: s.name))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        part = value.to_local().detach().to("cpu", copy=True)
+        return DTensor.from_local(
+            part,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

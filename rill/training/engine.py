@@ -1,0 +1,366 @@
+"""The engine under every trainer: a packed module, its float32 master weights, and one optimizer step.
+
+Callers: PolicyTrainer, ValueTrainer, RewardTrainer, SFTTrainer. The engine knows neither rewards nor losses.
+
+    accumulate gradients  backward(numerator)   any number of times, over any split
+    finish                step(denominator)     reduce, divide once, clip, optimise, version + 1
+
+Guarantees: the gradient does not depend on how a batch was split over calls or ranks; a step whose loss or norm is
+not finite changes nothing; one process without a process group runs the same code without wrappers.
+
+Precision. `compute` float32: the module's parameters are the masters. `compute` bfloat16 on one process: the module
+holds bf16 copies and gradients are added up in float32 beside the masters. Sharded: FSDP2 keeps float32 shards,
+gathers bf16, and reduces gradients in float32. The arithmetic is the same in the last two.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from rill.config import Config
+from rill.errors import TrainingError
+from rill.models.loading import DTYPES, ModelConfig
+from rill.models.lora import LoRAConfig, add_lora, merged_weights
+from rill.training.module import LM_PREFIX, PackedModule
+from rill.training.offload import OffloadLevel, Shelf
+from rill.training.optim import Optimizer, OptimizerConfig, Slot
+from rill.training.parallel import (
+    World,
+    apply_tensor_parallel,
+    full,
+    gradient_norm,
+    like,
+    local,
+    shard_model,
+)
+from rill.training.schedule import Schedule
+from rill.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class EngineConfig(Config):
+    """What every trainer has in common."""
+
+    model: ModelConfig
+    compute_dtype: Precision = "float32"
+    """Precision of the forward and backward pass."""
+    param_dtype: Precision = "float32"
+    """Precision of the optimised weights. bfloat16 halves memory and loses small updates: for experiments."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: Schedule = Schedule()
+    max_grad_norm: float = Field(default=1.0, ge=0.0)
+    """Gradients are scaled down to this norm. 0: off."""
+    micro_batch_tokens: int = Field(default=16_384, ge=2)
+    """Most tokens in one forward pass of one rank. A longer sequence cannot be trained on: see on_too_long."""
+    on_too_long: Literal["error", "skip"] = "error"
+    """A sequence over micro_batch_tokens: InvalidSampleError, or left out, counted and logged."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """A loss or gradient norm that is not finite: TrainingError, or the step is skipped, counted and logged.
+    Weights and optimizer state stay as they were in both cases."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`full` recomputes each layer in the backward pass; `selective` keeps matrix products and attention."""
+    compile: bool = False
+    """torch.compile each layer and the head's chunks."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass (ZeRO-3); false keeps them until backward (ZeRO-2)."""
+    tree_packing: bool = False
+    """Compute the shared prompt of a group once per micro-batch. Changes no gradient."""
+    batch_invariant: bool = False
+    """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
+    head_chunk_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Most bytes of float32 logits alive at one time."""
+
+    @model_validator(mode="after")
+    def _combines(self) -> EngineConfig:
+        if self.tree_packing and self.context_parallel > 1:
+            raise ValueError(
+                "tree_packing and context_parallel exclude each other: a shared prefix cannot be cut"
+            )
+        if self.lora is not None and self.tensor_parallel > 1:
+            raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")
+        if self.param_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
+            raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16")
+        return self
+
+
+class TrainEngine:
+    """Owns the module, the masters, the optimizer and the version."""
+
+    def __init__(self, config: EngineConfig, module: PackedModule, world: World) -> None:
+        """`module` is on the world's device in param_dtype; it is changed in place."""
+        self.config = config
+        self.world = world
+        self.device = world.device
+        self.module = module
+        self.compute_dtype = DTYPES[config.compute_dtype]
+        self.num_skipped_steps = 0
+        self._version = 0
+        self._shelf = Shelf()
+        if config.lora is not None:
+            add_lora(module.lm, config.lora)
+        self._arrange()
+        self.slots = self._make_slots()
+        if not self.slots:
+            raise TrainingError("the model has no trainable parameter")
+        self.optimizer = Optimizer(config.optimizer, self.slots)
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self._version)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.config.optimizer.learning_rate * self.config.schedule.factor(self._version)
+
+    def backward(self, numerator: Tensor) -> None:
+        """Add the gradient of `numerator` to what has been accumulated."""
+        numerator.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, denominator: float, *, is_finite: bool = True) -> dict[str, float]:
+        """One optimizer step with gradient / denominator; all ranks pass the same global values."""
+        self._collect_gradients()
+        norm = (
+            gradient_norm(
+                ((s.template, s.master.grad) for s in self.slots if s.master.grad is not None), self.device
+            ).item()
+            / denominator
+        )
+        is_finite = is_finite and norm == norm and norm != float("inf")
+        rate = self.learning_rate
+        if not is_finite:
+            self.zero_gradients()
+            self.num_skipped_steps += 1
+            message = f"step {self._version + 1}: the loss or gradient norm ({norm}) is not finite; nothing was changed"
+            if self.config.on_nonfinite == "error":
+                raise TrainingError(message + "; set on_nonfinite = 'skip' to go on after such steps")
+            log.warning(message)
+        else:
+            limit = self.config.max_grad_norm
+            scale = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / denominator
+            grads = [s.master.grad for s in self.slots if s.master.grad is not None]
+            if scale != 1.0 and grads:
+                torch._foreach_mul_(grads, scale)
+            self.optimizer.step(rate)
+            self._publish_masters()
+            self.zero_gradients()
+            self._version += 1
+        return {
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "skipped_steps": float(self.num_skipped_steps),
+        }
+
+    def zero_gradients(self) -> None:
+        for slot in self.slots:
+            slot.master.grad = None
+            slot.template.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradient by parameter name, whole, on every rank. For tests and inspection."""
+        self._collect_gradients()
+        parts = (
+            s.master.grad if s.master.grad is not None else torch.zeros_like(s.master) for s in self.slots
+        )
+        return {s.name: full(like(p, s.template)).clone() for s, p in zip(self.slots, parts, strict=True)}
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face name and whole tensor, in compute precision, adapters merged. A collective when sharded."""
+        weights = (
+            (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype))
+            for name, p in self.module.named_parameters()
+        )
+        with torch.no_grad():
+            if self.config.lora is not None:
+                yield from merged_weights(weights, self.config.lora)
+            else:
+                yield from weights
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint needs, distributed tensors kept distributed."""
+        state: dict[str, Any] = {f"master.{s.name}": like(s.master.detach(), s.template) for s in self.slots}
+        if self.config.lora is None:
+            trained = {s.name for s in self.slots}
+            frozen = [(n, p) for n, p in self.module.named_parameters() if n not in trained]
+            state.update({f"frozen.{n}": p.detach() for n, p in frozen})
+        for name, values in self.optimizer.state_tensors().items():
+            template = self.optimizer.template(name)
+            for key, value in values.items():
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(value)
+                is_part = value.shape == local(template).shape and value.ndim > 0
+                state[f"optimizer.{name}.{key}"] = like(value, template) if is_part else value
+        return state
+
+    def prepare_optimizer_state(self) -> None:
+        """Create optimizer state before the first step, so that a checkpoint has somewhere to be loaded into."""
+        missing = [s for s in self.slots if s.name not in self.optimizer.state_tensors()]
+        if not missing:
+            return
+        before = [s.master.clone() for s in self.slots]
+        for slot in self.slots:
+            slot.master.grad = torch.zeros_like(slot.master)
+        self.optimizer.step(0.0)
+        for slot, value in zip(self.slots, before, strict=True):
+            slot.master.copy_(value)
+        self.zero_gradients()
+
+    def after_load(self, version: int) -> None:
+        """Masters and optimizer state were written in place: bring the module and the version in line."""
+        self._version = version
+        self._publish_masters()
+
+    # --- shared devices -----------------------------------------------------------------------------------
+
+    def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
+        """Move optimizer state, then gradients, then parameters to host memory. Nothing to do on a CPU."""
+        if self.device.type == "cpu":
+            return
+        states = self.optimizer.state_tensors().values()
+        tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        if level >= OffloadLevel.GRADIENTS:
+            self._collect_gradients()
+            tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
+        if level >= OffloadLevel.PARAMETERS:
+            tensors += [s.master for s in self.slots]
+            tensors += [local(p.detach()) for p in self.module.parameters()]
+            tensors += list(self.module.buffers())
+        self._shelf.put(tensors)
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._shelf.take_all()
+
+    # --- construction -------------------------------------------------------------------------------------
+
+    def _arrange(self) -> None:
+        """Cut, checkpoint, compile and shard the module, in the order these compose."""
+        if self.world.tensor_size > 1:
+            apply_tensor_parallel(self.module.lm, self.world)
+        for layer in self.module.layers:
+            _checkpoint_layer(layer, self.config.activation_checkpointing)
+            if self.config.compile:
+                layer.compile(dynamic=None)
+        self._is_sharded = self.world.data_size * self.world.context_size > 1
+        if self._is_sharded:
+            shard_model(
+                self.module,
+                list(self.module.layers),
+                self.world,
+                compute_dtype=self.compute_dtype,
+                reshard=self.config.reshard_after_forward,
+            )
+
+    def _make_slots(self) -> list[Slot]:
+        """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""
+        param_dtype = DTYPES[self.config.param_dtype]
+        self._has_copies = not self._is_sharded and param_dtype != self.compute_dtype
+        slots: list[Slot] = []
+        for name, parameter in self.module.named_parameters():
+            master = local(parameter.detach())
+            if self._has_copies:
+                if parameter.requires_grad:
+                    master = master.clone()
+                _cast_in_place(parameter, self.compute_dtype)
+            if not parameter.requires_grad:
+                continue
+            slot = Slot(name, parameter, master, _is_decoder_matrix(self.module, name, parameter))
+            if self._has_copies:
+                hook = functools.partial(_add_to_master, master)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            slots.append(slot)
+        return slots
+
+    def _collect_gradients(self) -> None:
+        """Point every master's .grad at this rank's part of the gradient."""
+        if self._has_copies:
+            return
+        for slot in self.slots:
+            if slot.template.grad is not None:
+                slot.master.grad = local(slot.template.grad)
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        if self._has_copies:
+            torch._foreach_copy_(
+                [local(s.template.detach()) for s in self.slots], [s.master for s in self.slots]
+            )
+
+
+def _cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    parameter.data = parameter.data.to(dtype)
+
+
+def _add_to_master(master: Tensor, parameter: Tensor) -> None:
+    grad = parameter.grad
+    assert grad is not None
+    part = local(grad)
+    if master.grad is None:
+        master.grad = part.to(master.dtype)
+    else:
+        master.grad.add_(part)
+    parameter.grad = None
+
+
+def _is_decoder_matrix(module: PackedModule, name: str, parameter: Tensor) -> bool:
+    embeddings = {id(module.lm.get_input_embeddings().weight)}
+    head = module.lm.get_output_embeddings()
+    if head is not None:
+        embeddings.add(id(head.weight))
+    return parameter.ndim == 2 and id(parameter) not in embeddings and "value_head" not in name
+
+
+_KEEP_OPS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_flash_attention_forward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+)
+
+
+def _checkpoint_layer(layer: nn.Module, mode: str) -> None:
+    """Replace the layer's forward by one that recomputes. Names in the state dict do not change."""
+    if mode == "none":
+        return
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op.name().split(".")[0]
+        return CheckpointPolicy.MUST_SAVE if name in _KEEP_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+    forward: Callable[..., Any] = layer.forward
+
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    layer.forward = recomputing

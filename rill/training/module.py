@@ -1,0 +1,111 @@
+"""The modules that an engine trains: a Hugging Face decoder that takes a Pack, with what is read off it.
+
+The head is called inside forward, so that under FSDP2 its weight is whole exactly when it is needed. Parameter
+names of the decoder are transformers' own behind the prefix `lm.`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rill.errors import UnsupportedError
+from rill.models import attention_packed
+from rill.models.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
+from rill.models.loading import ModelConfig, load_model
+from rill.models.value_head import ValueHead, hidden_width
+from rill.training.packing import Pack
+
+LM_PREFIX = "lm."
+
+
+class PackedModule(nn.Module):
+    """Base: the decoder and how to run it on a pack."""
+
+    lm: Any
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """[M, D] last hidden states."""
+        output = self.lm.base_model(
+            input_ids=pack.input_ids_1M,
+            position_ids=pack.position_ids_1M,
+            use_cache=False,
+            packed=pack.layout,
+        )
+        hidden_MD: Tensor = output.last_hidden_state[0]
+        return hidden_MD
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers = self.lm.base_model.layers
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.lm.config.get_text_config().vocab_size
+        return size
+
+
+class PolicyModule(PackedModule):
+    """Log-probabilities and entropies of a pack's wanted tokens."""
+
+    def __init__(self, lm: Any, *, compile_chunks: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
+        self.lm = lm
+        self.logit_scale = _logit_scale(lm.config)
+        self.compile_chunks = compile_chunks
+        self.chunk_bytes = chunk_bytes
+        self.keep_bytes = KEEP_BYTES
+
+    def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        head = self.lm.get_output_embeddings()
+        return chosen_logprobs(
+            self.hidden(pack),
+            head.weight,
+            head.bias,
+            pack.source_K,
+            pack.target_K,
+            scale=self.logit_scale / temperature,
+            compile_chunks=self.compile_chunks,
+            chunk_bytes=self.chunk_bytes,
+            keep_bytes=self.keep_bytes,
+        )
+
+
+class ValueModule(PackedModule):
+    """One value per wanted token: V of the state before that token was chosen; or one score per sequence."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = ValueHead(hidden_width(lm.config))
+
+    def forward(self, pack: Pack, per_sequence: bool = False) -> Tensor:
+        hidden_MD = self.hidden(pack)
+        values: Tensor = self.value_head(
+            hidden_MD.index_select(0, pack.last_S if per_sequence else pack.source_K)
+        )
+        return values
+
+
+def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal LM with packed attention, in training mode (no dropout: see below)."""
+    attention_packed.register()
+    lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
+    text = lm.config.get_text_config().to_dict()
+    if text.get("final_logit_softcapping") or text.get("attn_logit_softcapping"):
+        raise UnsupportedError(
+            f"{text['model_type']}: soft-capped logits are not supported by the packed trainer"
+        )
+    # Sampling has no dropout, so a policy trained with it would be another policy: eval mode for good.
+    return lm.eval()
+
+
+def _logit_scale(model_config: Any) -> float:
+    """What the architecture multiplies its logits with, apart from the temperature."""
+    values = model_config.get_text_config().to_dict()
+    scale = float(values.get("logit_scale") or 1.0)
+    return scale / float(values.get("logits_scaling") or 1.0)

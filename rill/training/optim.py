@@ -1,0 +1,184 @@
+"""Optimizers over the local float32 parts of parameters.
+
+Callers: rill.training.engine. An optimizer sees plain tensors, never how a parameter is distributed; element-wise
+updates need no more. Muon, which works on whole matrices, gets the distributed view through `Slot.template`.
+Vectors (norms, biases) have no weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rill.config import Config
+from rill.errors import MissingExtraError
+from rill.training.parallel import full, like, local_slice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """One trained parameter."""
+
+    name: str
+    template: Tensor
+    """The module's own parameter, distributed or not."""
+    master: Tensor
+    """This rank's part, in the precision that is optimised. Its .grad is the accumulated gradient."""
+    is_matrix: bool
+    """A weight matrix inside the decoder: what Muon is for. Embeddings and heads are not."""
+
+
+class OptimizerConfig(Config):
+    """Which optimizer, and its constants."""
+
+    type: Literal["adamw", "muon", "adamw8bit", "sgd"] = "adamw"
+    """`adamw8bit` needs torchao. `muon` uses AdamW for everything that is not a decoder matrix."""
+    learning_rate: float = Field(default=1e-6, gt=0.0)
+    """Peak rate; the schedule multiplies it."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled. 0: off."""
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Of Muon (Nesterov) and SGD."""
+    offload_state: bool = False
+    """Keep optimizer state in host memory and stream it through the device each step. Saves 8 bytes a parameter."""
+
+
+class Optimizer:
+    """AdamW, 8-bit AdamW or SGD on the slots; Muon on matrices. State is addressed by parameter name."""
+
+    def __init__(self, config: OptimizerConfig, slots: Sequence[Slot]) -> None:
+        self.config = config
+        self.slots = list(slots)
+        self._by_master = {id(s.master): s for s in self.slots}
+        self._parts: list[torch.optim.Optimizer] = []
+        matrices = [s for s in self.slots if s.is_matrix] if config.type == "muon" else []
+        if matrices:
+            self._parts.append(Muon(matrices, config))
+        others = [s for s in self.slots if config.type != "muon" or not s.is_matrix]
+        if others:
+            self._parts.append(_elementwise(config, others))
+
+    def step(self, learning_rate: float) -> None:
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = learning_rate
+            if self.config.offload_state:
+                self._step_streamed(part)
+            else:
+                part.step()
+
+    def state_tensors(self) -> dict[str, dict[str, Any]]:
+        """name → state key → tensor (distributed as its parameter where the shapes agree)."""
+        return {
+            self._by_master[id(master)].name: dict(state)
+            for part in self._parts
+            for master, state in part.state.items()
+        }
+
+    def template(self, name: str) -> Tensor:
+        return next(s.template for s in self.slots if s.name == name)
+
+    def load_state(self, states: dict[str, dict[str, Any]]) -> None:
+        by_name = {s.name: s for s in self.slots}
+        for part in self._parts:
+            masters = {id(m) for group in part.param_groups for m in group["params"]}
+            part.state.clear()
+            for name, state in states.items():
+                master = by_name[name].master
+                if id(master) in masters:
+                    part.state[master] = dict(state)
+
+    def _step_streamed(self, part: torch.optim.Optimizer) -> None:
+        """One step per parameter group slice with state on the device only while it is used."""
+        groups = part.param_groups
+        for group in groups:
+            params = group["params"]
+            for master in params:
+                part.param_groups = [{**group, "params": [master]}]
+                _move_state(part.state[master], master.device)
+                part.step()
+                _move_state(part.state[master], torch.device("cpu"))
+        part.param_groups = groups
+
+
+def _move_state(state: dict[str, Any], device: torch.device) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            state[key] = value.to(device, non_blocking=device.type == "cuda")
+
+
+def _elementwise(config: OptimizerConfig, slots: Sequence[Slot]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [s.master for s in slots if s.template.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [s.master for s in slots if s.template.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.type == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    if config.type == "adamw8bit":
+        try:
+            from torchao.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            raise MissingExtraError(
+                "optimizer.type = 'adamw8bit' needs torchao: pip install torchao"
+            ) from None
+        eight_bit: torch.optim.Optimizer = AdamW8bit(
+            groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon
+        )
+        return eight_bit
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True
+    )
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalised by Newton–Schulz:  W ← W − lr · 0.2 · sqrt(max(rows, columns)) · orthogonal(M).
+
+    The factor gives updates the size of AdamW's, so both share one learning rate. A sharded matrix is gathered, the
+    iteration runs on the whole of it on every rank, and each rank keeps its part.
+    """
+
+    def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
+        self._slots = {id(s.master): s for s in slots}
+        super().__init__(
+            [s.master for s in slots],
+            {"lr": config.learning_rate, "momentum": config.momentum, "weight_decay": config.weight_decay},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for master in group["params"]:
+                # A rank whose shard of an uneven matrix is empty still takes part in the gather.
+                state = self.state[master]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(master)
+                grad = master.grad if master.grad is not None else torch.zeros_like(master)
+                state["momentum"].lerp_(grad, 1 - group["momentum"])
+                nesterov = grad.lerp(state["momentum"], group["momentum"])
+                template = self._slots[id(master)].template
+                whole = full(like(nesterov, template))
+                update = local_slice(orthogonalise(whole).to(master.dtype), template)
+                master.mul_(1 - group["lr"] * group["weight_decay"])
+                master.add_(update, alpha=-group["lr"] * 0.2 * max(whole.shape) ** 0.5)
+
+
+def orthogonalise(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """An approximate U Vᵀ of matrix = U S Vᵀ by a quintic Newton–Schulz iteration in bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x: Tensor = matrix.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x

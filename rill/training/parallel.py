@@ -1,0 +1,262 @@
+"""Who computes what: the process group, the device mesh, and how a model is cut over it.
+
+Callers: rill.training.engine. One code path serves any number of processes; with one process nothing here wraps or
+communicates. Three axes:
+
+    data      each rank has its own samples; parameters, gradients and optimizer state are sharded (FSDP2)
+    context   ranks of one data rank hold slices of the same row; parameters are sharded over this axis too
+    tensor    ranks of one data rank hold slices of the same matrices (DTensor plans from the model's own config)
+
+Gradients are summed, never averaged, over data and context: the trainer divides once by the global denominator.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rill.errors import ConfigError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """How the ranks of one trainer find each other."""
+
+    init_method: str
+    """A torch.distributed address such as "tcp://host:port" or "file:///path"."""
+    rank: int
+    world_size: int
+    timeout_s: float = 600.0
+    """Deadline of every collective."""
+
+
+class World:
+    """This process's place in the mesh. `World.alone()` is one process without any process group."""
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device, *, owns_group: bool = False) -> None:
+        self.mesh = mesh
+        self.device = device
+        self._owns_group = owns_group
+        self._host_group: Any = None
+
+    @staticmethod
+    def join(
+        rendezvous: Rendezvous | None,
+        device: torch.device,
+        *,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+    ) -> World:
+        """Join the ranks of `rendezvous`; without one, use the process group that exists, or be alone."""
+        owns_group = False
+        if rendezvous is not None and not dist.is_initialized():
+            owns_group = True
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=rendezvous.init_method,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world_size,
+                timeout=datetime.timedelta(seconds=rendezvous.timeout_s),
+            )
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        unit = tensor_parallel * context_parallel
+        if world_size % unit:
+            raise ConfigError(
+                f"{world_size} ranks cannot be cut into tensor_parallel {tensor_parallel} × context_parallel "
+                f"{context_parallel}: use a multiple of {unit} ranks or lower one of them"
+            )
+        if world_size == 1:
+            return World(None, device, owns_group=owns_group)
+        mesh = init_device_mesh(
+            device.type,
+            (world_size // unit, context_parallel, tensor_parallel),
+            mesh_dim_names=("data", "context", "tensor"),
+        )
+        return World(mesh, device, owns_group=owns_group)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.mesh is None else dist.get_rank()
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch this rank trains on; ranks of one data rank must get the same samples."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+
+    @property
+    def data_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["data"].size()
+
+    @property
+    def context_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["context"].size()
+
+    @property
+    def tensor_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["tensor"].size()
+
+    def context(self) -> tuple[int, int, object] | None:
+        """(rank, size, group) for packing, or None without context parallelism."""
+        if self.mesh is None or self.context_size == 1:
+            return None
+        return self.mesh.get_local_rank("context"), self.context_size, self.mesh.get_group("context")
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max_over_data(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def host_group(self) -> Any:
+        """A gloo group over all ranks for host tensors and objects (checkpoints); None when alone."""
+        if self.mesh is None:
+            return None
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo")
+        return self._host_group
+
+    def barrier(self) -> None:
+        if self.mesh is not None:
+            dist.barrier(group=self.host_group())
+
+    def close(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+        if self.mesh is not None and self.data_size > 1:
+            dist.all_reduce(values, op=op, group=self.mesh.get_group("data"))
+        return values
+
+
+def shard_model(
+    model: nn.Module, layers: Sequence[nn.Module], world: World, *, compute_dtype: torch.dtype, reshard: bool
+) -> None:
+    """FSDP2 over data × context, one unit per layer and one for the rest. Parameters stay in float32."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    assert world.mesh is not None
+    mesh = world.mesh["data", "context"]._flatten("shard") if world.context_size > 1 else world.mesh["data"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # NCCL can premultiply; gloo cannot. A plain sum is right on both.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def apply_tensor_parallel(model: Any, world: World) -> None:
+    """Cut the decoder's matrices by the architecture's own plan (transformers' base_model_tp_plan)."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    assert world.mesh is not None
+    config = model.config.get_text_config()
+    plan = config.base_model_tp_plan
+    if not plan:
+        raise UnsupportedError(
+            f"{config.model_type} has no tensor-parallel plan in transformers: use tensor_parallel = 1"
+        )
+    size = world.tensor_size
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = config.to_dict().get(name)
+        if number is not None and number % size:
+            raise ConfigError(f"tensor_parallel {size} does not divide the model's {name} {number}")
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    unknown = {style for style in plan.values() if style not in styles}
+    if unknown:
+        raise UnsupportedError(
+            f"{config.model_type}'s tensor-parallel plan has styles {sorted(unknown)}, rill carries out "
+            f"{sorted(styles)}: use tensor_parallel = 1"
+        )
+    parallelize_module(
+        model.base_model, world.mesh["tensor"], {name: styles[style]() for name, style in plan.items()}
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a possibly distributed tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(local_part: Tensor, template: Tensor) -> Tensor:
+    """A tensor distributed as `template` is, whose part on this rank is `local_part`."""
+    if not isinstance(template, DTensor):
+        return local_part
+    return DTensor.from_local(
+        local_part,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
+    )
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; a collective when it is distributed."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slice(whole: Tensor, template: Tensor) -> Tensor:
+    """This rank's part of `whole`, cut as `template` is; no communication."""
+    if not isinstance(template, DTensor):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, template.device_mesh, template.placements, src_data_rank=None).to_local()
+
+
+def gradient_norm(parameters: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """L2 norm over all ranks of (template parameter, local gradient) pairs, each element counted once."""
+    sums: dict[tuple[Any, ...], list[Tensor]] = {}
+    groups: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for template, grad in parameters:
+        key: tuple[Any, ...] = ()
+        if isinstance(template, DTensor):
+            sharded = tuple(
+                template.device_mesh.get_group(dim)
+                for dim, placement in enumerate(template.placements)
+                if not isinstance(placement, Replicate)
+            )
+            key = tuple(id(group) for group in sharded)
+            groups[key] = sharded
+        sums.setdefault(key, []).append(grad)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for key, grads in sums.items():
+        norms = torch.stack([n.float() for n in torch._foreach_norm([g.float() for g in grads])])
+        square = norms.square().sum()
+        for group in groups.get(key, ()):
+            dist.all_reduce(square, group=group)
+        total = total + square
+    return total.sqrt()
+
+
+__all__ = [
+    "Rendezvous",
+    "Shard",
+    "World",
+    "apply_tensor_parallel",
+    "full",
+    "gradient_norm",
+    "like",
+    "local",
+    "local_slice",
+    "shard_model",
+]
