@@ -149,7 +149,7 @@ class Algorithm:
 
         `reduce` sums a tensor over data-parallel ranks. Groups must be whole on a rank.
         """
-        batch = self._checked_advantage_batch(batch)
+        batch = _checked_advantage_batch(batch)
         rewards_N, metrics = self._token_rewards(batch)
         if isinstance(self.advantage, BatchAdvantage):
             result = self.advantage.batch(batch, rewards_N, reduce)
@@ -173,7 +173,7 @@ class Algorithm:
         return self._aggregated(loss_N, batch, mask_N, "policy/loss", metrics)
 
     def value_loss(self, batch: TokenBatch) -> LossSum:
-        """This micro-batch's share of the critic's loss."""
+        """This micro-batch's share of the critic's loss, always a mean over tokens."""
         values_N, old_N = required(batch, "values_N"), required(batch, "old_values_N")
         returns_N, mask_N = required(batch, "returns_N"), batch.mask_N
         is_on_N = mask_N > 0
@@ -189,7 +189,20 @@ class Algorithm:
             "value/mean": Metric.mean(values_N, mask_N),
             "value/error": Metric.mean((values_N - returns_N).abs(), mask_N),
         }
-        return self._aggregated(self.config.value.coefficient * loss_N, batch, mask_N, "value/loss", metrics)
+        numerator = self.config.value.coefficient * (loss_N * mask_N).sum()
+        metrics["value/loss"] = Metric.mean(loss_N, mask_N)
+        return LossSum(numerator=numerator, denominator=mask_N.sum(), metrics=metrics)
+
+    def distillation_loss(self, kl_N: Tensor, batch: TokenBatch) -> LossSum:
+        """This micro-batch's share of λ · KL over the full vocabulary; `kl_N` from distill.full_vocabulary_kl."""
+        is_on_N = batch.mask_N > 0
+        kl_N = zero_unless(is_on_N, full_precision(kl_N))
+        if self.config.check_finite:
+            require_finite({"kl_N": kl_N})
+        mask_N = is_on_N.to(kl_N.dtype)
+        metrics = {"distillation/kl": Metric.mean(kl_N, mask_N)}
+        loss_N = self.config.distillation.coefficient * kl_N
+        return self._aggregated(loss_N, batch, mask_N, "distillation/loss", metrics)
 
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce = one_rank) -> dict[str, Tensor]:
         """Figures over all micro-batches and ranks for TokenBatch.statistics; empty unless Need.STATISTICS."""
@@ -297,16 +310,22 @@ class Algorithm:
             )
         return clean
 
-    def _checked_advantage_batch(self, batch: AdvantageBatch) -> AdvantageBatch:
-        for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
-            values_S = getattr(batch, name)
-            if values_S is not None and values_S.numel() != batch.num_seqs:
-                raise InvalidSampleError(
-                    f"{name} has {values_S.numel()} entries for {batch.num_seqs} sequences"
-                )
-        if not bool(torch.isfinite(batch.rewards_S).all()):
-            raise InvalidSampleError("rewards must be finite, got NaN or infinity: mend the reward function")
-        return replace(sanitised(batch, check_finite=True), rewards_S=full_precision(batch.rewards_S))
+
+def _checked_advantage_batch(batch: AdvantageBatch) -> AdvantageBatch:
+    for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
+        values_S: Tensor | None = getattr(batch, name)
+        if values_S is None:
+            continue
+        if values_S.numel() != batch.num_seqs:
+            raise InvalidSampleError(f"{name} has {values_S.numel()} entries for {batch.num_seqs} sequences")
+        if not bool(torch.isfinite(values_S).all()):
+            raise InvalidSampleError(f"{name} must be finite, got NaN or infinity: mend the reward function")
+    if batch.token_rewards_N is not None and bool((batch.token_rewards_N[batch.mask_N == 0] != 0).any()):
+        raise InvalidSampleError(
+            "a reward lies on an untrained token and would be lost: move it to a trained one"
+        )
+    clean = sanitised(batch, check_finite=True)
+    return replace(clean, rewards_S=full_precision(batch.rewards_S).to(clean.mask_N))
 
 
 def _build(registry: Any, config: PartConfig) -> Any:

@@ -34,6 +34,7 @@ def one_rank(values: Tensor) -> Tensor:
 class Need(StrEnum):
     """What an algorithm needs computed before its loss; see Algorithm.needs."""
 
+    OLD_LOGPROBS = "old_logprobs"  # a pass before the first step, where a batch has several optimizer steps
     REF_LOGPROBS = "ref_logprobs"
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"
@@ -67,7 +68,7 @@ class TokenBatch:
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
     lag_N: Tensor | None = None
-    """How many optimizer steps before the current weights the token was sampled; 0 is on-policy."""
+    """The version that the step starts from less the version that sampled the token; 0 is on-policy."""
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     """Figures over the whole batch, from Algorithm.statistics. Empty: the micro-batch stands for the batch."""
 

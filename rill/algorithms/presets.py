@@ -10,12 +10,90 @@ from typing import Any
 
 from rill.registry import unknown_name_message
 
+_CLIP = {"type": "clip", "clip_low": 0.2, "clip_high": 0.2}
+
 PRESETS: dict[str, dict[str, Any]] = {
+    # --- a group is its own baseline ---
     # arXiv 2402.03300; the paper's KL term is kl.coefficient = 0.04, off here as in most of today's runs
-    "grpo": {
+    "grpo": {"advantage": {"type": "grpo"}, "loss": _CLIP, "aggregation": "seq-mean-token-mean"},
+    # arXiv 2503.20783; give aggregation_constant = max_new_tokens with seq-mean-token-sum-norm for the paper's scale
+    "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": _CLIP, "aggregation": "seq-mean-token-sum"},
+    # arXiv 2503.14476; filters.overlong needs the run's length limit, so a recipe sets it
+    "dapo": {
         "advantage": {"type": "grpo"},
-        "loss": {"type": "clip", "clip_low": 0.2, "clip_high": 0.2},
-        "aggregation": "seq-mean-token-mean",
+        "loss": {"type": "clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token-mean",
+        "filters": {"drop_equal_rewards": True},
+    },
+    # arXiv 2402.14740
+    "rloo": {
+        "advantage": {"type": "rloo"},
+        "loss": {"type": "reinforce"},
+        "aggregation": "seq-mean-token-sum",
+    },
+    # arXiv 2310.10505
+    "remax": {
+        "advantage": {"type": "remax"},
+        "loss": {"type": "reinforce"},
+        "aggregation": "seq-mean-token-sum",
+    },
+    # arXiv 2505.23585: strictly on-policy
+    "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
+    "pass_at_k": {"advantage": {"type": "pass_at_k"}, "loss": _CLIP, "aggregation": "token-mean"},
+    # --- other ratios, other clips ---
+    # arXiv 2507.18071
+    "gspo": {"advantage": {"type": "grpo"}, "loss": {"type": "gspo"}, "aggregation": "seq-mean-token-mean"},
+    # arXiv 2506.13585
+    "cispo": {"advantage": {"type": "grpo"}, "loss": {"type": "cispo"}, "aggregation": "token-mean"},
+    # arXiv 2507.20673
+    "gmpo": {"advantage": {"type": "grpo"}, "loss": {"type": "gmpo"}, "aggregation": "seq-mean-token-mean"},
+    # arXiv 2505.22617
+    "clip_cov": {"advantage": {"type": "grpo"}, "loss": {"type": "clip_cov"}, "aggregation": "token-mean"},
+    "kl_cov": {"advantage": {"type": "grpo"}, "loss": {"type": "kl_cov"}, "aggregation": "token-mean"},
+    # arXiv 2511.20347
+    "sapo": {"advantage": {"type": "grpo"}, "loss": {"type": "sapo"}, "aggregation": "seq-mean-token-mean"},
+    # arXiv 2602.04879
+    "dppo": {"advantage": {"type": "grpo"}, "loss": {"type": "dppo"}, "aggregation": "token-mean"},
+    # --- for stale samples ---
+    # prime-rl: normalised by all tokens, no KL, no entropy
+    "aipo": {
+        "advantage": {"type": "grpo"},
+        "loss": {"type": "aipo", "delta": 8.0},
+        "aggregation": "token-mean",
+    },
+    # AReaL
+    "decoupled_ppo": {
+        "advantage": {"type": "grpo"},
+        "loss": {"type": "decoupled"},
+        "aggregation": "token-mean",
+    },
+    # --- with a critic, or over the batch ---
+    # arXiv 1707.06347, with the KL penalty of RLHF in the reward
+    "ppo": {
+        "advantage": {"type": "gae", "gamma": 1.0, "lam": 0.95},
+        "loss": _CLIP,
+        "aggregation": "token-mean",
+        "kl": {"coefficient": 0.001, "place": "reward", "estimator": "k1"},
+    },
+    # arXiv 2501.03262
+    "reinforce_pp": {
+        "advantage": {"type": "reinforce_pp"},
+        "loss": _CLIP,
+        "aggregation": "token-mean",
+        "kl": {"coefficient": 0.001, "place": "reward", "estimator": "k1"},
+    },
+    "reinforce_pp_baseline": {
+        "advantage": {"type": "reinforce_pp_baseline"},
+        "loss": _CLIP,
+        "aggregation": "token-mean",
+        "kl": {"coefficient": 0.001, "place": "loss", "estimator": "k2"},
+    },
+    # --- from a teacher alone; add a baseline's advantage to mix with rewards ---
+    "distill": {
+        "advantage": {"type": "reward", "scale": 0.0},
+        "loss": {"type": "reinforce"},
+        "aggregation": "token-mean",
+        "distillation": {"coefficient": 1.0, "form": "advantage"},
     },
 }
 

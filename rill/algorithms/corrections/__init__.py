@@ -7,5 +7,8 @@ CORRECTIONS = Registry(
     {
         "none": "rill.algorithms.corrections.none:NoCorrection",
         "tis": "rill.algorithms.corrections.tis:TruncatedIS",
+        "mis": "rill.algorithms.corrections.mis:MaskedIS",
+        "sequence_mask": "rill.algorithms.corrections.sequence_mask:SequenceMask",
+        "chain": "rill.algorithms.corrections.chain:Chain",
     },
 )

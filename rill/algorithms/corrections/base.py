@@ -29,7 +29,7 @@ class CorrectionWeights:
 
 
 class Correction(ABC):
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need] = frozenset({Need.OLD_LOGPROBS})
 
     bounds: tuple[float, float] = (0.5, 2.0)
     """[lo, hi] of the metric mismatch/outside."""

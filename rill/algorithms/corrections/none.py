@@ -12,6 +12,8 @@ from rill.config.base import PartConfig
 
 
 class NoCorrection(Correction):
+    needs = frozenset()
+
     class Config(PartConfig):
         type: Literal["none"] = "none"
 

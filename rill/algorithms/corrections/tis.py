@@ -37,7 +37,8 @@ class TruncatedIS(Correction):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bounds = (1.0 / config.high, config.high)
-        self.needs = frozenset({Need.STATISTICS}) if config.normalise else frozenset()
+        if config.normalise:
+            self.needs = self.needs | {Need.STATISTICS}
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         weights_N = self.truncated(batch)

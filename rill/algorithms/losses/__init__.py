@@ -7,5 +7,14 @@ LOSSES = Registry(
     {
         "clip": "rill.algorithms.losses.clip:Clip",
         "reinforce": "rill.algorithms.losses.reinforce:Reinforce",
+        "gspo": "rill.algorithms.losses.gspo:GSPO",
+        "cispo": "rill.algorithms.losses.cispo:CISPO",
+        "gmpo": "rill.algorithms.losses.gmpo:GMPO",
+        "clip_cov": "rill.algorithms.losses.clip_cov:ClipCov",
+        "kl_cov": "rill.algorithms.losses.kl_cov:KLCov",
+        "sapo": "rill.algorithms.losses.sapo:SAPO",
+        "dppo": "rill.algorithms.losses.dppo:DPPO",
+        "aipo": "rill.algorithms.losses.aipo:AIPO",
+        "decoupled": "rill.algorithms.losses.decoupled:Decoupled",
     },
 )

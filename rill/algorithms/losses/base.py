@@ -15,7 +15,7 @@ from rill.algorithms.base import Metric, Need, Reduce, TokenBatch, TokenLoss
 
 
 class PolicyLoss(ABC):
-    needs: frozenset[Need] = frozenset()
+    needs: frozenset[Need] = frozenset({Need.OLD_LOGPROBS})
 
     uses_rollout_ratio: bool = False
     """True where the loss holds π/μ itself; a correction on top of it would count the mismatch twice."""

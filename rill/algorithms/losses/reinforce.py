@@ -13,6 +13,8 @@ from rill.config.base import PartConfig
 
 
 class Reinforce(PolicyLoss):
+    needs = frozenset()
+
     class Config(PartConfig):
         type: Literal["reinforce"] = "reinforce"
 

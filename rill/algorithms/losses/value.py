@@ -12,7 +12,7 @@ from rill.config.base import Config
 class ValueConfig(Config):
     clip: float | None = Field(0.2, gt=0)
     """How far a value may move from its old one before its gradient stops. None: off."""
-    coefficient: float = Field(0.5, ge=0)
+    coefficient: float = Field(1.0, ge=0)
     """Multiplies the loss."""
 
 
