@@ -35,8 +35,7 @@ class IncrementalDetokenizer:
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class StopMatcher:

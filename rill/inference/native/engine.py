@@ -21,13 +21,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Sequence_
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
-import torch
 from pydantic import Field
 
 from rill.config import PartConfig
@@ -380,7 +380,7 @@ class NativeEngine:
         for command in commands:
             try:
                 command.done.set_result(command.run())
-            except Exception as error:  # boundary: what a command raises belongs to its caller
+            except Exception as error:  # noqa: BLE001 boundary: what a command raises belongs to its caller
                 command.done.set_exception(error)
 
     def _add(self, sequences: Sequence_[Sequence]) -> None:
@@ -423,7 +423,9 @@ class NativeEngine:
     def _release(self, level: MemoryLevel) -> None:
         self._drain()
         is_idle = not self._scheduler.running and not self._scheduler.waiting
-        if self._pause is not PauseMode.INTERRUPT and self._scheduler.running or not (is_idle or self._pause):
+        if (self._pause is not PauseMode.INTERRUPT and self._scheduler.running) or not (
+            is_idle or self._pause
+        ):
             raise EngineError(
                 f"release({level}) while requests run ({self._state()}): pause() first, or wait until idle"
             )

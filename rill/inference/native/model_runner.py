@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ from rill.models.attention_paged import (
     PagedKernels,
     TorchKernels,
     paged_context,
-    register_paged_attention,
 )
+from rill.models.decoder import Decoder
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class ModelRunner:
             )
         self.model = model
         self.device = device
-        self.head = model.get_output_embeddings()
-        self.backbone = model.base_model
+        self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.backbone: Any = model.base_model
         values = config.to_dict()  # an architecture that lacks a feature lacks its key
         self.logit_softcap: float = values.get("final_logit_softcapping") or 0.0
         head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -102,8 +102,7 @@ class ModelRunner:
         )
         self.cache = KVCache()
         self.kernels: PagedKernels = TorchKernels()
-        register_paged_attention()
-        model.set_attn_implementation("rill_paged")
+        self.decoder: Decoder | None = None
 
     def allocate_cache(self, num_blocks: int) -> None:
         shape = self.cache_shape
@@ -167,6 +166,8 @@ class ModelRunner:
         paged = self.paged_batch(batch)
         ids = torch.from_numpy(batch.token_ids_N).to(self.device)
         positions = torch.from_numpy(batch.positions_N).to(self.device)
+        if self.decoder is not None and not batch.adapters:
+            return self.decoder(ids, positions, paged, self.cache)
         with paged_context(PagedContext(paged, self.cache, self.kernels)):
             out = self.backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
 
 from rill.errors import ConfigError
+from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.model_runner import ModelRunner
 from rill.models.attention_paged import register_paged_attention
 from rill.models.loading import DTYPES, load_model
@@ -26,23 +28,35 @@ def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> 
         own = load_model(config.model, dtype=dtype, device=device, attention=attention)
     else:
         own = twin_of(model, attention)
-    return ModelRunner(own, device=device, block_size=config.block_size)
+    max_len = min(
+        own.config.max_position_embeddings, config.max_context or own.config.max_position_embeddings
+    )
+    return CpuRunner(
+        own,
+        block_size=config.block_size,
+        max_len=max_len,
+        fast_path=config.fast_path,
+        fuse=model is None,  # parameters that someone else holds stay where they are
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the same parameters, with another attention: neither disturbs the other."""
     with torch.device("meta"):
-        twin: PreTrainedModel = type(model)._from_config(model.config, attn_implementation=attention)
+        config = copy.deepcopy(model.config)  # the attention's name is kept in it
+        twin: PreTrainedModel = type(model)._from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
         for key in list(module._parameters):
             if module._parameters[key] is not None:
-                module._parameters[key] = state[prefix + key]  # type: ignore[assignment]
+                module._parameters[key] = state[prefix + key]
         for key in list(module._buffers):
             if module._buffers[key] is not None:
                 module._buffers[key] = state[prefix + key]
-    return twin.eval()
+    twin.train(False)
+    return twin
 
 
 def _device(name: str) -> torch.device:

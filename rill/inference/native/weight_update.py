@@ -22,7 +22,8 @@ def copy_weights(runner: ModelRunner, tensors: NamedTensors, *, partial: bool) -
         target = by_name.get(name)
         if target is None:
             raise WeightSyncError(
-                f"the update brings {name!r}, which the model does not have: its names look like {next(iter(by_name))!r}"
+                f"the update brings {name!r}, which the model does not have: "
+                f"its names look like {next(iter(by_name))!r}"
             )
         if tensor.shape != target.shape:
             raise WeightSyncError(

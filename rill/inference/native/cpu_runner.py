@@ -1,0 +1,83 @@
+"""The CPU runner: the fused decoder over compiled kernels where they can be built, torch operations otherwise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rill.errors import UnsupportedError
+from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
+from rill.inference.native.sampler import apply_edits
+from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
+from rill.models.decoder import build_decoder
+from rill.models.invariant import invariant_linear
+from rill.types import Floats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class CpuRunner(ModelRunner):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        block_size: int,
+        max_len: int,
+        fast_path: bool,
+        fuse: bool,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__(model, device=torch.device("cpu"), block_size=block_size)
+        self.batch_invariant = batch_invariant
+        kernels = load_cpu_kernels()
+        if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
+            kernels = None
+        self._cpu_kernels = kernels
+        if kernels is not None:
+            self.kernels = kernels
+            if fast_path:
+                linear = invariant_linear if batch_invariant else torch.nn.functional.linear
+                self.decoder = build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear)
+        if batch_invariant and self.decoder is None:
+            raise UnsupportedError(
+                f"batch_invariant needs the fast path, which {model.config.model_type!r} in {model.dtype} does not "
+                "have here (it also needs a C++ compiler): set batch_invariant=false"
+            )
+
+    def enter_thread(self) -> None:
+        super().enter_thread()
+        if self._cpu_kernels is not None:
+            self._cpu_kernels.num_threads = torch.get_num_threads()
+
+    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
+        if not self.batch_invariant:
+            return super().logits(hidden_SE)
+        logits_SV = invariant_linear(hidden_SE, self.head.weight).float()
+        if self.logit_softcap:
+            logits_SV = torch.tanh(logits_SV / self.logit_softcap) * self.logit_softcap
+        return logits_SV
+
+    def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        sampling = batch.sampling
+        if self._cpu_kernels is None or sampling.is_filtered:
+            return super().sample(logits_SV, batch)
+        if sampling.edits:
+            apply_edits(logits_SV, sampling.edits)
+        return self._cpu_kernels.sample(
+            logits_SV, torch.from_numpy(sampling.temperature_S), torch.from_numpy(sampling.uniform_S)
+        )
+
+    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
+        if self._cpu_kernels is None:
+            return super().score(hidden_NE, scored)
+        parts: list[Floats] = []
+        for start in range(0, len(scored.rows), SCORE_ROWS):
+            rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS])
+            targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS])
+            logits_SV = self.logits(hidden_NE[rows])
+            parts.append(self._cpu_kernels.score(logits_SV, targets, scored.temperature or 1.0).numpy())
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)

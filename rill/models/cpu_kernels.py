@@ -1,0 +1,245 @@
+"""Builds and calls cpu_kernels.cpp: attention, norms, rotary embedding, activation and sampling on the CPU.
+
+Built once per machine with the host's C++ compiler (about three seconds) into the user's cache folder. Where there
+is no compiler `load_cpu_kernels` returns None and callers use torch. Rows are bit-identical whatever the batch and
+the number of threads; rill.models.invariant relies on it.
+
+The library is loaded into torch's process and uses torch's OpenMP runtime, so both share one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rill.models.attention_paged import PagedBatch
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# Reassociation lets the compiler vectorise sums; the order it picks is fixed when the library is built.
+FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
+    "-fno-signed-zeros", "-freciprocal-math",
+]  # fmt: skip
+BUILD_TIMEOUT_S = 120.0
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "add_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int, c_int],
+    "act_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int, c_int],
+    "rope_store": [c_void_p] * 7 + [c_float] + [c_void_p] * 2 + [c_int64] * 4 + [c_int],
+    "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+    + [c_int64] * 5
+    + [c_float, c_int64, c_float, c_void_p, c_int],
+    "score": [c_void_p] * 2 + [c_int64] * 2 + [c_float, c_void_p, c_int],
+    "sample": [c_void_p] + [c_int64] * 2 + [c_void_p] * 4 + [c_int],
+}
+
+
+@functools.cache
+def load_cpu_kernels() -> CpuKernels | None:
+    """The kernels, built if need be; None where they cannot be."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning(
+            "no C++ compiler on the path: the CPU engine runs on torch operations, which is slower"
+        )
+        return None
+    try:
+        return CpuKernels(ctypes.CDLL(str(_build(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the CPU kernels could not be built, so torch operations are used: %s", error)
+        return None
+
+
+def _build(compiler: str) -> Path:
+    flags = [*FLAGS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S
+    )
+    identity = SOURCE.read_bytes() + version.stdout + " ".join(flags).encode() + _cpu_identity()
+    name = f"cpu_kernels-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rill"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="rill-"))
+    library = folder / name
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            object_file, built = Path(scratch) / "kernels.o", Path(scratch) / name
+            # Two steps: linking with fast-math flags would change how the whole process rounds denormals.
+            for command in (
+                [compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
+                [compiler, "-shared", "-fopenmp", str(object_file), "-o", str(built)],
+            ):
+                subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S)
+            built.replace(library)  # atomic: processes that start together may all build it
+    return library
+
+
+def _cpu_identity() -> bytes:
+    """-march=native depends on the processor, and a home folder may be shared by different ones."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    ).encode()
+
+
+class CpuKernels:
+    """Typed calls into the library. Tensors are contiguous unless a stride is passed; dtype float32 or bfloat16."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._calls: dict[tuple[str, torch.dtype], Any] = {}
+        for suffix, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+            for name, arguments in _SIGNATURES.items():
+                call = library[f"{name}_{suffix}"]
+                call.argtypes, call.restype = arguments, None
+                self._calls[name, dtype] = call
+        self.num_threads = torch.get_num_threads()
+
+    @staticmethod
+    def supports(dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype in (torch.float32, torch.bfloat16) and head_dim <= 256
+
+    def add_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+    ) -> torch.Tensor:
+        """hidden += addend, in place; returns RMSNorm(hidden)."""
+        out = torch.empty_like(hidden)
+        rows, size = hidden.shape
+        self._calls["add_norm", hidden.dtype](
+            hidden.data_ptr(), None if addend is None else addend.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            rows, size, eps, gemma, self.num_threads,
+        )  # fmt: skip
+        return out
+
+    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._calls["act_mul", gate_up.dtype](
+            gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gelu, self.num_threads
+        )
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        num_heads: int,
+    ) -> None:
+        kv_heads, dim = keys.shape[2:]
+        self._calls["rope_store", qkv.dtype](
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps,
+            keys.data_ptr(), values.data_ptr(), qkv.shape[0], num_heads, kv_heads, dim, self.num_threads,
+        )  # fmt: skip
+
+    def attend_flat(
+        self,
+        query: torch.Tensor,
+        query_stride: int,
+        num_heads: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        """`query` may be the leading part of wider rows, `query_stride` elements apart. Returns [N, H, D]."""
+        _, block_size, kv_heads, dim = keys.shape
+        out = query.new_empty(query.shape[0], num_heads, dim)
+        tables = batch.block_tables_BM
+        self._calls["attend", query.dtype](
+            query.data_ptr(), query_stride, keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
+            batch.query_starts_B1.data_ptr(), batch.context_lens_B.data_ptr(), tables.shape[0], num_heads, kv_heads,
+            dim, block_size, scale, window, softcap, out.data_ptr(), self.num_threads,
+        )  # fmt: skip
+        return out
+
+    def sample(
+        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities; see rill.inference.native.sampler for what they mean."""
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        logprobs = torch.empty(rows, dtype=torch.float32)
+        self._calls["sample", logits.dtype](
+            logits.data_ptr(), rows, vocab, temperature.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
+            logprobs.data_ptr(), self.num_threads,
+        )  # fmt: skip
+        return tokens, logprobs
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        """log softmax(logits / temperature)[target] of each row, with the bits that sample() would report."""
+        logprobs = torch.empty(len(targets), dtype=torch.float32)
+        self._calls["score", logits.dtype](
+            logits.data_ptr(),
+            targets.data_ptr(),
+            *logits.shape,
+            temperature,
+            logprobs.data_ptr(),
+            self.num_threads,
+        )
+        return logprobs
+
+    # --- PagedKernels -------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        key_NKD: torch.Tensor,
+        value_NKD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+    ) -> None:
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.slots_N, key_NKD)
+        values.view(-1, *values.shape[2:]).index_copy_(0, batch.slots_N, value_NKD)
+
+    def attend(
+        self,
+        query_NHD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        query = query_NHD.contiguous()
+        heads, dim = query.shape[1:]
+        return self.attend_flat(
+            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap
+        )

@@ -1,0 +1,107 @@
+"""Tiny random models of every supported architecture, and transformers' own answers for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rill.inference.base import Request
+from rill.inference.native.engine import NativeEngine
+from rill.models.loading import ModelConfig, load_model
+from rill.types import SamplingParams
+
+VOCAB = 97
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,  # near-uniform logits would make every comparison of tokens a coin toss
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA | {"model_type": "llama"},
+    "llama-tied": _LLAMA | {"model_type": "llama", "tie_word_embeddings": True},
+    "mistral": _LLAMA | {"model_type": "mistral", "head_dim": 8, "sliding_window": 8},
+    "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen2-window": _LLAMA
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": _LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": _LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gemma": _LLAMA | {"model_type": "gemma", "head_dim": 8, "num_key_value_heads": 1},
+    "gemma2": _LLAMA
+    | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "initializer_range": 0.4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def make_engine(name: str = "llama", **options: Any) -> NativeEngine:
+    options = {
+        "device": "cpu",
+        "num_kv_blocks": 64,
+        "max_num_seqs": 8,
+        "max_batched_tokens": 32,
+        "check_every_step": True,
+    } | options
+    return NativeEngine(NativeEngine.Config(model=ModelConfig(shape=SHAPES[name]), **options))
+
+
+def reference(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(ModelConfig(shape=SHAPES[name]), dtype=dtype, attention="eager")
+
+
+def greedy_tokens(model: Any, prompt: np.ndarray[Any, Any], num_tokens: int) -> list[int]:
+    out = model.generate(
+        torch.tensor(prompt)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(t) for t in out[0, len(prompt) :]]
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: Any, tokens: np.ndarray[Any, Any], temperature: float = 1.0
+) -> np.ndarray[Any, Any]:
+    ids = torch.tensor(np.asarray(tokens, dtype=np.int64))
+    logprobs = (model(ids[None]).logits[0].float() / temperature).log_softmax(-1)
+    picked = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+    return np.concatenate([[0.0], picked.numpy()])
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, size=length).astype(np.int32) for length in lengths]
+
+
+def request(index: int | str, tokens: np.ndarray[Any, Any], **sampling: Any) -> Request:
+    sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True} | sampling
+    return Request(id=str(index), token_ids=tokens, sampling=SamplingParams(**sampling))
