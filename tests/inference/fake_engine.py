@@ -239,6 +239,8 @@ class FakeEngine:
 
     def _finish(self, running: _Running, reason: StopReason) -> None:
         self._num_finished += 1
+        if not running.future.set_running_or_notify_cancel():
+            return
         running.future.set_result(
             Completion(
                 request_id=running.request.id,

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 
 from rill.errors import WeightSyncError
 from rill.inference.base import MemoryLevel, PauseMode
-from rill.inference.server.checkpoint import find_shards, read_tensors
+from rill.inference.server.checkpoint import Checkpoint
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.schemas import InitBroadcasterBody, PauseBody, SleepBody, UpdateWeightsBody
 from rill.inference.server.state import ServerState, json_response, state_of
@@ -58,7 +58,7 @@ async def health(request: Request) -> Response:
     """200 while requests are served; 503 with the reason otherwise. Needs no key: load balancers have none."""
     state = state_of(request)
     status = _status(state)
-    stats = state.engine.stats()
+    stats = await asyncio.to_thread(state.engine.stats)
     body = {
         "status": status,
         "version": int(state.engine.version),
@@ -70,7 +70,8 @@ async def health(request: Request) -> Response:
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     state = state_of(request)
-    text = state.metrics.render(state.engine.stats(), state.admission.num_in_flight)
+    stats = await asyncio.to_thread(state.engine.stats)
+    text = state.metrics.render(stats, state.admission.num_in_flight)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -162,11 +163,11 @@ async def reload_weights(request: Request) -> Response:
 
 
 async def _update(state: ServerState, folder: Path, version: int | None, partial: bool) -> Response:
-    shards = find_shards(folder)
+    checkpoint = Checkpoint.from_folder(folder)
 
     def act() -> PolicyVersion:
         new = PolicyVersion(state.engine.version + 1 if version is None else version)
-        state.engine.update_weights(read_tensors(shards), new, partial=partial)
+        state.engine.update_weights(checkpoint, new, partial=partial)
         return new
 
     async with state.admin_lock:

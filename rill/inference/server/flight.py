@@ -1,0 +1,109 @@
+"""One request on its way through replicas: what it has so far, and how it goes on when a replica dies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from rill.inference.base import Completion, Delta, Request
+from rill.types import StopReason
+
+
+class Flight:
+    """`_done` holds the tokens of replicas that died; `_now` those of the present one, as far as it told."""
+
+    def __init__(self, request: Request, on_delta: Callable[[Delta], None] | None) -> None:
+        self.request = request
+        self.on_delta = on_delta
+        self.future: Future[Completion] = Future()
+        self.slot_index: int | None = None
+        self.num_losses = 0
+        self.parked_at = 0.0
+        self.is_aborted = False
+        self._lock = threading.Lock()
+        self._done: list[Delta] = []
+        self._now: list[Delta] = []
+
+    @property
+    def num_kept(self) -> int:
+        return sum(len(d.token_ids) for d in self._done)
+
+    def next_request(self) -> Request:
+        """The request as the next replica gets it: everything so far is its prompt."""
+        if not self._done:
+            return self.request
+        kept = self.num_kept
+        sampling = self.request.sampling
+        return replace(
+            self.request,
+            token_ids=np.concatenate([self.request.token_ids, *(d.token_ids for d in self._done)]),
+            sampling=replace(
+                sampling,
+                max_new_tokens=sampling.max_new_tokens - kept,
+                min_new_tokens=max(0, sampling.min_new_tokens - kept),
+            ),
+        )
+
+    def record(self, delta: Delta) -> None:
+        with self._lock:
+            self._now.append(delta)
+        if self.on_delta is not None:
+            self.on_delta(delta)
+
+    def restart(self) -> None:
+        """Keep what the dead replica told; the next one goes on from there."""
+        with self._lock:
+            self._done += self._now
+            self._now = []
+
+    def joined(self, completion: Completion) -> Completion:
+        """A replica's completion with the tokens of those before it."""
+        if not self._done:
+            return completion
+        return replace(
+            completion,
+            token_ids=np.concatenate([*(d.token_ids for d in self._done), completion.token_ids]),
+            logprobs=np.concatenate([*(d.logprobs for d in self._done), completion.logprobs]),
+            versions=np.concatenate([*(d.versions for d in self._done), completion.versions]),
+        )
+
+    def already_ended(self) -> Completion | None:
+        """The replica died after the last token: its completion can be made from the deltas."""
+        with self._lock:
+            parts = self._done + self._now
+        reason = parts[-1].stop_reason if parts else None
+        if reason is None and sum(len(d.token_ids) for d in parts) >= self.request.sampling.max_new_tokens:
+            reason = StopReason.LENGTH
+        return None if reason is None else self._completion(parts, reason)
+
+    def aborted(self) -> Completion:
+        with self._lock:
+            return self._completion(self._done + self._now, StopReason.ABORTED)
+
+    def finish(self, outcome: Completion | BaseException) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+    def _completion(self, parts: list[Delta], reason: StopReason) -> Completion:
+        empty = Delta(
+            request_id=self.request.id,
+            token_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            versions=np.empty(0, np.int32),
+        )
+        parts = [empty, *parts]
+        return Completion(
+            request_id=self.request.id,
+            token_ids=np.concatenate([d.token_ids for d in parts]),
+            logprobs=np.concatenate([d.logprobs for d in parts]),
+            versions=np.concatenate([d.versions for d in parts]),
+            stop_reason=reason,
+        )

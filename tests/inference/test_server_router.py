@@ -1,0 +1,205 @@
+"""Replicas behind one address: routing, death in the middle of a request, restart, weights for late joiners."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from rill.errors import EngineError, PeerDiedError, RequestError, WeightSyncError
+from rill.inference.base import Delta, PauseMode, Request
+from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server.prefix_index import PrefixIndex
+from rill.inference.server.replica import ReplicaEngine
+from rill.inference.server.router import Router, RouterConfig
+from rill.models.tokenizer import build_char_tokenizer
+from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.fake_engine import FakeEngine
+
+
+def request(name: str, length: int = 20, seed: int = 7, prompt: int = 4, first: int = 40) -> Request:
+    ids = np.arange(first, first + prompt, dtype=np.int32) % 100
+    return Request(id=name, token_ids=ids, sampling=SamplingParams(max_new_tokens=length, seed=seed))
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[Router]:
+    settings = RouterConfig(num_replicas=2, health_interval_s=0.2, health_timeout_s=5.0)
+    router = Router(FakeEngine.Config(step_s=0.01), settings)
+    yield router
+    router.close()
+
+
+def wait_for(check: Any, wait_s: float = 30.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not check():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def ready(router: Router) -> int:
+    return int(router.stats().extra["replicas"])
+
+
+def busiest(router: Router) -> int:
+    return max(router._slots, key=lambda s: s.num_in_flight).index
+
+
+def test_both_replicas_work_and_seeded_tokens_do_not_depend_on_which(router: Router) -> None:
+    alone = FakeEngine()
+    requests = [request(f"r{i}", seed=i, first=40 + i) for i in range(8)]
+    expected = [c.token_ids.tolist() for c in alone.generate(requests)]
+    assert [c.token_ids.tolist() for c in router.generate(requests, 30.0)] == expected
+    assert router.stats().num_finished >= 8
+    alone.close()
+
+
+def test_a_killed_replica_costs_no_token_of_a_streamed_request(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    streamed: list[int] = []
+
+    def on_delta(delta: Delta) -> None:
+        streamed.extend(delta.token_ids.tolist())
+
+    (future,) = router.submit([request("victim", length=120)], on_delta)
+    wait_for(lambda: len(streamed) > 5)
+    engine = router._slots[busiest(router)].engine
+    assert engine is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    completion = future.result(60)
+    alone = FakeEngine()
+    (expected,) = alone.generate([request("victim", length=120)])
+    alone.close()
+    assert completion.token_ids.tolist() == expected.token_ids.tolist() == streamed
+    assert completion.stop_reason is StopReason.LENGTH and len(completion.logprobs) == 120
+    wait_for(lambda: ready(router) == 2)
+    assert router.stats().extra["retried"] >= 1
+
+
+def test_a_request_that_is_not_streamed_continues_from_recorded_tokens(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    (future,) = router.submit([request("quiet", length=150)])
+    time.sleep(0.6)
+    flight = router._flights["quiet"]
+    engine = router._slots[busiest(router)].engine
+    assert engine is not None
+    engine.kill()
+    wait_for(lambda: flight.num_losses == 1)
+    assert flight.num_kept > 5, "it started again from nothing"
+    assert len(future.result(60).token_ids) == 150
+    wait_for(lambda: ready(router) == 2)
+
+
+def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router, tmp_path: Path) -> None:
+    wait_for(lambda: ready(router) == 2)
+    version = PolicyVersion(router.version + 1)
+    router.update_weights([("a", torch.ones(3))], version)
+    router.update_weights([("b", torch.ones(2))], PolicyVersion(version + 1), partial=True)
+    engine = router._slots[0].engine
+    assert engine is not None
+    router.pause(PauseMode.INTERRUPT)
+    engine.kill()
+    wait_for(lambda: ready(router) == 1)
+    wait_for(lambda: ready(router) == 2)
+    assert router._slots[0].engine is not engine and router._slots[0].engine.version == version + 1
+    futures = router.submit([request(f"held{i}", first=40 + 9 * i) for i in range(4)])
+    time.sleep(0.3)
+    assert not any(f.done() for f in futures)
+    router.resume()
+    assert {int(v) for f in futures for v in f.result(30).versions} == {version + 1}
+    with pytest.raises(WeightSyncError):
+        router.update_weights([], version)
+
+
+def test_abort_keeps_the_tokens_so_far(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    (future,) = router.submit([request("gone", length=400)])
+    time.sleep(0.2)
+    router.abort(["gone"])
+    completion = future.result(10)
+    assert completion.stop_reason is StopReason.ABORTED and 0 < len(completion.token_ids) < 400
+
+
+def test_scores_come_back_in_order(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    sequences = [np.arange(40, 40 + n, dtype=np.int32) for n in (3, 5, 2, 7, 4)]
+    assert [len(s) for s in router.score(sequences)] == [3, 5, 2, 7, 4]
+
+
+def test_samples_of_one_prompt_go_to_one_replica_and_prompts_spread(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    router.flush()
+    groups = [
+        [request(f"g{g}-{i}", prompt=60, first=40 + g * 7, length=5) for i in range(4)] for g in range(2)
+    ]
+    used = []
+    for group in groups:
+        router.submit(group)
+        used.append({router._flights[r.id].slot_index for r in group if r.id in router._flights})
+    assert all(len(slots) == 1 for slots in used) and used[0] != used[1]
+
+
+def test_a_malformed_request_fails_alone(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    wrong = replace(request("bad"), token_ids=np.array([40, 10**6], np.int32))
+    bad, good = router.submit([wrong, replace(request("good"), token_ids=wrong.token_ids[:1])])
+    assert isinstance(bad.exception(10), RequestError)
+    assert len(good.result(10).token_ids) == 20
+
+
+def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    config = ServerConfig(port=0)
+    with serve_in_thread(create_app(router, build_char_tokenizer(), config), config) as server:
+        body = {"prompt": "abcd", "max_tokens": 150, "seed": 3, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine = router._slots[busiest(router)].engine
+            assert engine is not None
+            engine.kill()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_an_engine_that_cannot_load_says_why() -> None:
+    config = FakeEngine.Config(max_context=512)
+    broken = config.model_copy(update={"type": "tests.inference.fake_engine:Missing"})
+    with pytest.raises(EngineError, match="Missing"):
+        ReplicaEngine(broken, name="broken")
+
+
+def test_a_dead_replica_refuses_calls_and_submissions() -> None:
+    replica = ReplicaEngine(FakeEngine.Config(step_s=0.01), name="lonely")
+    (future,) = replica.submit([request("x", length=400)])
+    replica.kill()
+    with pytest.raises(PeerDiedError):
+        future.result(10)
+    with pytest.raises(PeerDiedError):
+        replica.stats()
+    with pytest.raises(PeerDiedError):
+        replica.submit([request("y")])
+
+
+def test_the_prefix_index_matches_the_longest_common_prefix_and_forgets() -> None:
+    index = PrefixIndex(capacity=10)
+    prompt = np.arange(100, dtype=np.int32)
+    index.insert(prompt, "", 0)
+    index.insert(prompt[:64], "", 1)
+    assert index.match(prompt, "") == {0: 100, 1: 64}
+    assert index.match(prompt, "salt") == {}
+    index.forget(0)
+    assert index.match(prompt, "") == {1: 64}
+    for start in range(20):
+        index.insert(prompt[start : start + 32] + 1000, "", 0)
+    assert index.match(prompt, "") == {}
