@@ -184,15 +184,14 @@ class TrainEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face name and whole tensor, in compute precision, adapters merged. A collective when sharded."""
-        weights = (
+        weights: Iterator[tuple[str, Tensor]] = (
             (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype))
             for name, p in self.module.named_parameters()
         )
-        with torch.no_grad():
-            if self.config.lora is not None:
-                yield from merged_weights(weights, self.config.lora)
-            else:
-                yield from weights
+        # No torch.no_grad() around a yield: it would hold in the caller's code. Detached tensors need none.
+        if self.config.lora is not None:
+            weights = merged_weights(weights, self.config.lora)
+        yield from weights
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs, distributed tensors kept distributed."""

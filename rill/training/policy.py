@@ -5,9 +5,8 @@ contract:
 
 - Current log-probabilities are always the trainer's own, in training precision, at the sampler's temperature.
 - One optimizer step per batch: the old log-probabilities are the current ones, detached; no extra pass is made.
-- Several steps per batch: one pass before the first step fixes the old log-probabilities. Or, with
-  `old_logprobs = "proximal_approximation"`, they are interpolated from the sampler's without a pass:
-  log π_old = log μ + a (log π − log μ), a = (v − v_μ) / (v + 1 − v_μ), v the batch's first version (AReaL).
+- Several steps per batch: one pass before the first step fixes the old log-probabilities, where the algorithm
+  needs them (with AReaL's approximate proximal policy it does not, and no pass is made).
 - The sampler's log-probabilities reach the algorithm as `rollout_logprobs_N` only.
 
 `update` is `accumulate` + `apply` per optimizer step. A loop that pipelines calls those itself: accumulate any number
@@ -21,14 +20,15 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.base import LossSum, TokenBatch
+from rill.algorithms import finish_metrics
+from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.training.batching import Batcher, MicroBatch, Tally, gather_context
@@ -47,7 +47,12 @@ log = logging.getLogger(__name__)
 class PolicyLoss(Protocol):
     """What the trainer needs of an algorithm; rill.algorithms.Algorithm has it."""
 
+    @property
+    def needs(self) -> frozenset[Need]: ...
+
     def policy_loss(self, batch: TokenBatch) -> LossSum: ...
+
+    def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]: ...
 
 
 class PolicyTrainer:
@@ -60,8 +65,6 @@ class PolicyTrainer:
         """Passes over each batch."""
         mini_batches: int = Field(default=1, ge=1)
         """Optimizer steps per pass."""
-        old_logprobs: Literal["recompute", "proximal_approximation"] = "recompute"
-        """Where π_old comes from when a batch has several optimizer steps."""
         seed: int = 0
         """Order of the mini-batches."""
 
@@ -91,30 +94,35 @@ class PolicyTrainer:
         )
         self._checkpointer = Checkpointer(self.engine)
         self._tally = Tally()
+        self._failure = ""
         self._started_s = time.perf_counter()
 
     # --- updates ------------------------------------------------------------------------------------------
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """This rank's share of one batch: num_epochs × mini_batches optimizer steps. Metrics are over all ranks."""
-        self._started_s = time.perf_counter()
+    def update(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> dict[str, float]:
+        """This rank's share of one batch: num_epochs × mini_batches optimizer steps. Metrics are over all ranks.
+
+        `version` is what the engines call the weights the batch starts from; unset, this trainer's own count.
+        """
+        self._begin()
+        version = self.version if version is None else version
         samples = self._usable(samples)
         num_steps = self.config.num_epochs * self.config.mini_batches
-        if num_steps > 1 and self.config.old_logprobs == "recompute":
+        has_old = num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
+        if has_old:
             samples = self._with_old_logprobs(samples)
-        first_version = self.version
-        steps = [
-            self._step([samples[i] for i in part], first_version if num_steps > 1 else None)
-            for epoch in range(self.config.num_epochs)
-            for part in self._mini_batches(samples, epoch)
-        ]
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.config.num_epochs):
+            for part in self._mini_batches(samples, epoch):
+                self._accumulate([samples[i] for i in part], version, has_old=has_old)
+                steps.append(self.apply())
         return _merge_steps(steps)
 
-    def accumulate(self, samples: Sequence[Sample]) -> None:
+    def accumulate(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> None:
         """Add these samples' gradient. Weights do not change until apply()."""
         if not self._tally.sums:
-            self._started_s = time.perf_counter()
-        self._accumulate(self._usable(samples), None)
+            self._begin()
+        self._accumulate(self._usable(samples), self.version if version is None else version, has_old=False)
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with everything accumulated, divided by its global denominator."""
@@ -130,6 +138,9 @@ class PolicyTrainer:
                 "check loss masks, filters and micro_batch_tokens"
             )
         loss = sums["numerator"] / sums["denominator"]
+        if not np.isfinite(loss) and self._failure:
+            log.error("this rank's loss: %s", self._failure)
+        metrics = finish_metrics(metrics)
         metrics.update(self.engine.step(sums["denominator"], is_finite=bool(np.isfinite(loss))))
         seconds = time.perf_counter() - self._started_s
         metrics.update(
@@ -201,20 +212,21 @@ class PolicyTrainer:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _step(self, samples: list[Sample], first_version: PolicyVersion | None) -> dict[str, float]:
-        self._accumulate(samples, first_version)
-        return self.apply()
+    def _begin(self) -> None:
+        """Forget whatever an update that failed half-way left behind."""
+        self._started_s = time.perf_counter()
+        self._tally = Tally()
+        self._failure = ""
+        self.engine.zero_gradients()
 
-    def _accumulate(self, samples: Sequence[Sample], first_version: PolicyVersion | None) -> None:
+    def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
         sequences = [_sequence(s, None) for s in samples]
-        for batch in self.batcher.micro_batches(sequences):
-            logprobs_K, entropy_K = (
-                gather_context(x, batch.pack, self.world)
-                for x in self.engine.module(batch.pack, self.config.temperature)
-            )
-            members = [samples[i] for i in batch.indices]
-            tokens = self._token_batch(batch, members, logprobs_K, entropy_K, first_version)
-            loss = self.algorithm.policy_loss(tokens)
+        batches = list(self.batcher.micro_batches(sequences))
+        rows = [self._columns(b, [samples[i] for i in b.indices], version, has_old) for b in batches]
+        statistics = self._statistics(batches, rows)
+        for batch, columns in zip(batches, rows, strict=True):
+            logprobs_K, entropy_K = self._forward(batch)
+            loss = self._loss(self._token_batch(batch, columns, logprobs_K, entropy_K, statistics))
             if batch.is_idle:
                 self.engine.backward(logprobs_K.sum() * 0.0)
             else:
@@ -227,75 +239,85 @@ class PolicyTrainer:
                     trained_tokens=len(batch.pack.seq_K),
                 )
             self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
-        self._tally.add(
-            samples=len(samples),
-            skipped=0.0,
-            numerator=0.0,
-            denominator=0.0,
-            tokens=0,
-            computed_tokens=0,
-            trained_tokens=0,
+        zeros = dict.fromkeys(
+            ("numerator", "denominator", "tokens", "computed_tokens", "trained_tokens"), 0.0
         )
+        self._tally.add(samples=len(samples), skipped=0.0, **zeros)
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs_K, entropy_K = self.engine.module(batch.pack, self.config.temperature)
+        return (
+            gather_context(logprobs_K, batch.pack, self.world),
+            gather_context(entropy_K, batch.pack, self.world),
+        )
+
+    def _loss(self, tokens: TokenBatch) -> LossSum:
+        """The algorithm's loss; one it refuses becomes NaN, so that all ranks learn of it together in apply()."""
+        try:
+            return self.algorithm.policy_loss(tokens)
+        except TrainingError as error:
+            self._failure = str(error)
+            nan = tokens.logprobs_N.sum() * float("nan")
+            return LossSum(numerator=nan, denominator=tokens.mask_N.sum())
+
+    def _statistics(
+        self, batches: Sequence[MicroBatch], rows: Sequence[dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Figures over the whole batch, for the algorithms that need them: one more forward pass."""
+        if Need.STATISTICS not in self.algorithm.needs:
+            return {}
+        with torch.no_grad():
+            tokens = [
+                self._token_batch(batch, columns, *self._forward(batch), {})
+                for batch, columns in zip(batches, rows, strict=True)
+            ]
+        return self.algorithm.statistics(tokens, self.world.sum_over_data)
+
+    def _columns(
+        self, batch: MicroBatch, samples: Sequence[Sample], version: PolicyVersion, has_old: bool
+    ) -> dict[str, Tensor]:
+        """Per-token inputs of the wanted tokens, copied to the device in one piece."""
+        if batch.is_idle:
+            names = ("mask", "advantages", "rollout", "lag", "old", "ref", "teacher")
+            return {name: torch.zeros(1, device=self.world.device) for name in names}
+        columns: dict[str, list[Any]] = {
+            "advantages": [s.advantages for s in samples],
+            "rollout": [s.trajectory.logprobs for s in samples],
+            "lag": [version - s.trajectory.versions for s in samples],
+        }
+        for name in ("old", "ref", "teacher") if has_old else ("ref", "teacher"):
+            values = [getattr(s, f"{name}_logprobs") for s in samples]
+            if all(v is not None for v in values):
+                columns[name] = values
+        wanted = [_wanted(s) for s in samples]
+        table = np.stack(
+            [np.concatenate([v[w] for v, w in zip(vs, wanted, strict=True)]) for vs in columns.values()]
+        ).astype(np.float32)
+        on_device = torch.from_numpy(table).to(self.world.device, non_blocking=True)
+        return dict(zip(columns, on_device, strict=True))
 
     def _token_batch(
         self,
         batch: MicroBatch,
-        samples: Sequence[Sample],
+        columns: dict[str, Tensor],
         logprobs_K: Tensor,
         entropy_K: Tensor,
-        first_version: PolicyVersion | None,
+        statistics: dict[str, Tensor],
     ) -> TokenBatch:
-        device = logprobs_K.device
         current_K = logprobs_K.detach()
-        if batch.is_idle:
-            zero = torch.zeros_like(current_K)
-            return TokenBatch(
-                logprobs_N=logprobs_K,
-                mask_N=zero,
-                seq_N=batch.pack.seq_K,
-                num_seqs=1,
-                advantages_N=zero,
-                old_logprobs_N=current_K,
-                rollout_logprobs_N=current_K,
-                ref_logprobs_N=current_K,
-                teacher_logprobs_N=current_K,
-                entropy_N=entropy_K,
-            )
-        columns: dict[str, list[Floats]] = {
-            "advantages": [s.advantages for s in samples],
-            "rollout": [s.trajectory.logprobs for s in samples],
-        }
-        for name in ("old", "ref", "teacher"):
-            values = [getattr(s, f"{name}_logprobs") for s in samples]
-            if all(v is not None for v in values):
-                columns[name] = values
-        columns["version"] = [s.trajectory.versions.astype(np.float32) for s in samples]
-        wanted = [_wanted(s) for s in samples]
-        table = np.stack(
-            [
-                np.concatenate([v[w] for v, w in zip(values, wanted, strict=True)])
-                for values in columns.values()
-            ]
-        )
-        rows = dict(
-            zip(
-                columns, torch.from_numpy(table.astype(np.float32)).to(device, non_blocking=True), strict=True
-            )
-        )
-        old_K = current_K
-        if first_version is not None:
-            old_K = rows["old"] if "old" in rows else _proximal(current_K, rows, first_version)
         return TokenBatch(
             logprobs_N=logprobs_K,
-            mask_N=torch.ones_like(current_K),
+            mask_N=columns["mask"] if batch.is_idle else torch.ones_like(current_K),
             seq_N=batch.pack.seq_K,
             num_seqs=batch.pack.num_seqs,
-            advantages_N=rows["advantages"],
-            old_logprobs_N=old_K,
-            rollout_logprobs_N=rows["rollout"],
-            ref_logprobs_N=rows.get("ref"),
-            teacher_logprobs_N=rows.get("teacher"),
+            advantages_N=columns["advantages"],
+            old_logprobs_N=columns.get("old", current_K),
+            rollout_logprobs_N=columns["rollout"],
+            ref_logprobs_N=columns.get("ref"),
+            teacher_logprobs_N=columns.get("teacher"),
             entropy_N=entropy_K,
+            lag_N=columns["lag"],
+            statistics=statistics,
         )
 
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -360,12 +382,6 @@ def _sequence(sample: Sample, wanted: bool | None) -> PackSequence:
         mask = np.ones(trajectory.num_tokens, dtype=np.bool_)
         mask[:1] = False
     return PackSequence(token_ids=trajectory.token_ids, wanted=mask, share_key=trajectory.group_id)
-
-
-def _proximal(current_K: Tensor, rows: dict[str, Tensor], first_version: PolicyVersion) -> Tensor:
-    lag_K = (float(first_version) - rows["version"]).clamp(min=0.0)
-    share_K = lag_K / (lag_K + 1.0)
-    return rows["rollout"] + share_K * (current_K - rows["rollout"])
 
 
 def _merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:

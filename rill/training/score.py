@@ -1,0 +1,105 @@
+"""ScoreModel: a frozen model that only reads: reference and teacher policies.
+
+Callers: reference and teacher workers; PolicyTrainer for distillation over the whole vocabulary. Log-probabilities
+are computed exactly as the trainer computes its own (same packing, head and precision).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rill.config import Config
+from rill.errors import WeightSyncError
+from rill.models.loading import DTYPES, ModelConfig
+from rill.training.batching import Batcher
+from rill.training.engine import Precision
+from rill.training.module import PolicyModule, load_packed_lm
+from rill.training.offload import Shelf
+from rill.training.packing import Pack, PackSequence
+from rill.training.parallel import World
+from rill.types import Floats, Sample
+
+
+class ScoreModel:
+    """Log-probabilities of given tokens. Runs in one process; data parallelism is several of them."""
+
+    class Config(Config):
+        model: ModelConfig
+        dtype: Precision = "float32"
+        """Precision of weights and arithmetic."""
+        temperature: float = Field(default=1.0, gt=0.0)
+        """The sampler's."""
+        micro_batch_tokens: int = Field(default=16_384, ge=2)
+        compile: bool = False
+
+    def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
+        self.config = config
+        dtype = DTYPES[config.dtype]
+        self.world = World(None, torch.device(device))
+        lm = load_packed_lm(config.model, dtype=dtype, device=self.world.device)
+        self.module = PolicyModule(lm, compile_chunks=config.compile and self.world.device.type == "cuda")
+        self.module.requires_grad_(False)
+        if config.compile:
+            for layer in self.module.layers:
+                layer.compile(dynamic=True)
+        self._shelf = Shelf()
+        self.batcher = Batcher(
+            world=self.world,
+            compute_dtype=dtype,
+            micro_batch_tokens=config.micro_batch_tokens,
+            vocab_size=self.module.vocab_size,
+        )
+
+    def logprobs(
+        self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
+    ) -> list[Floats]:
+        """As PolicyTrainer.logprobs."""
+        temperature = self.config.temperature if temperature is None else temperature
+        sequences: list[PackSequence] = []
+        for sample in samples:
+            trajectory = sample.trajectory
+            self.batcher.check(trajectory)
+            wanted = (
+                trajectory.loss_mask.copy()
+                if trained_only
+                else np.ones(trajectory.num_tokens, dtype=np.bool_)
+            )
+            wanted[:1] = False
+            sequences.append(PackSequence(token_ids=trajectory.token_ids, wanted=wanted))
+        return self.batcher.per_token(sequences, lambda pack: self.module(pack, temperature)[0])
+
+    @torch.no_grad()
+    def hidden(self, pack: Pack) -> Tensor:
+        """[K, E] last hidden states that predict the pack's wanted tokens: what a teacher caches."""
+        return self.module.hidden(pack).index_select(0, pack.source_K)
+
+    @property
+    def head_weight(self) -> Tensor:
+        weight: Tensor = self.module.lm.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights in by Hugging Face name: a reference that follows the policy every n steps."""
+        own = dict(self.module.lm.named_parameters())
+        given: set[str] = set()
+        for name, tensor in tensors:
+            if name not in own or own[name].shape != tensor.shape:
+                raise WeightSyncError(f"{name} {tuple(tensor.shape)} does not belong to this model")
+            own[name].copy_(tensor)
+            given.add(name)
+        if missing := own.keys() - given:
+            raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")
+
+    def offload(self) -> None:
+        if self.world.device.type != "cpu":
+            self._shelf.put([*self.module.parameters(), *self.module.buffers()])
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._shelf.take_all()

@@ -1,0 +1,129 @@
+"""Several ranks give the gradient, the weights and the checkpoints of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.training.tiny import make_samples, run_ranks, trainer
+
+from rill.errors import ConfigError
+from rill.training.parallel import Rendezvous, World
+
+
+def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dict[str, Any]:
+    """This rank's share of the batch, its gradient, one step, the weights after it, and a recompute."""
+    t = trainer(rendezvous, **arguments["config"])
+    samples = make_samples(arguments["count"])
+    share = samples[: arguments["first"]] if t.world.data_rank == 0 else samples[arguments["first"] :]
+    if t.world.data_size == 1:
+        share = samples
+    elif t.world.data_size > 2:
+        share = samples[t.world.data_rank :: t.world.data_size]
+    t.accumulate(share)
+    gradients = {name: g.numpy() for name, g in t.engine.gradients().items()}
+    metrics = t.apply()
+    weights = {name: w.float().numpy() for name, w in t.named_weights()}
+    logprobs = t.logprobs(share)
+    result = {"gradients": gradients, "metrics": metrics, "weights": weights, "logprobs": logprobs}
+    if "save" in arguments:
+        t.save(arguments["save"], is_async=arguments.get("is_async", False))
+        t.wait_saved()
+        t.accumulate(share)
+        t.apply()
+        result["later"] = {name: w.float().numpy() for name, w in t.named_weights()}
+    if "export" in arguments:
+        t.export(arguments["export"])
+    t.close()
+    return result
+
+
+def alone(count: int, **values: Any) -> dict[str, Any]:
+    t = trainer(**values)
+    t.accumulate(make_samples(count))
+    gradients = {name: g.numpy() for name, g in t.engine.gradients().items()}
+    metrics = t.apply()
+    weights = {name: w.float().numpy() for name, w in t.named_weights()}
+    return {"gradients": gradients, "metrics": metrics, "weights": weights, "trainer": t}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 2e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = np.abs(value).max() + 1e-8
+        assert np.abs(found[name] - value).max() <= tolerance * scale, name
+
+
+def check(tmp_path: Path, world_size: int, arguments: dict[str, Any], tolerance: float = 2e-5) -> list[Any]:
+    arguments = {"count": 8, "first": 5, **arguments}
+    reference = alone(arguments["count"])
+    results = run_ranks(tmp_path, world_size, "tests.training.test_parallel:gradient_on_a_rank", arguments)
+    for result in results:
+        assert_same(result["gradients"], reference["gradients"], tolerance)
+        assert result["metrics"]["loss"] == pytest.approx(reference["metrics"]["loss"], abs=1e-5)
+        assert result["metrics"]["tokens"] == reference["metrics"]["tokens"]
+        assert result["metrics"]["policy/entropy"] == pytest.approx(
+            reference["metrics"]["policy/entropy"], rel=1e-4
+        )
+    return results
+
+
+@pytest.mark.timeout(120)
+def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tmp_path: Path) -> None:
+    # Rank 0 has 7 of 8 samples in several micro-batches; rank 1 runs idle packs to keep step.
+    export, save = tmp_path / "export", tmp_path / "checkpoints"
+    arguments = {
+        "first": 7,
+        "config": {"micro_batch_tokens": 40, "activation_checkpointing": "full"},
+        "export": str(export),
+        "save": str(save),
+    }
+    results = check(tmp_path, 2, arguments)
+    assert_same(results[0]["weights"], results[1]["weights"], 0.0)
+
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(export)
+    # Sharded ranks wrote it; one process reads it and goes on as they did.
+    t = trainer()
+    assert t.load(save) == 1
+    assert_same({n: w.numpy() for n, w in t.named_weights()}, results[0]["weights"], 0.0)
+    t.accumulate(make_samples(8))
+    t.apply()
+    later = {n: w.numpy() for n, w in t.named_weights()}
+    assert_same(later, results[0]["later"], 1e-3)
+    assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["later"], 0.0)
+
+
+@pytest.mark.timeout(120)
+def test_context_parallel_ranks_hold_slices_of_one_row(tmp_path: Path) -> None:
+    results = check(tmp_path, 2, {"config": {"context_parallel": 2, "micro_batch_tokens": 64}})
+    reference = alone(8)["trainer"].logprobs(make_samples(8))
+    for found, wanted in zip(results[1]["logprobs"], reference, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+@pytest.mark.timeout(120)
+def test_tensor_parallel_ranks_hold_slices_of_matrices(tmp_path: Path) -> None:
+    results = check(tmp_path, 2, {"config": {"tensor_parallel": 2}})
+    assert_same(results[1]["weights"], alone(8)["weights"], 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"context_parallel": 2}, {"tensor_parallel": 2}, {"tree_packing": True, "micro_batch_tokens": 64}],
+)
+def test_four_ranks_in_any_arrangement_have_the_gradient_of_one_process(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    check(tmp_path, 4, {"config": values})
+
+
+def test_ranks_that_cannot_be_cut_are_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        World.join(None, torch.device("cpu"), tensor_parallel=2)

@@ -1,0 +1,239 @@
+"""PolicyTrainer against the plain model: gradients, the recompute contract, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rill.algorithms.base import TokenBatch
+from rill.errors import InvalidSampleError, TrainingError
+from rill.models.loading import load_model
+from rill.training.policy import PolicyTrainer
+from rill.types import Sample
+from tests.training.tiny import MODEL, VOCAB, algorithm, config, make_samples, trainer
+
+
+def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    ids = torch.tensor(sample.trajectory.token_ids).long()
+    logits = model(ids[None]).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def plain_gradient(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """GRPO's loss sum on one step per batch: −Σ A · π/sg[π] over trained tokens, sequence by sequence."""
+    model = load_model(MODEL, dtype=torch.float32)
+    for sample in samples:
+        logprobs = plain_logprobs(model, sample)
+        mask = torch.tensor(sample.trajectory.loss_mask[1:])
+        advantages = torch.tensor(sample.advantages[1:])
+        ratio = (logprobs - logprobs.detach()).exp()
+        (-(ratio * advantages)[mask].sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradient(t: PolicyTrainer, wanted: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    found = {name.removeprefix("lm."): g for name, g in t.engine.gradients().items()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = (found[name].float() - gradient).norm() / (gradient.norm() + 1e-12)
+        assert error < tolerance, (name, float(error))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"micro_batch_tokens": 33},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"tree_packing": True},
+        {"tree_packing": True, "micro_batch_tokens": 50},
+        {"head_chunk_bytes": 4 * VOCAB * 3},
+    ],
+    ids=str,
+)
+def test_any_split_packing_or_checkpointing_has_the_gradient_of_the_plain_model(
+    values: dict[str, Any],
+) -> None:
+    samples = make_samples()
+    t = trainer(**values)
+    t.accumulate(samples)
+    assert_same_gradient(t, plain_gradient(samples))
+
+
+def test_accumulating_in_pieces_is_the_update_of_the_whole() -> None:
+    samples = make_samples()
+    whole, pieces = trainer(), trainer()
+    wanted = whole.update(samples)
+    for part in (samples[:1], samples[1:6], samples[6:]):
+        pieces.accumulate(part)
+    found = pieces.apply()
+    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    assert found["samples"] == len(samples)
+    for (name, a), (_, b) in zip(whole.named_weights(), pieces.named_weights(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0, msg=name)
+
+
+def test_bfloat16_compute_keeps_float32_masters_and_stays_near_the_gradient() -> None:
+    samples = make_samples()
+    t = trainer(compute_dtype="bfloat16")
+    t.accumulate(samples)
+    assert_same_gradient(t, plain_gradient(samples), tolerance=0.08)
+    assert all(s.master.dtype == torch.float32 for s in t.engine.slots)
+    assert all(g.dtype == torch.float32 for g in t.engine.gradients().values())
+    t.apply()
+    for slot in t.engine.slots:
+        assert torch.equal(slot.template.float(), slot.master.bfloat16().float()), slot.name
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_plain_models_at_the_given_temperature(temperature: float) -> None:
+    samples = make_samples()
+    model = load_model(MODEL, dtype=torch.float32)
+    found = trainer(micro_batch_tokens=64, tree_packing=True).logprobs(samples, temperature)
+    for sample, values in zip(samples, found, strict=True):
+        wanted = plain_logprobs(model, sample, temperature).detach().numpy()
+        assert values.dtype == np.float32 and values[0] == 0
+        np.testing.assert_allclose(values[1:], wanted, atol=2e-5)
+    trained = trainer(temperature=temperature).logprobs(samples, trained_only=True)
+    for sample, values, all_values in zip(samples, trained, found, strict=True):
+        np.testing.assert_allclose(values, all_values * sample.trajectory.loss_mask, atol=2e-5)
+
+
+class Watching:
+    """An algorithm that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.inner = algorithm()
+        self.seen: list[TokenBatch] = []
+        self.needs = self.inner.needs
+
+    def policy_loss(self, batch: TokenBatch) -> Any:
+        self.seen.append(batch)
+        return self.inner.policy_loss(batch)
+
+    def statistics(self, batches: Any, reduce: Any) -> Any:
+        return self.inner.statistics(batches, reduce)
+
+
+def test_one_step_per_batch_makes_no_extra_pass_and_old_equals_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watching = Watching()
+    t = PolicyTrainer(config(), watching)
+    passes = []
+    original = t.engine.module.hidden
+    monkeypatch.setattr(t.engine.module, "hidden", lambda pack: passes.append(1) or original(pack))
+    t.update(make_samples())
+    assert len(passes) == len(watching.seen) == 1
+    assert torch.equal(watching.seen[0].old_logprobs_N, watching.seen[0].logprobs_N.detach())
+
+
+def test_several_steps_per_batch_share_the_old_logprobs_of_the_start() -> None:
+    samples = make_samples()
+    watching = Watching()
+    t = PolicyTrainer(config(num_epochs=2, mini_batches=2, optimizer={"learning_rate": 1e-2}), watching)
+    before = t.logprobs(samples, trained_only=True)
+    metrics = t.update(samples)
+    assert t.version == 4 and metrics["samples"] == 2 * len(samples)
+    starts = np.sort(
+        np.concatenate([v[s.trajectory.loss_mask] for v, s in zip(before, samples, strict=True)])
+    )
+    for first in (0, 2):
+        olds = torch.cat([b.old_logprobs_N for b in watching.seen[first : first + 2]]).numpy()
+        np.testing.assert_allclose(np.sort(olds), starts, atol=1e-5)
+    last = watching.seen[3]
+    assert not torch.allclose(last.old_logprobs_N, last.logprobs_N.detach(), atol=1e-3)
+
+
+def test_rollout_logprobs_and_lag_reach_the_algorithm_beside_the_recomputed_ones() -> None:
+    samples = make_samples(2)
+    watching = Watching()
+    t = PolicyTrainer(config(), watching)
+    t.accumulate(samples, version=3)
+    batch = watching.seen[0]
+    wanted = np.concatenate([s.trajectory.logprobs[s.trajectory.loss_mask] for s in samples])
+    np.testing.assert_allclose(batch.rollout_logprobs_N.numpy(), wanted)
+    assert batch.lag_N is not None and batch.lag_N.eq(3).all()
+
+
+def test_training_raises_the_probability_of_what_was_good() -> None:
+    samples = make_samples(4)
+    t = trainer(optimizer={"learning_rate": 1e-2})
+    before = t.logprobs(samples, trained_only=True)
+    for _ in range(5):
+        t.update(samples)
+    after = t.logprobs(samples, trained_only=True)
+    gains = [float((a - b).sum() * s.advantages[-1]) for a, b, s in zip(after, before, samples, strict=True)]
+    assert sum(gains) > 0
+
+
+def test_nan_advantages_change_nothing_and_are_an_error_or_a_counted_skip() -> None:
+    samples = make_samples()
+    bad = dataclasses.replace(samples[0], advantages=np.full_like(samples[0].advantages, np.nan))
+    t = trainer()
+    weights = {n: w.clone() for n, w in t.named_weights()}
+    with pytest.raises(TrainingError, match="not finite"):
+        t.update([bad, *samples[1:]])
+    assert t.version == 0
+    skipping = trainer(on_nonfinite="skip")
+    metrics = skipping.update([bad, *samples[1:]])
+    assert metrics["skipped_steps"] == 1 and skipping.version == 0
+    for t_ in (t, skipping):
+        assert all(torch.equal(w, weights[n]) for n, w in t_.named_weights())
+    # Nothing of the refused batch is left in the next one.
+    clean = trainer()
+    clean.update(samples)
+    t.update(samples)
+    for (name, a), (_, b) in zip(t.named_weights(), clean.named_weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_an_empty_batch_is_a_training_error() -> None:
+    t = trainer()
+    with pytest.raises(TrainingError, match="no token to train on"):
+        t.update([])
+    with pytest.raises(TrainingError, match="without accumulate"):
+        t.apply()
+
+
+def test_samples_without_trained_tokens_are_skipped_and_counted() -> None:
+    samples = make_samples()
+    nothing = dataclasses.replace(
+        samples[0].trajectory, loss_mask=np.zeros_like(samples[0].trajectory.loss_mask)
+    )
+    metrics = trainer().update([dataclasses.replace(samples[0], trajectory=nothing), *samples[1:]])
+    assert metrics["skipped_samples"] == 1 and metrics["samples"] == len(samples) - 1
+
+
+def test_a_sequence_over_the_budget_is_an_error_or_a_counted_skip() -> None:
+    samples = make_samples()
+    longest = max(s.num_tokens for s in samples)
+    with pytest.raises(InvalidSampleError, match=f"{longest} tokens does not fit"):
+        trainer(micro_batch_tokens=longest - 1).update(samples)
+    metrics = trainer(micro_batch_tokens=longest - 1, on_too_long="skip").update(samples)
+    assert metrics["skipped_samples"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": np.array([1, VOCAB, 3], dtype=np.int32)}, "another tokenizer"),
+        ({"token_ids": np.array([1.0, 2.0, 3.0])}, "not integers"),
+        ({"loss_mask": np.array([0, 1, 1])}, "not bool"),
+    ],
+)
+def test_token_ids_and_masks_that_cannot_be_right_are_refused(change: dict[str, Any], message: str) -> None:
+    base = make_samples(1)[0].trajectory
+    trimmed = {
+        name: getattr(base, name)[-3:]
+        for name in ("token_ids", "logprobs", "versions", "loss_mask", "turn_ids")
+    }
+    trajectory = dataclasses.replace(base, **{**trimmed, **change})
+    with pytest.raises(InvalidSampleError, match=message):
+        trainer().update([Sample(trajectory=trajectory, advantages=np.ones(3, dtype=np.float32))])
