@@ -1,0 +1,118 @@
+"""Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
+
+A client joins with its first request; a worker then registers its endpoints and devices with `register`. The end
+of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died".
+Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rill.runtime.service import DEFERRED, Handler, group_of, name_of
+
+if TYPE_CHECKING:
+    from rill.runtime.hub_machine import Machine
+
+
+class Membership:
+    """Processes by identity; values by key."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.members: dict[str, dict[str, Any]] = {}
+        """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
+        self.first_seen: dict[str, int] = {}
+        """group -> number of the event at which its first process joined."""
+        self._values: dict[str, tuple[Any, str | None]] = {}
+        self._waiting: dict[str, list[tuple[str, int]]] = {}
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "join": self._join,
+            "register": self._register,
+            "leave": self._leave,
+            "died": self._died,
+            "publish": self._publish,
+            "fetch": self._fetch,
+            "cancel_fetch": self._cancel_fetch,
+            "sync": lambda client, seq, payload: None,
+        }
+
+    def queries(self) -> dict[str, Callable[[Any], Any]]:
+        return {
+            "members": lambda _: self.members,
+            "values": lambda prefix: {k: v for k, (v, _) in self._values.items() if k.startswith(prefix)},
+        }
+
+    def world_size(self, group: str) -> int:
+        """How many ranks a group said it has; 1 when it said nothing."""
+        sizes = [m.get("world_size", 1) for c, m in self.members.items() if group_of(c) == group]
+        return max(sizes, default=1)
+
+    def is_alive(self, client: str) -> bool:
+        return client in self.members
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def _join(self, client: str, seq: int, info: dict[str, Any]) -> Any:
+        machine = self._machine
+        older = [c for c in self.members if name_of(c) == name_of(client) and c != client]
+        for earlier in older:
+            machine.end_client(earlier, f"replaced by {client}", machine.now_s)
+        self.members[client] = dict(info)
+        self.first_seen.setdefault(group_of(client), machine.num_events)
+        return None
+
+    def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
+        self.members.setdefault(client, {}).update(info)
+        self._machine.locks.members_changed()
+        return None
+
+    def _leave(self, client: str, seq: int, payload: Any) -> Any:
+        self._machine.end_client(client, "left", self._machine.now_s)
+        return DEFERRED
+
+    def _died(self, client: str, seq: int, payload: Any) -> Any:
+        """A supervisor's word: [identity or name, reason]."""
+        who, reason = payload
+        dead = [c for c in self.members if who in (c, name_of(c))]
+        for member in dead:
+            self._machine.end_client(member, reason, self._machine.now_s)
+        return dead
+
+    def _publish(self, client: str, seq: int, payload: Any) -> Any:
+        """[key, value, whether it goes away with the publisher]."""
+        key, value, is_owned = payload
+        self._values[key] = (value, client if is_owned else None)
+        for waiter, waiter_seq in self._waiting.pop(key, []):
+            self._machine.reply(waiter, waiter_seq, value)
+        return None
+
+    def _fetch(self, client: str, seq: int, key: str) -> Any:
+        """Answered when the key is published."""
+        if key in self._values:
+            return self._values[key][0]
+        self._waiting.setdefault(key, []).append((client, seq))
+        return DEFERRED
+
+    def _cancel_fetch(self, client: str, seq: int, key: str) -> Any:
+        waiting = [w for w in self._waiting.get(key, []) if w[0] != client]
+        self._waiting[key] = waiting
+        if not waiting:
+            del self._waiting[key]
+        return None
+
+    # --- deaths -------------------------------------------------------------------------------------------
+
+    def end_client(self, client: str, reason: str) -> None:
+        info = self.members.pop(client, {})
+        self._values = {k: v for k, v in self._values.items() if v[1] != client}
+        for key in list(self._waiting):
+            self._waiting[key] = [w for w in self._waiting[key] if w[0] != client]
+            if not self._waiting[key]:
+                del self._waiting[key]
+        note = {"identity": client, "name": name_of(client), "reason": reason, "info": info}
+        for other in list(self._machine.streams):
+            self._machine.push(other, "peer_died", note)

@@ -1,0 +1,77 @@
+"""The files behind the payload store: their names, their sizes, and who deletes them.
+
+A segment is a file in the session's shared-memory folder, named "<owner identity>.<n>", mapped by its owner and by
+whoever reads it. Files outlive their owner because payloads must: they are deleted by the owner when its pool shrinks,
+by the hub (or a node's store server) when the owner is dead and nothing refers to them, and with the session's folder.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+SLAB_BYTES = 4 * 1024 * 1024
+LARGEST_SLAB_SLOT = 1024 * 1024
+ALIGNMENT = 64
+_SMALLEST_SLOT = 8 * 1024
+
+
+def slot_size(num_bytes: int) -> int:
+    """The size class: four steps to each power of two, so at most a fifth is wasted, in whole pages."""
+    if num_bytes <= _SMALLEST_SLOT:
+        return _SMALLEST_SLOT
+    step = max(4096, 1 << (num_bytes - 1).bit_length() >> 3)
+    return (num_bytes + step - 1) // step * step
+
+
+def aligned(num_bytes: int) -> int:
+    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+class Segment:
+    """A mapped file. The mapping lives as long as anything looks at it, whatever happens to the file."""
+
+    __slots__ = ("map", "name", "num_bytes", "slot_bytes")
+
+    def __init__(self, path: Path, num_bytes: int, slot_bytes: int = 0, *, create: bool) -> None:
+        self.name = path.name
+        self.num_bytes = num_bytes
+        self.slot_bytes = slot_bytes
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create:
+                _reserve(fd, path, num_bytes)
+            else:
+                self.num_bytes = os.fstat(fd).st_size
+            # Populated at once: a page fault per 4 KiB costs more than the copy into it.
+            populate = mmap.MAP_POPULATE if hasattr(mmap, "MAP_POPULATE") else 0
+            self.map = mmap.mmap(fd, self.num_bytes, flags=mmap.MAP_SHARED | populate)
+        finally:
+            os.close(fd)
+
+
+def _reserve(fd: int, path: Path, num_bytes: int) -> None:
+    """Claim the memory now: a full /dev/shm is an error here, and would be a fatal signal at the first write later."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_bytes)
+        else:
+            os.ftruncate(fd, num_bytes)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def unlink(shm_dir: Path, order: Any) -> None:
+    """Carry out the broker's order: a file's name, or [dead owner, names of its files to keep]."""
+    if isinstance(order, str):
+        (shm_dir / order).unlink(missing_ok=True)
+        return
+    owner, kept = order
+    prefix = f"{owner}."
+    for path in list(shm_dir.iterdir()) if shm_dir.exists() else ():
+        if path.name.startswith(prefix) and path.name not in kept:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,39 @@
+"""What a service of the hub is: handlers of journaled requests, answers to questions, and no clock of its own.
+
+Broker, locks and membership are services. A handler gets (client, seq, payload) and returns the reply's body, or
+DEFERRED when the reply comes later through `machine.reply(client, seq, body)` or never. A client is an identity
+such as "rollout[3]#0": group, rank and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Handler: TypeAlias = Callable[[str, int, Any], Any]
+
+
+class Deferred:
+    """The type of DEFERRED."""
+
+
+DEFERRED = Deferred()
+
+
+class ServiceError(Exception):
+    """A refusal that goes back to the client as the RillError named `kind`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+def name_of(client: str) -> str:
+    """ "rollout[3]#0" is the first launch of "rollout[3]"."""
+    return client.partition("#")[0]
+
+
+def group_of(client: str) -> str:
+    """The group of "rollout[3]#0" is "rollout"."""
+    return client.partition("#")[0].partition("[")[0]
