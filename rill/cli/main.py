@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
+    "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "doctor": (
         "rill.cli.doctor:app",
         "Say whether this machine is ready, and what to do if not",

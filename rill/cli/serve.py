@@ -1,0 +1,139 @@
+"""`rill serve`: a model behind the OpenAI API, on this machine, until a signal.
+
+Options cover what is set often; everything else of the engine, the server and the router is a KEY=VALUE, as in recipes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field
+
+from rill.cli.console import complain, say
+from rill.config import Config, OneOf, PartConfig, resolve
+from rill.config.files import parse_override
+from rill.errors import ConfigError
+from rill.inference.base import ENGINES, Engine
+from rill.inference.server import ServerConfig, create_app, serve
+from rill.inference.server.router import Router, RouterConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CLIENT_KEYS_VARIABLE = "RILL_API_KEYS"
+ADMIN_KEY_VARIABLE = "RILL_ADMIN_KEY"
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+class ServeConfig(Config):
+    engine: Annotated[PartConfig, OneOf(ENGINES)]
+    """The engine and its model."""
+    server: ServerConfig = ServerConfig()
+    router: RouterConfig = RouterConfig()
+    """Only used with more than one replica."""
+    tokenizer: str | None = None
+    """A tokenizer folder, or "chars". Unset: the model's own."""
+    chat_template: str | None = None
+    """A Jinja file used in place of the tokenizer's template."""
+    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
+
+
+@app.command()
+def serve_model(
+    model: Annotated[str, typer.Argument(help="A local Hugging Face folder.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="engine.*, server.* and router.* as KEY=VALUE.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="0 picks a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="0.0.0.0 listens on every interface.")] = "127.0.0.1",
+    name: Annotated[
+        str | None, typer.Option(help="The model's name for clients. Unset: its folder's.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
+    replicas: Annotated[int, typer.Option(help="Processes, each with an engine.")] = 1,
+) -> None:
+    """Serve a model over the OpenAI API. Keys come from RILL_API_KEYS (commas between) and RILL_ADMIN_KEY.
+
+    \b
+    Examples:
+      rill serve models/Qwen2.5-0.5B-Instruct
+      rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
+      RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
+    """
+    config = build_config(
+        model, settings or [], port=port, host=host, name=name, engine=engine, num_replicas=replicas
+    )
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(name)s: %(message)s")
+    if host not in ("127.0.0.1", "localhost", "::1") and not config.server.api_keys:
+        complain(f"warning: {host} is open to others and no client keys are set ({CLIENT_KEYS_VARIABLE})")
+    run(config)
+
+
+def build_config(
+    model: str,
+    settings: list[str],
+    *,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    name: str | None = None,
+    engine: str = "native",
+    num_replicas: int = 1,
+) -> ServeConfig:
+    values: dict[str, Any] = {
+        "engine": {"type": engine, "model": {"path": model}},
+        "server": {"port": port, "host": host, "model_name": name or Path(model).name},
+        "router": {"num_replicas": num_replicas},
+    }
+    if keys := [key for key in os.environ.get(CLIENT_KEYS_VARIABLE, "").split(",") if key]:
+        values["server"]["api_keys"] = keys
+    if admin := os.environ.get(ADMIN_KEY_VARIABLE):
+        values["server"]["admin_key"] = admin
+    for setting in settings:
+        path, value = parse_override(setting)
+        inner = values
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"command line: {setting!r} goes into {part}, which is a value")
+        inner[path[-1]] = value
+    return resolve(ServeConfig, values, source="command line")
+
+
+def run(config: ServeConfig) -> None:
+    """Load, serve, and close in the right order."""
+    tokenizer, path = _tokenizer(config)
+    template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
+    engine = _build_engine(config)
+    try:
+        application = create_app(engine, tokenizer, config.server, model_path=path, chat_template=template)
+        say(
+            f"{config.server.model_name} at http://{config.server.host}:{config.server.port}/v1 (docs: /docs)"
+        )
+        serve(application, config.server)
+    finally:
+        engine.close()
+
+
+def _build_engine(config: ServeConfig) -> Engine:
+    if config.router.num_replicas > 1:
+        return Router(config.engine, config.router)
+    engine: Engine = ENGINES.load(config.engine.type)(config.engine)
+    return engine
+
+
+def _tokenizer(config: ServeConfig) -> tuple[PreTrainedTokenizerBase, Path | None]:
+    """The server's own copy: an engine's may be in use on another thread, or in another process."""
+    from rill.models.loading import ModelConfig, load_tokenizer
+
+    model = config.engine.model_dump().get("model")
+    if not isinstance(model, dict):
+        raise ConfigError(f"engine {config.engine.type!r} holds no model of its own: serve native or vllm")
+    source = ModelConfig.model_validate(model)
+    if config.tokenizer is not None:
+        source = source.model_copy(update={"tokenizer": config.tokenizer})
+    return load_tokenizer(source), Path(source.path) if source.path else None
