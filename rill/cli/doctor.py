@@ -34,6 +34,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "peft": ("peft", "lora", "LoRA training"),
     "math_verify": ("math-verify", "math", "rewards that compare mathematical answers"),
     "reasoning_gym": ("reasoning-gym", "tasks", "generated reasoning tasks"),
+    "torchao": ("torchao", "lowbit", "8-bit optimizers"),
     "verifiers": ("verifiers", "verifiers", "verifiers environments"),
     "gymnasium": ("gymnasium", "envs", "gymnasium environments"),
     "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),

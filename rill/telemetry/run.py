@@ -167,7 +167,9 @@ class Run:
         """As saved, except that a running run whose process is gone was interrupted."""
         saved = json.loads(self.status_path.read_text(encoding="utf-8"))
         state = RunState(**{**saved, "status": RunStatus(saved["status"])})
-        if state.status is RunStatus.RUNNING and not self._is_held():
+        # Locks are not reliably seen from other machines; there the saved status has to be believed.
+        is_here = state.host == socket.gethostname()
+        if state.status is RunStatus.RUNNING and is_here and not self._is_held():
             return RunState(
                 **{
                     **asdict(state),

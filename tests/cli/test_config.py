@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rill.cli.main import app
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/small.toml").write_text(
+        "# A small run\nworkflow = 'tests.config.parts:SmallWorkflow'\nsteps = 3\n"
+    )
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_show_prints_every_value_with_its_source() -> None:
+    text = run("config", "show", "small", "trainer.learning_rate=0.5")
+    assert "# recipes/small.toml:3" in text
+    assert "# command line" in text
+    assert "# default" in text
+    assert tomllib.loads(text)["trainer"]["learning_rate"] == 0.5
+
+
+def test_what_show_prints_is_a_recipe_for_the_same_run() -> None:
+    text = run("config", "show", "small", "trainer.learning_rate=0.5")
+    Path("recipes/copy.toml").write_text(text)
+    assert tomllib.loads(run("config", "show", "copy")) == tomllib.loads(text)
+
+
+def test_show_speaks_json() -> None:
+    shown = json.loads(run("config", "show", "small", "--json"))
+    assert shown["values"]["steps"] == 3
+    assert shown["sources"]["steps"] == "recipes/small.toml:3"
+
+
+def test_check_says_that_it_is_valid() -> None:
+    assert run("config", "check", "small") == "recipes/small.toml: valid\n"
+
+
+def test_keys_explains_what_can_be_set() -> None:
+    text = run("config", "keys", "small", "--find", "block")
+    assert text.splitlines() == ["engine.block_size = 16    (int)", "    Tokens in a block."]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rill.cli import doctor
+from rill.cli.doctor import EXTRAS, State
+from rill.cli.main import app
+
+
+def test_the_report_covers_the_machine_and_every_extra() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    findings = {finding["what"]: finding for finding in json.loads(result.output)}
+    for what in ("python", "torch", "cpu", "memory", "shared memory", "disk"):
+        assert findings[what]["state"] in ("ok", "warning")
+    for package, _, _ in EXTRAS.values():
+        assert findings[package]["state"] in ("ok", "absent")
+
+
+def test_every_extra_in_the_table_is_one_of_the_packages() -> None:
+    provided = metadata.metadata("rill").get_all("Provides-Extra") or []
+    for _, extra, _ in EXTRAS.values():
+        assert extra in provided
+
+
+def test_an_absent_extra_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    finding = doctor._extra("ray", deep=False)
+    assert finding.state is State.ABSENT
+    assert 'pip install "rill[ray]"' in finding.advice
+
+
+def test_an_extra_that_does_not_import_is_found_by_a_deep_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    finding = doctor._extra("wandb", deep=True, run=lambda module: "ImportError: no glibc")
+    assert finding.state is State.WARNING
+    assert "no glibc" in finding.found
+
+
+def test_an_import_is_tried_in_a_process_of_its_own() -> None:
+    assert doctor._import_failure("json") == ""
+    assert "No module named 'no_such_module'" in doctor._import_failure("no_such_module")
+
+
+def test_a_missing_core_library_is_broken_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["no-such-library>=2"])
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert 'pip install "no-such-library>=2"' in result.output
+    assert "not ready: mend no-such-library first" in result.output
+
+
+def test_little_shared_memory_is_a_warning_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(64 << 20, 0, 64 << 20))
+    finding = doctor._shared_memory(tmp_path)
+    assert finding.state is State.WARNING
+    assert "--shm-size" in finding.advice

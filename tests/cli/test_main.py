@@ -1,0 +1,202 @@
+"""The command as a user meets it: a process with a terminal or a pipe, exit codes and messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rill.cli.main import COMMANDS
+from rill.registry import load_target
+
+DEADLINE_S = 60
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rill(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rill.cli.main", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder with a recipe of a small workflow that is not rill's own."""
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "small.toml").write_text(
+        "# A small run\nworkflow = 'tests.config.parts:SmallWorkflow'\nsteps = 3\n\n[trainer]\nlearning_rate = 0.1\n"
+    )
+    return tmp_path
+
+
+def test_help_lists_every_command_without_importing_one(tmp_path: Path) -> None:
+    done = rill("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout
+    code = (
+        "import sys; from rill.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "loaded = {'torch', 'transformers', 'rill.cli.doctor', 'rill.cli.config'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, timeout=DEADLINE_S, capture_output=True
+    )
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    fastest_s = float("inf")
+    for _ in range(4):
+        start_s = time.perf_counter()
+        rill("--help", cwd=tmp_path)
+        fastest_s = min(fastest_s, time.perf_counter() - start_s)
+    assert fastest_s < 0.6  # 0.2 s on an idle machine; the tests may share theirs
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_with_an_example(name: str, tmp_path: Path) -> None:
+    load_target(COMMANDS[name][0])
+    done = rill(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Example" in done.stdout
+    assert f"rill {name}" in done.stdout
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    from rill import __version__
+
+    assert rill("--version", cwd=tmp_path).stdout == f"rill {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config", "show", "smal"], "unknown recipe 'smal' (did you mean 'small'?)"),
+        (["config", "show", "recipes/none.toml"], "there is no recipe file recipes/none.toml"),
+        (["config", "show", "broken.toml"], "broken.toml is not valid TOML"),
+        (
+            ["config", "show", "small", "trainer.learning_rte=1"],
+            "command line: trainer.learning_rte = 1: unknown key (did you mean 'learning_rate'?)",
+        ),
+        (["config", "show", "small", "steps=many"], 'command line: steps = "many": expected a valid integer'),
+        (["config", "show", "small", "steps"], "'steps' is not KEY=VALUE"),
+        (
+            ["config", "show", "small", "workflow=reasonin"],
+            "unknown workflow 'reasonin' (did you mean 'reasoning'?)",
+        ),
+        (["config", "show", "empty.toml"], "missing the key `workflow`"),
+        (
+            ["config", "check", "wrong.toml"],
+            'wrong.toml:3: trainer.learning_rate = "fast": expected a valid number',
+        ),
+        (["recipes", "show", "nothing"], "unknown recipe 'nothing'"),
+        (["runs", "show", "nothing"], "unknown run 'nothing'"),
+        (["confg"], "Did you mean 'config'?"),
+        (["config", "show"], "Missing argument"),
+        (["runs", "--rot", "x"], "No such option"),
+    ],
+)
+def test_a_wrong_input_gives_one_message_exit_code_2_and_no_traceback(
+    arguments: list[str], message: str, workplace: Path
+) -> None:
+    (workplace / "broken.toml").write_text("a = = 1\n")
+    (workplace / "empty.toml").write_text("")
+    (workplace / "wrong.toml").write_text(
+        "workflow = 'tests.config.parts:SmallWorkflow'\nsteps = 1\ntrainer.learning_rate = 'fast'\n"
+    )
+    done = rill(*arguments, cwd=workplace)
+    assert message in done.stderr, done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+FAILING_COMMAND = """
+import typer
+from rill.cli import main
+from rill.errors import MissingExtraError, RunError, boundary
+
+app = typer.Typer()
+
+@app.command()
+def fail(how: str):
+    with boundary("the trainer"):
+        if how == "extra":
+            raise MissingExtraError('the wandb sink needs wandb: pip install "rill[trackers]"')
+        if how == "run":
+            raise RunError("the disk is full")
+        if how == "bug":
+            raise AssertionError("our own mistake")
+        if how == "sleep":
+            import time
+            from rill.telemetry.run import Run
+            with Run.create("demo").running():
+                print("started", flush=True)
+                time.sleep(60)
+
+main.COMMANDS["fail"] = ("__main__:app", "Fail")
+main.app = typer.Typer(cls=main.CommandTable, pretty_exceptions_enable=False)
+main.app.callback()(main.root)
+main.app(prog_name="rill")
+"""
+
+
+def failing(how: str, cwd: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", FAILING_COMMAND, *options, "fail", how],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_missing_extra_gives_the_install_line_and_where_it_happened(tmp_path: Path) -> None:
+    process = failing("extra", tmp_path)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert stderr.splitlines() == [
+        'error: the wandb sink needs wandb: pip install "rill[trackers]"',
+        "  in the trainer",
+    ]
+
+
+def test_a_failed_run_ends_with_1_and_debug_shows_the_traceback(tmp_path: Path) -> None:
+    process = failing("run", tmp_path, "--debug")
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "Traceback" in stderr
+    assert "error: the disk is full" in stderr
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
+    process = failing("bug", tmp_path)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "AssertionError: our own mistake" in stderr
+
+
+def test_ctrl_c_ends_cleanly_and_says_how_to_resume(tmp_path: Path) -> None:
+    process = failing("sleep", tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert stderr.splitlines() == ["interrupted", "  resume with: rill train --resume runs/demo"]
+    assert rill("runs", cwd=tmp_path).stdout.splitlines()[1].split()[:2] == ["demo", "interrupted"]

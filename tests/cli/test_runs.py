@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rill.cli.main import app
+from rill.cli.runs import format_seconds
+from rill.telemetry import trace
+from rill.telemetry.metrics import MetricLog
+from rill.telemetry.run import Run
+
+
+@pytest.fixture(autouse=True)
+def _workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def finished_run(name: str = "demo") -> Run:
+    with Run.create(name, argv=["rill", "train", name]).running() as run, MetricLog(run.path) as log:
+        trace.configure(run.path, "driver")
+        with trace.span("step"):
+            log.write(1, {"reward/mean": 0.25, "loss": 1.0})
+        log.write(2, {"reward/mean": 0.75, "loss": 0.5})
+        log.write(3, {"eval/accuracy": 0.9})
+        trace.shutdown()
+    return run
+
+
+def run(*arguments: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_no_runs_is_said_in_words() -> None:
+    assert run("runs").startswith("no runs in runs/")
+
+
+def test_runs_are_listed_with_status_steps_and_last_reward() -> None:
+    finished_run()
+    header, row = run("runs").splitlines()
+    assert header.split() == ["run", "status", "steps", "reward", "started", "lasted"]
+    assert row.split()[:4] == ["demo", "finished", "3", "0.750"]
+    (listed,) = json.loads(run("runs", "--json"))
+    assert (listed["steps"], listed["reward"]) == (3, 0.75)
+
+
+def test_a_run_without_figures_is_listed_too() -> None:
+    Run.create("young").close()
+    assert run("runs").splitlines()[1].split()[:4] == ["young", "interrupted", "0", "-"]
+
+
+def test_a_copied_run_folder_is_shown_by_its_path(tmp_path: Path) -> None:
+    finished_run().path.rename(tmp_path / "elsewhere")
+    assert "finished" in run("runs", "show", str(tmp_path / "elsewhere"))
+
+
+def test_show_tells_how_a_run_stands_and_how_to_go_on() -> None:
+    finished_run()
+    text = run("runs", "show", "demo")
+    assert "rill train demo" in text
+    assert "eval/accuracy" in text
+    assert "resume with" not in text
+    Run.create("young").close()
+    assert "resume with: rill train --resume runs/young" in run("runs", "show", "young")
+
+
+def test_a_trace_is_exported_for_perfetto(tmp_path: Path) -> None:
+    finished_run()
+    assert "1 events" in run("runs", "trace", "demo", "-o", "out.json")
+    names = [event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]]
+    assert "step" in names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5.9, "5s"), (185, "3m05s"), (7620, "2h07m"), (273600, "3d04h"), (-1, "0s")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rill.config.files import COMMAND_LINE, load_recipe, parse_override
+from rill.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_values_know_their_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "# about\nworkflow = 'x'\n\n[trainer]\nlr = 1e-3\n")
+    loaded = load_recipe(path)
+    assert loaded.name == "r"
+    assert loaded.values == {"workflow": "x", "trainer": {"lr": 1e-3}}
+    assert loaded.provenance["trainer.lr"] == f"{path}:5"
+
+
+def test_the_including_file_wins_over_what_it_includes_and_tables_merge(tmp_path: Path) -> None:
+    base = write(tmp_path / "parts/base.toml", "[trainer]\nlr = 1\nsteps = 2\n")
+    path = write(tmp_path / "r.toml", 'include = ["parts/base.toml"]\n[trainer]\nlr = 3\n')
+    loaded = load_recipe(path)
+    assert loaded.values == {"trainer": {"lr": 3, "steps": 2}}
+    assert loaded.provenance["trainer.lr"] == f"{path}:3"
+    assert loaded.provenance["trainer.steps"] == f"{base}:3"
+
+
+def test_later_includes_win_over_earlier_ones(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", "x = 1\ny = 1\n")
+    write(tmp_path / "b.toml", "x = 2\n")
+    assert load_recipe(write(tmp_path / "r.toml", 'include = ["a.toml", "b.toml"]\n')).values == {
+        "x": 2,
+        "y": 1,
+    }
+
+
+def test_includes_are_relative_to_the_file_that_includes(tmp_path: Path) -> None:
+    write(tmp_path / "deep/er/c.toml", "x = 1\n")
+    write(tmp_path / "deep/b.toml", 'include = ["er/c.toml"]\n')
+    assert load_recipe(write(tmp_path / "r.toml", 'include = ["deep/b.toml"]\n')).values == {"x": 1}
+
+
+def test_a_circle_of_includes_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'include = ["b.toml"]\n')
+    write(tmp_path / "b.toml", 'include = ["a.toml"]\n')
+    with pytest.raises(ConfigError, match=r"circle: .*a\.toml → .*b\.toml → .*a\.toml"):
+        load_recipe(tmp_path / "a.toml")
+
+
+def test_two_files_may_include_the_same_third(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", "x = 1\n")
+    write(tmp_path / "a.toml", 'include = ["base.toml"]\n')
+    write(tmp_path / "b.toml", 'include = ["base.toml"]\n')
+    assert load_recipe(write(tmp_path / "r.toml", 'include = ["a.toml", "b.toml"]\n')).values == {"x": 1}
+
+
+def test_a_missing_include_names_both_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", 'include = ["gone.toml"]\n')
+    with pytest.raises(ConfigError, match=r"gone\.toml, included by .*r\.toml"):
+        load_recipe(path)
+
+
+def test_an_include_that_is_no_list_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", 'x = 1\ninclude = "base.toml"\n')
+    with pytest.raises(ConfigError, match=r"r\.toml:2: include = 'base\.toml': expected a list"):
+        load_recipe(path)
+
+
+def test_broken_toml_shows_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "a = 1\nlr = = 2\n")
+    with pytest.raises(ConfigError, match=r"(?s)r\.toml is not valid TOML: .*line 2.*2 \| lr = = 2"):
+        load_recipe(path)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"a = '\xff\xfe'\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_recipe(path)
+
+
+def test_overrides_win_and_are_marked(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[trainer]\nlr = 1\nsteps = 2\n")
+    loaded = load_recipe(path, ["trainer.lr=1e-5", "new.table.key=[1, 2]"])
+    assert loaded.values == {"trainer": {"lr": 1e-5, "steps": 2}, "new": {"table": {"key": [1, 2]}}}
+    assert loaded.provenance["trainer.lr"] == COMMAND_LINE
+    assert loaded.provenance["trainer.steps"] == f"{path}:3"
+
+
+def test_a_table_whose_type_changes_starts_afresh(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 16\n")
+    loaded = load_recipe(path, ["engine.dtype=bfloat16", "engine.type=vllm"])
+    assert loaded.values == {"engine": {"dtype": "bfloat16", "type": "vllm"}}
+    assert "engine.block_size" not in loaded.provenance
+
+
+def test_a_table_whose_type_stays_keeps_its_keys(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 16\n")
+    loaded = load_recipe(path, ["engine.type=native", "engine.dtype=bfloat16"])
+    assert loaded.values == {"engine": {"type": "native", "block_size": 16, "dtype": "bfloat16"}}
+
+
+def test_a_part_given_by_its_name_alone_takes_further_keys(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "engine = 'native'\n")
+    loaded = load_recipe(path, ["engine.block_size=8"])
+    assert loaded.values == {"engine": {"type": "native", "block_size": 8}}
+    assert loaded.provenance["engine.type"] == f"{path}:1"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("a=1", ["a"], 1),
+        ("a.b=1e-5", ["a", "b"], 1e-5),
+        ("a.b=true", ["a", "b"], True),
+        ("a=word", ["a"], "word"),
+        ("a=/tmp/some path", ["a"], "/tmp/some path"),
+        ("a='1'", ["a"], "1"),
+        ("a=", ["a"], ""),
+        ("a=x=y", ["a"], "x=y"),
+        ("a=[1, 'two']", ["a"], [1, "two"]),
+        ("a={ b = 1 }", ["a"], {"b": 1}),
+        ('a."b.c"=1', ["a", "b.c"], 1),
+        ("a=1\nb = 2", ["a"], "1\nb = 2"),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_word(override: str, path: list[str], value: object) -> None:
+    assert parse_override(override) == (path, value)
+
+
+@pytest.mark.parametrize("override", ["novalue", "=1", "a..b=1", ".a=1", "a b=1", "a.=1"])
+def test_what_is_no_override_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_override(override)
+
+
+def test_a_list_that_does_not_end_is_no_bare_word() -> None:
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        parse_override("a=[1, 2")
+
+
+def test_overrides_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "")
+    with pytest.raises(ConfigError, match="just set to 1"):
+        load_recipe(path, ["a=1", "a.b=2"])

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rill.config import dump_config, load_recipe, resolve
+from rill.config.resolve import describe_keys
+from rill.errors import ConfigError
+from tests.config.parts import NativeEngine, RemoteEngine, SmallRecipe
+
+VALID = "workflow = 'small'\nsteps = 3\n"
+
+
+def resolved(tmp_path: Path, text: str, *overrides: str) -> SmallRecipe:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    loaded = load_recipe(path, overrides)
+    return resolve(SmallRecipe, loaded.values, loaded.provenance, str(path))
+
+
+def mistake(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resolved(tmp_path, text, *overrides)
+    return str(raised.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_valid_recipe_becomes_a_config_with_its_parts(tmp_path: Path) -> None:
+    config = resolved(tmp_path, VALID + "judges = ['native', {type = 'remote', address = 'x'}]\n")
+    assert isinstance(config.engine, NativeEngine.Config)
+    assert isinstance(config.judges[1], RemoteEngine.Config)
+    assert config.judges[1].address == "x"
+
+
+def test_a_misspelt_key_names_file_line_value_and_the_nearest_key(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[trainer]\nlearning_rat = 0.1\n")
+    assert message == "r.toml:4: trainer.learning_rat = 0.1: unknown key (did you mean 'learning_rate'?)"
+
+
+def test_a_misspelt_key_inside_a_chosen_part_is_compared_with_that_part(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[engine]\ntype = 'native'\nblocksize = 8\n")
+    assert message == "r.toml:5: engine.blocksize = 8: unknown key (did you mean 'block_size'?)"
+
+
+def test_a_misspelt_key_in_a_list_of_parts_is_found(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[[judges]]\ntype = 'remote'\naddres = 'x'\n")
+    assert "r.toml:5: judges.0.addres = \"x\": unknown key (did you mean 'address'?)" in message
+
+
+def test_a_key_in_the_wrong_table_is_pointed_to_the_right_one(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "learning_rate = 0.1\n")
+    assert (
+        message == "r.toml:3: learning_rate = 0.1: unknown key here (did you mean 'trainer.learning_rate'?)"
+    )
+    message = mistake(tmp_path, VALID + "block_size = 8\n")
+    assert "did you mean 'engine.block_size'?" in message
+
+
+def test_a_key_like_no_other_lists_the_valid_ones(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[trainer]\nzzz = 1\n")
+    assert message.endswith("unknown key: valid in [trainer] are learning_rate, schedule, warmup")
+
+
+def test_a_value_of_the_wrong_type_says_what_was_expected(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[trainer]\nlearning_rate = 'fast'\n")
+    assert message.startswith('r.toml:4: trainer.learning_rate = "fast": expected a valid number')
+
+
+def test_a_value_out_of_range_says_the_range(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID, "trainer.learning_rate=-1")
+    assert message == "command line: trainer.learning_rate = -1: expected greater than 0"
+
+
+def test_a_wrong_choice_lists_the_choices(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID, "trainer.schedule=linear")
+    assert message == "command line: trainer.schedule = \"linear\": expected 'constant' or 'cosine'"
+
+
+def test_an_unknown_part_lists_the_parts(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[engine]\ntype = 'nativ'\n")
+    assert (
+        message
+        == "r.toml:3: engine: unknown engine 'nativ' (did you mean 'native'?): valid are native, remote"
+    )
+
+
+def test_a_missing_key_says_what_it_is_for(tmp_path: Path) -> None:
+    assert mistake(tmp_path, "workflow = 'small'\n") == "r.toml: steps: missing: How many steps to train."
+    message = mistake(tmp_path, VALID + "[engine]\ntype = 'remote'\n")
+    assert message == "r.toml:3: engine.address: missing: Where the server is."
+
+
+def test_a_contradiction_within_a_table_is_told_in_the_words_of_its_owner(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "[trainer]\nschedule = 'cosine'\n")
+    assert message == "r.toml:3: trainer: cosine needs `warmup`"
+
+
+def test_the_members_of_a_union_complain_once(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID, "trainer.warmup=soon")
+    assert message.count("\n") == 0
+    assert message.startswith('command line: trainer.warmup = "soon": expected a valid integer')
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    message = mistake(tmp_path, VALID + "x = 1\n[trainer]\nlearning_rate = 0\nwarm = 2\n")
+    assert [line.partition(":")[2].partition(":")[0] for line in message.splitlines()] == ["5", "6", "3"]
+
+
+def test_the_dump_shows_every_value_with_its_source_and_reads_back_as_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(VALID + "[engine]\ntype = 'remote'\naddress = 'here'\n[tags]\na = 1\n")
+    loaded = load_recipe(path, ["trainer.learning_rate=0.5"])
+    config = resolve(SmallRecipe, loaded.values, loaded.provenance)
+    text = dump_config(config, loaded.provenance)
+    sources = {line.split(" = ")[0]: line.split("# ")[-1] for line in text.splitlines() if " = " in line}
+    assert sources["steps"] == f"{path}:2"
+    assert sources["address"] == f"{path}:5"
+    assert sources["learning_rate"] == "command line"
+    assert sources["schedule"] == "default"
+    assert "# warmup is unset" in text
+    assert resolve(SmallRecipe, tomllib.loads(text)) == config
+
+
+def test_every_key_is_explained_through_chosen_parts(tmp_path: Path) -> None:
+    keys = {key.name: key for key in describe_keys(resolved(tmp_path, VALID))}
+    assert keys["engine.block_size"].description == "Tokens in a block."
+    assert keys["trainer.warmup"].value == "unset"
+    assert keys["steps"].value == "3"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rill.errors import UserError
+from rill.telemetry.run import Run, RunStatus, list_runs
+
+
+def test_a_run_folder_holds_config_environment_and_status(tmp_path: Path) -> None:
+    run = Run.create("demo", root=tmp_path, config_toml="steps = 1\n", argv=["rill", "train", "demo"])
+    assert run.config_path.read_text() == "steps = 1\n"
+    (start,) = json.loads(run.environment_path.read_text())
+    assert start["command"] == ["rill", "train", "demo"]
+    assert start["versions"]["rill"]
+    assert run.state().status is RunStatus.RUNNING
+    assert run.checkpoints_dir.is_dir()
+    run.close()
+
+
+def test_creating_never_overwrites(tmp_path: Path) -> None:
+    names = [Run.create("demo", root=tmp_path).name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+
+
+@pytest.mark.parametrize("name", ["", "../evil", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="run name"):
+        Run.create(name, root=tmp_path)
+
+
+def test_a_run_ends_finished_failed_or_interrupted(tmp_path: Path) -> None:
+    with Run.create("good", root=tmp_path).running():
+        pass
+    with pytest.raises(ValueError), Run.create("bad", root=tmp_path).running():
+        raise ValueError("no data")
+    with pytest.raises(KeyboardInterrupt) as interrupt, Run.create("stopped", root=tmp_path).running():
+        raise KeyboardInterrupt
+    states = {run.name: run.state() for run in list_runs(tmp_path)}
+    assert states["good"].status is RunStatus.FINISHED
+    assert (states["bad"].status, states["bad"].message) == (RunStatus.FAILED, "ValueError: no data")
+    assert states["stopped"].status is RunStatus.INTERRUPTED
+    assert interrupt.value.__notes__ == [f"resume with: rill train --resume {tmp_path / 'stopped'}"]
+
+
+def test_a_run_is_resumed_by_name_or_path_and_counts_its_starts(tmp_path: Path) -> None:
+    Run.create("demo", root=tmp_path).close()
+    created_s = Run.open("demo", root=tmp_path).state().created_s
+    Run.resume("demo", root=tmp_path).close()
+    resumed = Run.resume(tmp_path / "demo")
+    assert resumed.state().status is RunStatus.RUNNING
+    assert resumed.state().created_s == created_s
+    assert len(json.loads(resumed.environment_path.read_text())) == 3
+    resumed.close()
+
+
+def test_a_run_in_use_cannot_be_resumed(tmp_path: Path) -> None:
+    run = Run.create("demo", root=tmp_path)
+    with pytest.raises(UserError, match=f"process {os.getpid()}"):
+        Run.resume("demo", root=tmp_path)
+    run.close()
+    Run.resume("demo", root=tmp_path).close()
+
+
+def test_an_unknown_run_suggests_the_nearest(tmp_path: Path) -> None:
+    Run.create("demo", root=tmp_path).close()
+    with pytest.raises(UserError, match="did you mean 'demo'"):
+        Run.open("dmeo", root=tmp_path)
+
+
+def _hold(root: str, ready: multiprocessing.Queue[int]) -> None:
+    Run.create("killed", root=root)
+    ready.put(1)
+    signal.pause()
+
+
+def test_a_killed_run_reads_as_interrupted_and_can_be_resumed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready: multiprocessing.Queue[int] = context.Queue()
+    child = context.Process(target=_hold, args=(str(tmp_path), ready))
+    child.start()
+    ready.get(timeout=30)
+    assert Run.open("killed", root=tmp_path).state().status is RunStatus.RUNNING
+    child.kill()
+    child.join(30)
+    state = Run.open("killed", root=tmp_path).state()
+    assert state.status is RunStatus.INTERRUPTED
+    assert "without a word" in state.message
+    Run.resume("killed", root=tmp_path).close()
+
+
+def test_runs_are_listed_oldest_first_and_other_folders_ignored(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        Run.create(name, root=tmp_path).close()
+    (tmp_path / "notes").mkdir()
+    assert [run.name for run in list_runs(tmp_path)] == ["b", "a"]
+    assert list_runs(tmp_path / "nowhere") == []
