@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import RunError
 
 if TYPE_CHECKING:
+    from rill.runtime.call import CallBook
     from rill.runtime.hub import HubClient
+    from rill.runtime.mailbox import Mailbox
     from rill.runtime.transfer import Transfer
 
 DRIVER_GROUP = "driver"
@@ -63,6 +65,10 @@ class RuntimeContext:
     node_id: str
     address: WorkerAddress
     hub_endpoint: str
+    mailbox: Mailbox
+    """The inbox of this process."""
+    calls: CallBook
+    """The remote calls that this process waits for."""
     host: str = "127.0.0.1"
     """The address of this node that other nodes can reach."""
     num_nodes: int = 1

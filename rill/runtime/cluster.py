@@ -1,0 +1,441 @@
+"""Where a run's processes live: nodes, devices with global ids, and the groups of workers placed on them.
+
+    with Cluster(devices=4) as cluster:               # this machine: child processes, no daemon
+    with Cluster.ray("auto", devices=4) as cluster:   # Ray finds the nodes and starts an agent on each
+
+    driver ── Cluster ──▶ node agent (one per node) ──▶ hub (first node), workers
+        └──────── calls (mailbox) ───────────────────────────▶┘
+
+Leaving the `with` block, the driver's exit and the driver's death all end every process and remove every file of the
+session. A worker's death fails the calls that wait for it and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
+from rill.runtime import context as runtime_context
+from rill.runtime.backend import Backend, LocalBackend
+from rill.runtime.call import CallBook, encode_arguments
+from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
+from rill.runtime.device import Device, Node, number, torch_device, visible_devices_env
+from rill.runtime.group import ClassRef, Member, WorkerGroup
+from rill.runtime.handle import Handle
+from rill.runtime.host import HELLO, INIT, STOP, Hello, HostSpec, thread_env
+from rill.runtime.local import NodeClient
+from rill.runtime.mailbox import Frames, Mailbox
+from rill.runtime.main_module import describe_main
+from rill.runtime.placement import Placement, Seat, resolve
+from rill.runtime.process import Event, Exited, Start
+from rill.runtime.session import open_session
+from rill.runtime.worker import Seating, Worker
+
+W = TypeVar("W", bound=Worker)
+
+KILL_WAIT_S = 10.0
+HUB_KEY = "hub"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One seat of a group and the process on it."""
+
+    seat: Seat
+    placeholder: WorkerAddress
+    incarnation: int = 0
+    member: Member | None = None
+    is_running: bool = False
+    death: str | None = None
+    """Why its last process ended, unless that was asked for."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is needed to start a group's processes, now and again."""
+
+    name: str
+    ranks: list[_Rank]
+    env: Mapping[str, str]
+    threads: int | None
+    init_payload: Frames
+    ready: dict[int, Handle] = field(default_factory=dict)
+    """The handle of `__init__` and its slot, by rank; replaced by a relaunch."""
+    is_closing: bool = False
+
+
+class Cluster:
+    """The nodes, devices and groups of one run, seen from the driver."""
+
+    def __init__(
+        self,
+        devices: str | int | Sequence[Device] = "auto",
+        *,
+        labels: Sequence[str] = (),
+        preload: Sequence[str] = (),
+        trace_dir: str | Path | None = None,
+        log_dir: str | Path | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", or a list of Device. `preload`: modules that workers
+        find imported (they are then forked, which is fast and shares memory; only for modules that stand a fork).
+        `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output there, else it is removed
+        with the session."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._groups: dict[str, _Group] = {}
+        self._keys: dict[str, tuple[_Group, int]] = {}
+        self._next_incarnation: dict[str, int] = {}
+        self._is_closed = False
+        self._trace_dir = str(trace_dir) if trace_dir is not None else None
+        self.session = open_session()
+        self._log_dir = Path(log_dir) if log_dir is not None else self.session.session_dir / "logs"
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._main = describe_main()
+        self._backend = backend or LocalBackend(devices, frozenset(labels))
+        opened = self._backend.open(
+            self.session, tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost
+        )
+        self._nodes: dict[str, NodeClient] = {client.node.node_id: client for client in opened.nodes}
+        self.devices: tuple[Device, ...] = number(opened.devices)
+        self.context = self._make_context(opened.nodes[0].node)
+        self._start_hub()
+        runtime_context.install(self.context)
+        self._at_exit = weakref.WeakMethod(self.close)
+        atexit.register(_close_at_exit, self._at_exit)
+
+    @classmethod
+    def ray(
+        cls, address: str = "local", devices: str | int | Sequence[Device] = "auto", **options: Any
+    ) -> Cluster:
+        """On Ray: "local" starts a cluster here, "auto" joins the one at hand, else its address. `devices` counts per
+        node. `options` are those of Cluster."""
+        from rill.runtime.ray import RayBackend
+
+        return cls(backend=RayBackend(address, devices), **options)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines, the driver's first."""
+        return [client.node for client in self._nodes.values()]
+
+    # --- groups -------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        cls: type[W],
+        *,
+        name: str,
+        placement: Placement = "all",
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> WorkerGroup[W]:
+        """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
+        self._check_name(name)
+        ref = ClassRef.of(cls)
+        seats = resolve(placement, self.devices)
+        payload = encode_arguments((ref,), init_kwargs or {})
+        first = self._next_incarnation.get(name, 0)  # a name may be used again, an identity may not
+        ranks = [
+            _Rank(seat, WorkerAddress(name, seat.rank, seat.node_id, 0, "", incarnation=first), first)
+            for seat in seats
+        ]
+        group = _Group(name, ranks, dict(env or {}), threads, payload)
+        with self._lock:
+            self._groups[name] = group
+        for rank in range(len(ranks)):
+            self._start_rank(group, rank)
+        return WorkerGroup(cls, name, len(ranks), self)
+
+    def members(self, group: str) -> Sequence[Member]:
+        """The processes of a group that is ready; part of `GroupOwner`."""
+        state = self._group(group)
+        members = [rank.member for rank in state.ranks]
+        if None in members:
+            self.wait_ready(group, KILL_WAIT_S)
+            members = [rank.member for rank in state.ranks]
+        return members  # type: ignore[return-value]
+
+    def wait_ready(self, group: str, timeout_s: float) -> None:
+        """Wait for every `__init__`; a failure ends the group's other processes too."""
+        state = self._group(group)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            for handle in list(state.ready.values()):
+                handle.wait(max(0.0, deadline_s - time.monotonic()))
+        except (RunError, KeyboardInterrupt):
+            self.close_group(group, 0.0)
+            raise
+
+    def relaunch(self, group: str, rank: int, timeout_s: float) -> None:
+        """Part of `GroupOwner`; see WorkerGroup.relaunch."""
+        state = self._group(group)
+        entry = state.ranks[rank]
+        self._end_rank(state, rank)
+        with self._lock:
+            entry.incarnation += 1
+            entry.member = None
+            entry.death = None
+            old = entry.placeholder
+            entry.placeholder = WorkerAddress(
+                old.group, old.rank, old.node_id, 0, "", incarnation=entry.incarnation
+            )
+        self._start_rank(state, rank)
+        state.ready[rank].wait(timeout_s)
+
+    def close_group(self, group: str, timeout_s: float) -> None:
+        """Part of `GroupOwner`; see WorkerGroup.close."""
+        with self._lock:
+            state = self._groups.pop(group, None)
+            if state is None:
+                return
+            state.is_closing = True
+            running = [n for n, rank in enumerate(state.ranks) if rank.is_running]
+        for n in running:
+            member = state.ranks[n].member
+            if member is not None and timeout_s > 0:
+                endpoint = member.endpoint_for(self.context.node_id, concurrent=False)
+                self.context.mailbox.post(endpoint, [STOP])
+        self._wait_ended([state.ranks[n] for n in running], timeout_s)
+        for n in running:
+            self._end_rank(state, n)
+        for rank in state.ranks:
+            self._forget(rank)
+        self._next_incarnation[group] = 1 + max(rank.incarnation for rank in state.ranks)
+
+    def diagnose(self, message: str) -> str:
+        """A passed deadline, told with what the hub knows of who waits for whom."""
+        return message
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every process and remove every file of the session. Safe to call twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            names = list(self._groups)
+        atexit.unregister(_close_at_exit)
+        for name in names:
+            self.close_group(name, 2.0)
+        runtime_context.uninstall(self.context)
+        self.context.close()
+        self.context.mailbox.close()
+        for node in self._nodes.values():
+            node.close()
+        self._backend.close()
+        self.session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- starting and ending processes --------------------------------------------------------------------
+
+    def _make_context(self, node: Node) -> RuntimeContext:
+        session_dir = self.session.session_dir
+        tcp_host = node.host if len(self._nodes) > 1 else None
+        mailbox = Mailbox(f"ipc://{session_dir}/driver", tcp_host=tcp_host)
+        address = WorkerAddress(
+            DRIVER_GROUP, 0, node.node_id, os.getpid(), mailbox.endpoint, mailbox.tcp_endpoint
+        )
+        mailbox.on(HELLO, self._on_hello)
+        context = RuntimeContext(
+            session_id=self.session.session_id,
+            session_dir=session_dir,
+            shm_dir=self.session.shm_dir,
+            node_id=node.node_id,
+            address=address,
+            hub_endpoint=f"ipc://{session_dir}/hub.sock",
+            mailbox=mailbox,
+            calls=CallBook(mailbox, node.node_id),
+            host=node.host,
+            num_nodes=len(self._nodes),
+        )
+        mailbox.start()
+        return context
+
+    def _start_hub(self) -> None:
+        from rill.runtime.hub import hub_command
+
+        command = hub_command(
+            self.session.session_dir, self.context.hub_endpoint, shm_dir=self.session.shm_dir
+        )
+        request = Start(
+            key=HUB_KEY,
+            entry="",
+            argv=tuple(command),
+            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            log_path=str(self._log_dir / "hub.log"),
+            restart=True,
+        )
+        self._nodes[self.context.node_id].start(request)
+
+    def _start_rank(self, group: _Group, n: int) -> None:
+        rank = group.ranks[n]
+        key = rank.placeholder.identity
+        node = self._nodes[rank.seat.node_id]
+        seats_on_node = sum(1 for other in group.ranks if other.seat.node_id == rank.seat.node_id)
+        num_threads = group.threads or max(1, (os.cpu_count() or 1) // seats_on_node)
+        env = {**thread_env(num_threads), **visible_devices_env(rank.seat.devices), **group.env}
+        handle = Handle(f"{group.name}.__init__", [rank.placeholder])
+        handle.explain_with(self.diagnose)
+        with self._lock:
+            group.ready[n] = handle
+            rank.is_running = True
+            self._keys[key] = (group, n)
+        request = Start(
+            key=key,
+            entry="rill.runtime.host:main",
+            payload=pickle.dumps(self._host_spec(group, rank, node.node, num_threads)),
+            env=env,
+            log_path=str(self._log_dir / f"{group.name}-{n}-{rank.incarnation}.log"),
+        )
+        node.start(request)
+
+    def _host_spec(self, group: _Group, rank: _Rank, node: Node, num_threads: int) -> HostSpec:
+        seat = rank.seat
+        seating = Seating(
+            group_name=group.name,
+            rank=seat.rank,
+            world_size=len(group.ranks),
+            devices=seat.devices,
+            device=torch_device(seat.devices),
+        )
+        return HostSpec(
+            session_id=self.session.session_id,
+            session_dir=str(self.session.session_dir),
+            shm_dir=str(self.session.shm_dir),
+            node_id=node.node_id,
+            host=node.host,
+            num_nodes=len(self._nodes),
+            hub_endpoint=self.context.hub_endpoint,
+            driver=self.context.address,
+            seating=seating,
+            incarnation=rank.incarnation,
+            num_threads=num_threads,
+            main=self._main,
+            sys_path=list(sys.path),
+            trace_dir=self._trace_dir,
+            socket_name=f"w{len(self._keys)}",
+        )
+
+    def _end_rank(self, group: _Group, n: int) -> None:
+        """Kill a rank's process if it runs, and wait until the agent says so."""
+        rank = group.ranks[n]
+        with self._lock:
+            if not rank.is_running:
+                return
+        self._nodes[rank.seat.node_id].kill(rank.placeholder.identity, signal.SIGKILL)
+        if not self._wait_ended([rank], KILL_WAIT_S):
+            raise StuckError(f"{rank.placeholder.name} did not end within {KILL_WAIT_S:g} s of its kill")
+
+    def _wait_ended(self, ranks: Sequence[_Rank], timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(rank.is_running for rank in ranks), timeout_s)
+
+    # --- events: on the nodes' reader threads and on the inbox thread ----------------------------------------
+
+    def _on_hello(self, frames: Frames) -> None:
+        hello = pickle.loads(frames[0])
+        assert isinstance(hello, Hello)
+        with self._lock:
+            group, n = self._keys[hello.address.identity]
+            rank = group.ranks[n]
+            rank.member = Member(hello.address, hello.work_endpoint, hello.work_tcp_endpoint)
+            member, handle = rank.member, group.ready[n]
+        endpoint = member.endpoint_for(self.context.node_id, concurrent=False)
+        self.context.calls.call(member.address, endpoint, INIT, group.init_payload, handle, 0)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Exited) and event.key in self._keys:
+            self._rank_ended(event.key, describe_exit(event.exit_code, event.log_tail))
+
+    def _on_node_lost(self, node_id: str, reason: str) -> None:
+        with self._lock:
+            lost = [
+                key
+                for key, (group, n) in self._keys.items()
+                if group.ranks[n].seat.node_id == node_id and group.ranks[n].placeholder.identity == key
+            ]
+        for key in lost:
+            self._rank_ended(key, reason)
+        if not self._is_closed:
+            self._nodes[node_id] = self._backend.reopen(node_id)
+            if node_id == self.context.node_id:
+                self._start_hub()
+
+    def _rank_ended(self, key: str, reason: str) -> None:
+        with self._lock:
+            group, n = self._keys[key]
+            rank = group.ranks[n]
+            if rank.placeholder.identity != key or not rank.is_running:
+                return
+            rank.is_running = False
+            was_asked_for = group.is_closing
+            rank.death = None if was_asked_for else reason
+            has_greeted = rank.member is not None
+            handle = group.ready[n]
+            self._changed.notify_all()
+        self.context.calls.peer_died(key, "its group was closed" if was_asked_for else reason)
+        if not has_greeted:
+            handle.fill(0, PeerDiedError(f"{rank.placeholder.name} died before it was ready: {reason}"))
+
+    def _forget(self, rank: _Rank) -> None:
+        if rank.member is not None:
+            self.context.mailbox.forget(rank.member.address.endpoint_from(self.context.node_id))
+            self.context.mailbox.forget(rank.member.endpoint_for(self.context.node_id, concurrent=False))
+
+    # --- checks -------------------------------------------------------------------------------------------
+
+    def _group(self, name: str) -> _Group:
+        with self._lock:
+            if self._is_closed:
+                raise RunError("the cluster is closed")
+            if name not in self._groups:
+                raise RunError(f"the group {name!r} is closed")
+            return self._groups[name]
+
+    def _check_name(self, name: str) -> None:
+        if not name or not all(c.isalnum() or c in "-_." for c in name) or name == DRIVER_GROUP:
+            raise UserError(
+                f"{name!r} cannot name a group: use letters, digits, '-', '_' and '.', not 'driver'"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise RunError("the cluster is closed: no group can be launched on it")
+            if name in self._groups:
+                raise PlanError(f"there is a group {name!r} already: close it first or choose another name")
+
+
+def describe_exit(exit_code: int, log_tail: str) -> str:
+    """How a process ended, in words, with the end of what it printed."""
+    if exit_code < 0:
+        how = f"killed by {signal.Signals(-exit_code).name}"
+    else:
+        how = f"exit code {exit_code}"
+    return f"{how}\n--- end of its log ---\n{log_tail}" if log_tail else how
+
+
+def _close_at_exit(close: weakref.WeakMethod[Any]) -> None:
+    method = close()
+    if method is not None:
+        method()

@@ -1,0 +1,194 @@
+"""The main of a worker's process: sets the process up, then serves calls until it is told to stop.
+
+    main thread:   hello ─▶ loop: work inbox ─▶ run the call ─▶ reply          (one at a time, in order)
+    inbox thread:  @concurrent calls ─▶ a thread each ─▶ reply;  replies to this worker's own calls;  transfers
+
+The first call is `__init__`; it imports the worker's class, so that an error there is an error of that call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from rill.errors import UserError
+from rill.runtime import context as runtime_context
+from rill.runtime.call import CALL, Call, CallBook, reply_error, reply_value
+from rill.runtime.context import RuntimeContext, WorkerAddress
+from rill.runtime.mailbox import Frames, Mailbox, bind_tcp, receive
+from rill.runtime.main_module import MainModule, install_main
+from rill.runtime.process import read_all
+from rill.runtime.worker import Seating, Worker, begin_call, build
+from rill.telemetry import trace
+
+HELLO, STOP = b"hello", b"stop"
+INIT = "__init__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """All that a worker's process is told at its start."""
+
+    session_id: str
+    session_dir: str
+    shm_dir: str
+    node_id: str
+    host: str
+    num_nodes: int
+    hub_endpoint: str
+    driver: WorkerAddress
+    seating: Seating
+    incarnation: int
+    num_threads: int
+    main: MainModule
+    sys_path: list[str]
+    trace_dir: str | None
+    socket_name: str
+    """Short, because the path of a Unix socket may have 107 characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The worker's first message to the driver: where it is."""
+
+    address: WorkerAddress
+    work_endpoint: str
+    work_tcp_endpoint: str
+
+
+def main(start: int | bytes) -> None:
+    """Entry of the process; `start` is a pickled HostSpec or the descriptor of a file that holds one."""
+    spec = pickle.loads(read_all(start) if isinstance(start, int) else start)
+    assert isinstance(spec, HostSpec)
+    faulthandler.enable()
+    sys.path[:] = spec.sys_path
+    install_main(spec.main)
+    _limit_threads(spec.num_threads)
+    name = f"{spec.seating.group_name}[{spec.seating.rank}]"
+    if spec.trace_dir is not None:
+        trace.configure(spec.trace_dir, f"{name}#{spec.incarnation}")
+    host = WorkerHost(spec)
+    host.serve()
+    trace.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # user threads that never end must not hold the process
+
+
+def thread_env(num_threads: int) -> Mapping[str, str]:
+    """What the usual libraries read when they are loaded."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {name: str(num_threads) for name in names}
+
+
+def _limit_threads(num_threads: int) -> None:
+    """For libraries that were loaded before the environment was set, in a worker forked after `preload`."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(num_threads)
+
+
+class WorkerHost:
+    """One worker and its inboxes. Runs in a process of its own, or in a thread of the driver's (inline)."""
+
+    def __init__(self, spec: HostSpec, mailbox: Mailbox | None = None) -> None:
+        self.spec = spec
+        self.worker: Worker | None = None
+        self._ready = threading.Event()
+        tcp_host = spec.host if spec.num_nodes > 1 else None
+        base = f"ipc://{spec.session_dir}/{spec.socket_name}"
+        self.mailbox = mailbox or Mailbox(base, tcp_host=tcp_host)
+        self._work = self.mailbox.context.socket(zmq.PULL)
+        self._work.setsockopt(zmq.RCVHWM, 0)
+        self._work.bind(f"{base}-work")
+        self._work_tcp = bind_tcp(self._work, tcp_host) if tcp_host else ""
+        self._work_endpoint = f"{base}-work"
+        address = WorkerAddress(
+            group=spec.seating.group_name,
+            rank=spec.seating.rank,
+            node_id=spec.node_id,
+            pid=os.getpid(),
+            endpoint=self.mailbox.endpoint,
+            tcp_endpoint=self.mailbox.tcp_endpoint,
+            incarnation=spec.incarnation,
+        )
+        self.context = RuntimeContext(
+            session_id=spec.session_id,
+            session_dir=Path(spec.session_dir),
+            shm_dir=Path(spec.shm_dir),
+            node_id=spec.node_id,
+            address=address,
+            hub_endpoint=spec.hub_endpoint,
+            host=spec.host,
+            num_nodes=spec.num_nodes,
+            mailbox=self.mailbox,
+            calls=CallBook(self.mailbox, spec.node_id),
+        )
+        self.lane = address.name
+
+    def serve(self) -> None:
+        """Say hello, then run calls until a stop message."""
+        runtime_context.install(self.context)
+        self.mailbox.on(CALL, self._on_concurrent_call)
+        self.mailbox.start()
+        hello = Hello(self.context.address, self._work_endpoint, self._work_tcp)
+        self.mailbox.post(self.spec.driver.endpoint_from(self.spec.node_id), [HELLO, pickle.dumps(hello)])
+        while True:
+            frames = receive(self._work)
+            if frames[0] == STOP:
+                break
+            self._run(Call.read(frames[1:]))
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            if self.worker is not None:
+                self.worker.close()
+        finally:
+            runtime_context.uninstall(self.context)
+            self.context.close()
+            self._work.close(linger=0)
+            self.mailbox.close()
+
+    def _on_concurrent_call(self, frames: Frames) -> None:
+        call = Call.read(frames)
+        threading.Thread(target=self._run_when_ready, args=(call,), name=call.method, daemon=True).start()
+
+    def _run_when_ready(self, call: Call) -> None:
+        self._ready.wait()  # ended by `__init__`, or with the process
+        self._run(call)
+
+    def _run(self, call: Call) -> None:
+        timers = begin_call()
+        started_s = time.perf_counter()
+        try:
+            with trace.span(f"{self.spec.seating.group_name}.{call.method}", lane=self.lane):
+                value = self._initialise(call) if call.method == INIT else self._invoke(call)
+            reply_value(self.mailbox, call, value, time.perf_counter() - started_s, timers)
+        except BaseException as error:  # noqa: BLE001  the boundary of user code: every exception goes to the caller
+            reply_error(self.mailbox, call, error, time.perf_counter() - started_s, timers)
+
+    def _initialise(self, call: Call) -> None:
+        (target,), init_kwargs = call.arguments()
+        self.worker = build(target.load(), self.spec.seating, init_kwargs)
+        self._ready.set()
+
+    def _invoke(self, call: Call) -> Any:
+        if self.worker is None:
+            raise UserError(
+                f"{self.lane} was not initialised: its __init__ failed, relaunch it or close the group"
+            )
+        args, kwargs = call.arguments()
+        value = getattr(self.worker, call.method)(*args, **kwargs)
+        return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -1,0 +1,372 @@
+"""The agent of one node: the process that starts, watches and ends every other process of a session there.
+
+    driver ──socketpair──▶ agent ──fork, exec──▶ hub, workers …
+           ◀──exit events──      ◀──SIGCHLD────
+
+One agent per node, started by `local.LocalNode` (directly, or inside a Ray actor on a remote node). It runs one
+single-threaded loop that wakes for a request, for a child's end and once a second.
+
+Guarantees:
+- When the driver's end of the socket closes, or the driver's process is gone, every process of the session is
+  killed, with all that it started, and the session's folders are removed. kill -9 of the driver included.
+- When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG).
+- A child's process group ends with the child. What escapes from the group is adopted (PR_SET_CHILD_SUBREAPER)
+  and ends with the session.
+- A child marked `restart` (the hub) is started again, with the same arguments, whenever it ends.
+
+Modules named in `preload` are imported once, here, and workers are forked from this process with them in place;
+without preload a worker is a fresh interpreter, whose environment is complete before anything is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK_S = 1.0
+MAX_RESTARTS_PER_MINUTE = 120
+LOG_TAIL_BYTES = 4096
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Request: start a process and call it `key`."""
+
+    key: str
+    entry: str
+    """"module:function", called with `payload`; or empty when `argv` is given."""
+    payload: bytes = b""
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: str
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Request: send `signal_number` to the process group of `key`."""
+
+    key: str
+    signal_number: int = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Request: end everything, remove the session's folders, exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Event: the process runs."""
+
+    key: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """Event: the process ended."""
+
+    key: str
+    pid: int
+    exit_code: int
+    """Negative: killed by that signal."""
+    log_tail: str
+    restarted: bool
+
+
+Request = Start | Kill | Shutdown
+Event = Started | Exited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What an agent needs to know from its start."""
+
+    session_id: str
+    session_dir: str
+    shm_dir: str
+    sys_path: list[str]
+    preload: tuple[str, ...] = ()
+    driver_pid: int
+
+
+def send_message(sock: socket.socket, message: object) -> None:
+    """One length-prefixed pickle. Both ends are ours and on one machine."""
+    data = pickle.dumps(message)
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(sock: socket.socket) -> object:
+    """The next message; EOFError when the other end is closed."""
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return pickle.loads(_receive_exactly(sock, length))
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            part = sock.recv(num_bytes - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise EOFError("the other end is closed")
+        data += part
+    return bytes(data)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def bootstrap(entry: str, fd: int, sys_path: list[str]) -> list[str]:
+    """The command line of a fresh interpreter that calls `entry` with the bytes waiting in `fd`."""
+    module, _, function = entry.partition(":")
+    code = f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({fd})"
+    return [sys.executable, "-c", code]
+
+
+def read_all(fd: int) -> bytes:
+    """The content of an inherited memory file, which is closed."""
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+# --- the agent --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Child:
+    request: Start
+    pid: int
+    starts_s: list[float] = field(default_factory=list)
+
+
+class Agent:
+    """The loop."""
+
+    def __init__(self, spec: AgentSpec, control: socket.socket) -> None:
+        self.spec = spec
+        self.control = control
+        self.children: dict[int, _Child] = {}
+        self.parent_pid = os.getppid()
+        self.wake_read, self.wake_write = os.pipe()
+        for fd in (self.wake_read, self.wake_write):
+            os.set_blocking(fd, False)
+
+    def run(self) -> None:
+        """Until the driver says so or is gone."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.set_wakeup_fd(self.wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        for module in self.spec.preload:
+            importlib.import_module(module)
+        while os.getppid() == self.parent_pid:
+            watched: list[socket.socket | int] = [self.control, self.wake_read]
+            readable, _, _ = select.select(watched, [], [], TICK_S)
+            if self.wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+            self._reap()
+            if self.control in readable:
+                try:
+                    request = receive_message(self.control)
+                except EOFError:
+                    break
+                if isinstance(request, Shutdown):
+                    break
+                self._handle(request)
+        self._end()
+
+    def _handle(self, request: object) -> None:
+        if isinstance(request, Start):
+            self._start(request, [])
+        elif isinstance(request, Kill):
+            for child in self.children.values():
+                if child.request.key == request.key:
+                    _kill_group(child.pid, request.signal_number)
+
+    def _start(self, request: Start, starts_s: list[float]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become(request)
+        self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
+        self._tell(Started(key=request.key, pid=pid))
+
+    def _become(self, request: Start) -> None:
+        """In the child: take the request's surroundings, then exec, or run the entry in this interpreter."""
+        exit_code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            parent_pid = os.getppid()
+            die_with_parent(parent_pid)
+            _redirect(request.log_path)
+            os.environ.update(request.env)
+            if request.argv:
+                os.execv(request.argv[0], request.argv)
+            if not self.spec.preload:
+                fd = os.memfd_create("rill-start", 0)
+                os.write(fd, request.payload)
+                os.lseek(fd, 0, os.SEEK_SET)
+                command = bootstrap(request.entry, fd, self.spec.sys_path)
+                os.execv(command[0], command)
+            self.control.close()
+            os.close(self.wake_read)
+            os.close(self.wake_write)
+            module, _, function = request.entry.partition(":")
+            getattr(importlib.import_module(module), function)(request.payload)
+            exit_code = 0
+        except SystemExit as ending:
+            exit_code = ending.code if isinstance(ending.code, int) else 1
+        except BaseException:  # noqa: BLE001  the boundary of a forked child: it must never return into the agent's loop
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(exit_code)
+
+    def _reap(self) -> None:
+        for pid, status in _ended_children():
+            child = self.children.pop(pid, None)
+            if child is None:
+                continue  # an adopted process
+            _kill_group(pid, signal.SIGKILL)
+            exit_code = os.waitstatus_to_exitcode(status)
+            recent = [start for start in child.starts_s if time.monotonic() - start < 60.0]
+            restart = child.request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
+            if restart:
+                self._start(child.request, recent)
+            tail = _tail(child.request.log_path)
+            self._tell(
+                Exited(key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, restarted=restart)
+            )
+
+    def _tell(self, event: Event) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send_message(self.control, event)
+
+    def _end(self) -> None:
+        """Kill every process of the session, remove its folders, exit."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for pid in self.children:
+            _kill_group(pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 5.0
+        while time.monotonic() < deadline_s:
+            for pid in _own_children():  # includes what was adopted
+                _kill_group(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
+            except ChildProcessError:
+                break
+        remove_session(Path(self.spec.session_dir), Path(self.spec.shm_dir))
+        os._exit(0)
+
+
+def main(fd: int) -> None:
+    """Entry of the agent's process; `fd` is its end of the socketpair, the first message its spec."""
+    control = socket.socket(fileno=fd)
+    control.set_inheritable(False)
+    spec = receive_message(control)
+    assert isinstance(spec, AgentSpec)
+    with hold_session(Path(spec.session_dir)):
+        Agent(spec, control).run()
+
+
+def _redirect(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _own_children() -> list[int]:
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(pid) for pid in text.split()]
+
+
+def _kill_group(pid: int, signal_number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal_number)
+
+
+def _tail(log_path: str) -> str:
+    try:
+        with open(log_path, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# --- the session's folders --------------------------------------------------------------------------------
+
+SESSION_PREFIX = "rill-session-"
+LOCK_NAME = "session.lock"
+
+
+@contextlib.contextmanager
+def hold_session(session_dir: Path) -> Iterator[None]:
+    """Hold the session's lock: a folder whose lock nobody holds is left over and may be swept."""
+    with open(session_dir / LOCK_NAME, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def remove_session(session_dir: Path, shm_dir: Path) -> None:
+    """Remove both folders, whatever is left in them."""
+    shutil.rmtree(shm_dir, ignore_errors=True)
+    shutil.rmtree(session_dir, ignore_errors=True)

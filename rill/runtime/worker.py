@@ -1,0 +1,215 @@
+"""The base class of everything that runs on devices: one rank of a group, in a process of its own.
+
+A subclass's public methods become the methods of its group (`group.py`). Calls run one at a time, in the order
+they were made, on the process's main thread; methods marked `@concurrent` run at once in threads of their own,
+for what must work while a long call runs (`abort`, `stats`, `update_weights`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+from rill.runtime.context import current
+from rill.runtime.device import Device
+from rill.telemetry import trace
+
+if TYPE_CHECKING:
+    from rill.runtime.cluster import Cluster
+    from rill.runtime.group import WorkerGroup
+    from rill.runtime.placement import Placement
+    from rill.runtime.transfer import Pending, Rendezvous
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LAUNCH_WAIT_S = 600.0
+_CONCURRENT = "__rill_concurrent__"
+
+
+def concurrent(method: Callable[P, R]) -> Callable[P, R]:
+    """Let calls of this method run at once, in a thread of their own, whatever else the worker is doing."""
+    method.__dict__[_CONCURRENT] = True
+    return method
+
+
+def is_concurrent(method: Callable[..., Any]) -> bool:
+    """Whether `concurrent` marked it."""
+    return _CONCURRENT in method.__dict__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """What a worker knows about itself before its `__init__` runs."""
+
+    group_name: str
+    rank: int
+    world_size: int
+    devices: tuple[Device, ...]
+    device: str
+
+
+class Worker:
+    """One rank. `rank`, `world_size`, `group_name`, `devices` and `device` are set before `__init__` runs."""
+
+    rank: int
+    world_size: int
+    group_name: str
+    devices: tuple[Device, ...]
+    device: str
+    """The torch device of this process: "cuda:0" (its first GPU, as it sees it) or "cpu"."""
+
+    @classmethod
+    def launch(
+        cls,
+        cluster: Cluster,
+        *,
+        name: str | None = None,
+        placement: Placement = "all",
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        launch_timeout_s: float = LAUNCH_WAIT_S,
+        **init_kwargs: Any,
+    ) -> WorkerGroup[Self]:
+        """Start one process per seat of `placement` and run `__init__(**init_kwargs)` in each.
+
+        `name` defaults to the class's name; `env` is added to each process's environment before anything is
+        imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly). Returns
+        when every rank is ready; raises what the first failing `__init__` raised.
+        """
+        group = cls.launch_async(
+            cluster, name=name, placement=placement, env=env, threads=threads, **init_kwargs
+        )
+        group.ready(launch_timeout_s)
+        return group
+
+    @classmethod
+    def launch_async(
+        cls,
+        cluster: Cluster,
+        *,
+        name: str | None = None,
+        placement: Placement = "all",
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        **init_kwargs: Any,
+    ) -> WorkerGroup[Self]:
+        """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
+        return cluster.launch(
+            cls,
+            name=name or cls.__name__,
+            placement=placement,
+            env=dict(env or {}),
+            threads=threads,
+            init_kwargs=init_kwargs,
+        )
+
+    # --- to override --------------------------------------------------------------------------------------
+
+    def onload(self) -> None:
+        """Take device memory. Called by the device lock before this worker's turn."""
+
+    def offload(self) -> None:
+        """Give device memory back. Called by the device lock after this worker's turn."""
+
+    def close(self) -> None:
+        """Called once, on the main thread, when the group is closed in order."""
+
+    # --- for use inside methods ---------------------------------------------------------------------------
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Time a block; the caller reads it from the handle, summed over the call."""
+        started_s = time.perf_counter()
+        with trace.span(f"{self.group_name}.{name}", lane=f"{self.group_name}[{self.rank}]"):
+            try:
+                yield
+            finally:
+                timers = _this_call.timers
+                timers[name] = timers.get(name, 0.0) + time.perf_counter() - started_s
+
+    @property
+    def device_lock(self) -> Any:
+        """This worker's turn on its devices: `with self.device_lock:` or `with self.device_lock(inputs, outputs):`."""
+        from rill.runtime.lock import device_lock_of
+
+        return device_lock_of(self)
+
+    def send(
+        self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S
+    ) -> None:
+        """Send `obj` to a worker; returns when `obj` may be changed again. Blocks while the peer is behind."""
+        current().transfer.send(obj, group, rank, tag=tag, timeout_s=timeout_s)
+
+    def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Pending[None]:
+        """As `send`; `obj` must not be changed before the result says it is sent."""
+        return current().transfer.send_async(obj, group, rank, tag=tag)
+
+    def recv(
+        self, group: str, rank: int, *, into: Any = None, tag: str = "", timeout_s: float = LAUNCH_WAIT_S
+    ) -> Any:
+        """The next object that the worker sent here with this tag; `into`: a tensor or array filled in place."""
+        return current().transfer.recv(group, rank, into=into, tag=tag, timeout_s=timeout_s)
+
+    def recv_async(self, group: str, rank: int, *, into: Any = None, tag: str = "") -> Pending[Any]:
+        """As `recv`, at once; the result waits."""
+        return current().transfer.recv_async(group, rank, into=into, tag=tag)
+
+    def broadcast(
+        self,
+        obj: Any = None,
+        *,
+        group: str | None = None,
+        source: int = 0,
+        timeout_s: float = LAUNCH_WAIT_S,
+    ) -> Any:
+        """Every rank of `group` (default: this one's) calls it; each gets what rank `source` gave."""
+        return current().transfer.broadcast(
+            obj, group or self.group_name, self.world_size, source=source, timeout_s=timeout_s
+        )
+
+    def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
+        """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""
+        return current().transfer.rendezvous(self.group_name, self.rank, self.world_size, timeout_s=timeout_s)
+
+
+class _ThisCall(threading.local):
+    def __init__(self) -> None:
+        self.timers: dict[str, float] = {}
+
+
+_this_call = _ThisCall()
+
+
+def begin_call() -> dict[str, float]:
+    """Start collecting timers for the call that this thread is about to run."""
+    _this_call.timers = {}
+    return _this_call.timers
+
+
+def build(cls: type[Worker], seating: Seating, init_kwargs: Mapping[str, Any]) -> Worker:
+    """Make a worker that knows its seat before its `__init__` runs."""
+    worker = cls.__new__(cls)
+    worker.group_name = seating.group_name
+    worker.rank = seating.rank
+    worker.world_size = seating.world_size
+    worker.devices = seating.devices
+    worker.device = seating.device
+    worker.__init__(**init_kwargs)  # type: ignore[misc]
+    return worker
+
+
+_NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")) - {"onload", "offload"}
+
+
+def callable_methods(cls: type[Worker]) -> list[str]:
+    """The methods that a group of `cls` has: public functions of the class, without the tools of Worker itself."""
+    return [
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and name not in _NOT_CALLS and callable(getattr(cls, name))
+    ]

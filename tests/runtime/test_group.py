@@ -1,0 +1,218 @@
+"""Groups, calls and handles, with real processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rill.errors import (
+    PeerDiedError,
+    PlanError,
+    RunError,
+    StuckError,
+    UnpicklableError,
+    UserError,
+    WorkerError,
+)
+from rill.runtime.cluster import Cluster
+from rill.runtime.group import WorkerGroup
+from tests.runtime.workers import Echo, OneWay
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(devices="cpu:4") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def echo(cluster: Cluster) -> WorkerGroup[Echo]:
+    return Echo.launch(cluster, name="echo", placement="0-1", base=10, threads=1, env={"COLOUR": "green"})
+
+
+def test_a_call_runs_on_every_rank_and_gives_one_result_each(echo: WorkerGroup[Echo]) -> None:
+    assert echo.add(1).wait(10) == [11, 11]
+
+
+def test_a_worker_knows_its_seat_before_init_runs(echo: WorkerGroup[Echo]) -> None:
+    assert echo.seat().wait(10) == [(0, 2, "echo", "cpu"), (1, 2, "echo", "cpu")]
+    assert echo.device_ids().wait(10) == [[0], [1]]
+
+
+def test_the_environment_and_threads_are_set_per_process(echo: WorkerGroup[Echo]) -> None:
+    names = ("COLOUR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    expected = {"COLOUR": "green", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert echo.environment(*names).wait(10) == [expected, expected]
+
+
+def test_workers_import_neither_torch_nor_numpy_unless_their_class_does(echo: WorkerGroup[Echo]) -> None:
+    assert echo.modules("torch", "numpy", "ray").wait(10) == [[], []]
+
+
+def test_a_selection_calls_only_its_ranks(echo: WorkerGroup[Echo]) -> None:
+    assert echo.on(1).seat().wait(10) == [(1, 2, "echo", "cpu")]
+    with pytest.raises(UserError, match="ranks 0 to 1"):
+        echo.on(5)
+
+
+def test_calls_run_in_the_order_they_were_made(echo: WorkerGroup[Echo]) -> None:
+    for number in range(200):
+        echo.on(0).note(number)
+    assert echo.on(0).noted().wait(10) == [list(range(200))]
+
+
+def test_a_concurrent_method_runs_while_another_call_does(echo: WorkerGroup[Echo]) -> None:
+    waiting = echo.wait_for_release(10)
+    assert not waiting.done()
+    assert echo.release().wait(10) == ["release", "release"]
+    assert waiting.wait(10) == [True, True]
+
+
+def test_arrays_arrive_whole_and_writable(echo: WorkerGroup[Echo]) -> None:
+    array = np.arange(300_000, dtype=np.float32).reshape(3, -1)
+    for value in echo.echo({"a": [array, array[:, ::2]], "b": b"x" * 100_000}).wait(10):
+        np.testing.assert_array_equal(value["a"][0], array)
+        np.testing.assert_array_equal(value["a"][1], array[:, ::2])
+        assert value["b"] == b"x" * 100_000
+
+
+def test_a_coroutine_method_gives_its_result(echo: WorkerGroup[Echo]) -> None:
+    assert echo.later(1).wait(10) == [2, 2]
+
+
+def test_an_exception_comes_with_group_rank_and_traceback_and_the_worker_lives_on(
+    echo: WorkerGroup[Echo],
+) -> None:
+    with pytest.raises(WorkerError) as caught:
+        echo.on(1).fail("bad batch").wait(10)
+    assert (caught.value.group, caught.value.rank) == ("echo", 1)
+    assert "in fail" in caught.value.remote_traceback
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert echo.add(1).wait(10) == [11, 11]
+
+
+def test_a_failure_ends_the_wait_before_the_slow_ranks_end(echo: WorkerGroup[Echo]) -> None:
+    started_s = time.monotonic()
+    handle = echo.fail_on(0, 2.0)
+    with pytest.raises(WorkerError, match="asked to"):
+        handle.wait(10)
+    assert time.monotonic() - started_s < 1.5
+    outcomes = handle.outcomes(10)
+    assert [outcome.error is None for outcome in outcomes] == [False, True]
+
+
+def test_a_passed_deadline_names_the_ranks_it_waits_for(echo: WorkerGroup[Echo]) -> None:
+    handle = echo.on(1).sleep(0.5)
+    with pytest.raises(StuckError, match=r"echo.sleep has not ended on echo\[1\] within 0.05 s"):
+        handle.wait(0.05)
+    assert handle.wait(10) == ["slept"]
+
+
+def test_handles_carry_times_and_timers(echo: WorkerGroup[Echo]) -> None:
+    handle = echo.timed()
+    handle.wait(10)
+    assert handle.seconds("max") >= handle.seconds("mean") >= handle.seconds("min") >= 0.02
+    assert 0.02 <= handle.timers("min")["step"] <= handle.seconds("max")
+    assert handle.seconds("max", timer="step") == handle.timers()["step"]
+
+
+def test_an_unknown_method_lists_those_that_exist(echo: WorkerGroup[Echo]) -> None:
+    with pytest.raises(AttributeError, match=r"unknown method of Echo 'ad' .did you mean 'add'"):
+        echo.ad(1)
+
+
+def test_an_argument_that_cannot_travel_is_named_by_its_path(echo: WorkerGroup[Echo]) -> None:
+    with pytest.raises(UnpicklableError, match=r"\[0\]\[0\]\['f'\]"):
+        echo.echo({"f": lambda: None})
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_the_call(echo: WorkerGroup[Echo]) -> None:
+    with pytest.raises(WorkerError, match="cannot travel"):
+        echo.on(0).echo(OneWay()).wait(10)
+
+
+def test_a_worker_calls_another_group_directly(cluster: Cluster, echo: WorkerGroup[Echo]) -> None:
+    other = Echo.launch(cluster, name="other", placement="2-3", base=100, threads=1)
+    assert echo.on(0).call_other(other, 5).wait(20) == [[105, 105]]
+    other.close()
+
+
+def test_a_failing_init_is_raised_by_launch_and_leaves_nothing(cluster: Cluster) -> None:
+    with pytest.raises(WorkerError, match="rank 1 cannot start"):
+        Echo.launch(cluster, name="broken", placement="0-1", fail_on_rank=1)
+    Echo.launch(cluster, name="broken", placement="0").close()
+
+
+def test_wrong_names_and_placements_are_refused(cluster: Cluster, echo: WorkerGroup[Echo]) -> None:
+    with pytest.raises(PlanError, match="a group 'echo' already"):
+        Echo.launch(cluster, name="echo")
+    with pytest.raises(PlanError, match="no device 9"):
+        Echo.launch(cluster, name="nine", placement="9")
+    with pytest.raises(UserError, match="cannot name a group"):
+        Echo.launch(cluster, name="a[0]")
+
+
+def test_closing_runs_the_workers_own_close(cluster: Cluster, tmp_path: Path) -> None:
+    group = Echo.launch(cluster, name="closing", placement="0-1", marker=str(tmp_path / "mark"))
+    group.close()
+    group.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mark-0", "mark-1"]
+    with pytest.raises(RunError, match="closed"):
+        group.add(1)
+
+
+def test_several_devices_to_a_process_and_several_processes_to_a_device(cluster: Cluster) -> None:
+    wide = Echo.launch_async(cluster, name="wide", placement="0-3:0")
+    shared = Echo.launch_async(cluster, name="shared", placement="3:0-1")
+    assert wide.device_ids().wait(20) == [[0, 1, 2, 3]]
+    assert shared.device_ids().wait(20) == [[3], [3]]
+    wide.close()
+    shared.close()
+
+
+def test_a_dead_worker_fails_its_handle_names_itself_and_can_be_relaunched(cluster: Cluster) -> None:
+    group = Echo.launch(cluster, name="mortal", placement="0-1", base=1)
+    with pytest.raises(PeerDiedError, match=r"(?s)mortal\[1\].*exit code 7.*last words of the worker"):
+        group.on(1).die(7).wait(10)
+    assert group.on(0).add(1).wait(10) == [2]
+    with pytest.raises(PeerDiedError, match=r"mortal\[1\] is gone"):
+        group.on(1).add(1).wait(10)
+    group.relaunch(1)
+    assert group.add(1).wait(10) == [2, 2]
+    assert [address.incarnation for address in group.addresses()] == [0, 1]
+    group.close()
+
+
+def test_a_live_rank_can_be_relaunched(cluster: Cluster) -> None:
+    group = Echo.launch(cluster, name="again", placement="0")
+    before = group.pid().wait(10)
+    group.relaunch(0)
+    assert group.pid().wait(10) != before
+    group.close()
+
+
+def test_what_a_worker_started_ends_with_it(cluster: Cluster) -> None:
+    group = Echo.launch(cluster, name="parent", placement="0")
+    (child,) = group.start_child().wait(10)
+    with pytest.raises(PeerDiedError, match="killed by SIGKILL"):
+        group.kill_self().wait(10)
+    deadline_s = time.monotonic() + 5
+    while _is_running(child) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not _is_running(child)
+    group.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
