@@ -19,9 +19,14 @@ from torch import Tensor
 from rill.algorithms.base import Metric
 from rill.errors import InvalidSampleError
 from rill.models.attention_packed import can_use_flash
-from rill.training.packing import Pack, PackSequence, build_pack, plan_sharing_micro_batches
+from rill.training.packing import (
+    Pack,
+    PackSequence,
+    build_pack,
+    plan_sharing_micro_batches,
+)
 from rill.training.parallel import World
-from rill.types import Floats, Trajectory
+from rill.types import Floats, TokenIds, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -91,15 +96,17 @@ class Batcher:
 
     def check(self, trajectory: Trajectory) -> None:
         """Raise InvalidSampleError for what would index out of range or train on nonsense."""
-        tokens = trajectory.token_ids
-        if tokens.dtype.kind != "i":
-            raise InvalidSampleError(f"{trajectory.id}: token_ids are {tokens.dtype}, not integers")
         if trajectory.loss_mask.dtype != np.bool_:
             raise InvalidSampleError(f"{trajectory.id}: loss_mask is {trajectory.loss_mask.dtype}, not bool")
+        self.check_tokens(trajectory.id, trajectory.token_ids)
+
+    def check_tokens(self, name: str, tokens: TokenIds) -> None:
+        if tokens.dtype.kind != "i":
+            raise InvalidSampleError(f"{name}: token_ids are {tokens.dtype}, not integers")
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
             raise InvalidSampleError(
-                f"{trajectory.id}: token id {bad} is outside the model's vocabulary of {self.vocab_size}: the "
+                f"{name}: token id {bad} is outside the model's vocabulary of {self.vocab_size}: the "
                 "sequence was made with another tokenizer"
             )
 

@@ -133,8 +133,13 @@ class TrainEngine:
         """Add the gradient of `numerator` to what has been accumulated."""
         numerator.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, denominator: float, *, is_finite: bool = True) -> dict[str, float]:
-        """One optimizer step with gradient / denominator; all ranks pass the same global values."""
+    def step(
+        self, denominator: float, *, is_finite: bool = True, learning_rate: float | None = None
+    ) -> dict[str, float]:
+        """One optimizer step with gradient / denominator; all ranks pass the same global values.
+
+        `learning_rate` takes the place of the schedule's.
+        """
         self._collect_gradients()
         norm = (
             gradient_norm(
@@ -143,7 +148,7 @@ class TrainEngine:
             / denominator
         )
         is_finite = is_finite and norm == norm and norm != float("inf")
-        rate = self.learning_rate
+        rate = self.learning_rate if learning_rate is None else learning_rate
         if not is_finite:
             self.zero_gradients()
             self.num_skipped_steps += 1
@@ -166,6 +171,11 @@ class TrainEngine:
             "learning_rate": rate,
             "skipped_steps": float(self.num_skipped_steps),
         }
+
+    def restart_optimizer(self) -> None:
+        """Drop optimizer state and count steps from 0 again: what follows a warm-up on other data."""
+        self.optimizer = Optimizer(self.config.optimizer, self.slots)
+        self._version = 0
 
     def zero_gradients(self) -> None:
         for slot in self.slots:
@@ -322,7 +332,7 @@ def _add_to_master(master: Tensor, parameter: Tensor) -> None:
 def _is_decoder_matrix(module: PackedModule, name: str, parameter: Tensor) -> bool:
     embeddings = {id(module.lm.get_input_embeddings().weight)}
     head = module.lm.get_output_embeddings()
-    if head is not None:
+    if head is not None:  # a value model has none
         embeddings.add(id(head.weight))
     return parameter.ndim == 2 and id(parameter) not in embeddings and "value_head" not in name
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.lora import save_adapter
 from rill.training.engine import TrainEngine
-from rill.training.module import LM_PREFIX
+from rill.training.module import LM_PREFIX, VALUE_HEAD_FILE, VALUE_HEAD_PREFIX
 from rill.training.parallel import full
 
 MAX_SHARD_SIZE = "5GB"
@@ -33,6 +34,13 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        head = {
+            name.removeprefix(VALUE_HEAD_PREFIX): weights.pop(name)
+            for name in list(weights)
+            if name.startswith(VALUE_HEAD_PREFIX)
+        }
+        if head:
+            save_file(head, partial / VALUE_HEAD_FILE)
         save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_SIZE)
         config = engine.module.lm.config.__class__.from_dict(engine.module.lm.config.to_dict())
         config.dtype = str(engine.compute_dtype).removeprefix("torch.")

@@ -6,9 +6,11 @@ names of the decoder are transformers' own behind the prefix `lm.`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
@@ -19,6 +21,8 @@ from rill.models.value_head import ValueHead, hidden_width
 from rill.training.packing import Pack
 
 LM_PREFIX = "lm."
+VALUE_HEAD_PREFIX = "value_head."
+VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class PackedModule(nn.Module):
@@ -78,10 +82,17 @@ class PolicyModule(PackedModule):
 class ValueModule(PackedModule):
     """One value per wanted token: V of the state before that token was chosen; or one score per sequence."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, head_file: Path | None = None) -> None:
+        """`head_file` holds a trained head (see export); without one the head starts at zero."""
         super().__init__()
         self.lm = lm
-        self.value_head = ValueHead(hidden_width(lm.config))
+        lm.set_output_embeddings(None)
+        embedding = lm.get_input_embeddings().weight
+        self.value_head = ValueHead(hidden_width(lm.config)).to(
+            device=embedding.device, dtype=embedding.dtype
+        )
+        if head_file is not None and head_file.exists():
+            self.value_head.load_state_dict(load_file(head_file))
 
     def forward(self, pack: Pack, per_sequence: bool = False) -> Tensor:
         hidden_MD = self.hidden(pack)

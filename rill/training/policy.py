@@ -16,10 +16,7 @@ of times as samples arrive, then apply once; the gradient is the same.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,18 +27,12 @@ from torch import Tensor
 from rill.algorithms import finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.errors import TrainingError
-from rill.models.loading import DTYPES
-from rill.training.batching import Batcher, MicroBatch, Tally, gather_context
-from rill.training.checkpoint import Checkpointer
-from rill.training.engine import EngineConfig, TrainEngine
-from rill.training.export import export_model
-from rill.training.module import PolicyModule, load_packed_lm
-from rill.training.offload import OffloadLevel
+from rill.training.batching import MicroBatch, gather_context
+from rill.training.engine import EngineConfig
 from rill.training.packing import PackSequence
-from rill.training.parallel import Rendezvous, World
+from rill.training.parallel import Rendezvous
+from rill.training.trainer import Trainer, merge_steps
 from rill.types import Floats, PolicyVersion, Sample
-
-log = logging.getLogger(__name__)
 
 
 class PolicyLoss(Protocol):
@@ -55,7 +46,7 @@ class PolicyLoss(Protocol):
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]: ...
 
 
-class PolicyTrainer:
+class PolicyTrainer(Trainer):
     """Trains a causal language model with an algorithm's policy loss."""
 
     class Config(EngineConfig):
@@ -76,26 +67,9 @@ class PolicyTrainer:
         rendezvous: Rendezvous | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.config = config
+        super().__init__(config, rendezvous=rendezvous, device=device)
+        self.config: PolicyTrainer.Config = config
         self.algorithm = algorithm
-        self.world = World.join(
-            rendezvous,
-            torch.device(device),
-            tensor_parallel=config.tensor_parallel,
-            context_parallel=config.context_parallel,
-        )
-        self.engine = build_policy_engine(config, self.world)
-        self.batcher = Batcher(
-            world=self.world,
-            compute_dtype=self.engine.compute_dtype,
-            micro_batch_tokens=config.micro_batch_tokens,
-            vocab_size=self.engine.module.vocab_size,
-            share_prefixes=config.tree_packing,
-        )
-        self._checkpointer = Checkpointer(self.engine)
-        self._tally = Tally()
-        self._failure = ""
-        self._started_s = time.perf_counter()
 
     # --- updates ------------------------------------------------------------------------------------------
 
@@ -116,7 +90,7 @@ class PolicyTrainer:
             for part in self._mini_batches(samples, epoch):
                 self._accumulate([samples[i] for i in part], version, has_old=has_old)
                 steps.append(self.apply())
-        return _merge_steps(steps)
+        return merge_steps(steps)
 
     def accumulate(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> None:
         """Add these samples' gradient. Weights do not change until apply()."""
@@ -126,35 +100,7 @@ class PolicyTrainer:
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with everything accumulated, divided by its global denominator."""
-        tally, self._tally = self._tally, Tally()
-        if not tally.sums:
-            self.engine.zero_gradients()
-            raise TrainingError("apply() without accumulate(): there is nothing to train on")
-        sums, metrics = tally.reduce(self.world)
-        if sums["denominator"] <= 0:
-            self.engine.zero_gradients()
-            raise TrainingError(
-                f"the batch has no token to train on ({sums['samples']:.0f} samples, {sums['skipped']:.0f} skipped): "
-                "check loss masks, filters and micro_batch_tokens"
-            )
-        loss = sums["numerator"] / sums["denominator"]
-        if not np.isfinite(loss) and self._failure:
-            log.error("this rank's loss: %s", self._failure)
-        metrics = finish_metrics(metrics)
-        metrics.update(self.engine.step(sums["denominator"], is_finite=bool(np.isfinite(loss))))
-        seconds = time.perf_counter() - self._started_s
-        metrics.update(
-            loss=loss,
-            version=float(self.version),
-            samples=sums["samples"],
-            skipped_samples=sums["skipped"],
-            tokens=sums["tokens"],
-            computed_tokens=sums["computed_tokens"],
-            trained_tokens=sums["trained_tokens"],
-            train_s=seconds,
-            train_tokens_per_s=sums["tokens"] / max(seconds, 1e-9),
-        )
-        return metrics
+        return finish_metrics(self._apply())
 
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
@@ -170,54 +116,7 @@ class PolicyTrainer:
         sequences = [_sequence(s, None if trained_only else False) for s in samples]
         return self.batcher.per_token(sequences, lambda pack: module(pack, temperature)[0])
 
-    # --- state --------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self.engine.version
-
-    @property
-    def learning_rate(self) -> float:
-        return self.engine.learning_rate
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
-        return self.engine.named_weights()
-
-    def save(self, folder: str | Path, *, is_async: bool = False) -> Path:
-        """Write `folder`/step-N, whole or not at all. With is_async the files are written behind training."""
-        return self._checkpointer.save(Path(folder), is_async=is_async)
-
-    def wait_saved(self, timeout_s: float = 600.0) -> None:
-        """Return when the last asynchronous save has finished; raise what it raised."""
-        self._checkpointer.wait(timeout_s)
-
-    def load(self, folder: str | Path) -> PolicyVersion:
-        """Continue from the last whole checkpoint under `folder`."""
-        return self._checkpointer.load(Path(folder))
-
-    def export(self, folder: str | Path) -> Path:
-        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads."""
-        return export_model(self.engine, self.config.model, Path(folder))
-
-    def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
-        self.engine.offload(level)
-
-    def onload(self) -> None:
-        self.engine.onload()
-
-    def close(self) -> None:
-        self._checkpointer.close()
-        self.world.close()
-
     # --- inside -------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Forget whatever an update that failed half-way left behind."""
-        self._started_s = time.perf_counter()
-        self._tally = Tally()
-        self._failure = ""
-        self.engine.zero_gradients()
 
     def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
         sequences = [_sequence(s, None) for s in samples]
@@ -231,18 +130,9 @@ class PolicyTrainer:
                 self.engine.backward(logprobs_K.sum() * 0.0)
             else:
                 self.engine.backward(loss.numerator)
-                self._tally.add(
-                    numerator=loss.numerator,
-                    denominator=loss.denominator,
-                    tokens=batch.pack.num_sequence_tokens,
-                    computed_tokens=batch.pack.num_row_tokens,
-                    trained_tokens=len(batch.pack.seq_K),
-                )
+                self._count_pass(batch, loss.numerator, loss.denominator)
             self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
-        zeros = dict.fromkeys(
-            ("numerator", "denominator", "tokens", "computed_tokens", "trained_tokens"), 0.0
-        )
-        self._tally.add(samples=len(samples), skipped=0.0, **zeros)
+        self._count(samples=len(samples))
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logprobs_K, entropy_K = self.engine.module(batch.pack, self.config.temperature)
@@ -322,25 +212,9 @@ class PolicyTrainer:
 
     def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """Checked samples with something to train on and within the budget; the rest is counted or an error."""
-        kept: list[Sample] = []
-        num_long = num_untrained = 0
         for sample in samples:
             self.batcher.check(sample.trajectory)
-            if not _wanted(sample).any():
-                num_untrained += 1
-            elif self.config.on_too_long == "skip" and sample.num_tokens > self.config.micro_batch_tokens:
-                num_long += 1
-            else:
-                kept.append(sample)
-        if num_long or num_untrained:
-            log.warning(
-                "left out of training: %d samples over %d tokens, %d without a trained token",
-                num_long,
-                self.config.micro_batch_tokens,
-                num_untrained,
-            )
-        self._tally.add(skipped=float(num_long + num_untrained))
-        return kept
+        return self._fitting(samples, lambda s: s.num_tokens, lambda s: bool(_wanted(s).any()))
 
     def _with_old_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         old = self.logprobs(samples, trained_only=True)
@@ -353,17 +227,6 @@ class PolicyTrainer:
             return [list(range(len(samples)))]
         order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(samples))
         return [sorted(part.tolist()) for part in np.array_split(order, count)]
-
-
-def build_policy_engine(config: EngineConfig, world: World) -> TrainEngine:
-    """Load the model and make it trainable."""
-    lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=world.device)
-    module = PolicyModule(
-        lm,
-        compile_chunks=config.compile and world.device.type == "cuda",
-        chunk_bytes=config.head_chunk_bytes,
-    )
-    return TrainEngine(config, module, world)
 
 
 def _wanted(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -382,19 +245,3 @@ def _sequence(sample: Sample, wanted: bool | None) -> PackSequence:
         mask = np.ones(trajectory.num_tokens, dtype=np.bool_)
         mask[:1] = False
     return PackSequence(token_ids=trajectory.token_ids, wanted=mask, share_key=trajectory.group_id)
-
-
-def _merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one update; counts of work are added, states are the last."""
-    if len(steps) == 1:
-        return steps[0]
-    added = {"samples", "tokens", "computed_tokens", "trained_tokens", "skipped_samples"}
-    last = {"version", "learning_rate", "skipped_steps", "train_s"}
-    merged: dict[str, float] = {}
-    for name in steps[-1]:
-        values = [s[name] for s in steps if name in s]
-        merged[name] = (
-            sum(values) if name in added else values[-1] if name in last else sum(values) / len(values)
-        )
-    merged["train_tokens_per_s"] = merged["tokens"] / max(merged["train_s"], 1e-9)
-    return merged

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.training.tiny import make_samples, run_ranks, trainer
 
 from rill.errors import ConfigError
 from rill.training.parallel import Rendezvous, World
+from tests.training.tiny import make_samples, run_ranks, trainer
 
 
 def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dict[str, Any]:

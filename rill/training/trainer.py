@@ -1,0 +1,210 @@
+"""What all trainers share: construction, one optimizer step with its metrics, and the state of the run.
+
+PolicyTrainer, SFTTrainer, ValueTrainer and RewardTrainer add their loss. Every rank calls every method.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rill.errors import TrainingError
+from rill.models.loading import DTYPES, check_vocabulary, load_tokenizer
+from rill.training.batching import Batcher, MicroBatch, Tally
+from rill.training.checkpoint import Checkpointer
+from rill.training.engine import EngineConfig, TrainEngine
+from rill.training.export import export_model
+from rill.training.module import PackedModule, PolicyModule, load_packed_lm
+from rill.training.offload import OffloadLevel
+from rill.training.parallel import Rendezvous, World
+from rill.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+_COUNTS = ("numerator", "denominator", "tokens", "computed_tokens", "trained_tokens", "samples", "skipped")
+
+
+class Trainer:
+    """Owns an engine, its batcher and its checkpoints."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rendezvous: Rendezvous | None = None,
+        device: str | torch.device = "cpu",
+        engine: TrainEngine | None = None,
+    ) -> None:
+        """With `engine`, train that one with another loss; else load the model and make it trainable."""
+        self.config = config
+        if engine is None:
+            world = World.join(
+                rendezvous,
+                torch.device(device),
+                tensor_parallel=config.tensor_parallel,
+                context_parallel=config.context_parallel,
+            )
+            engine = TrainEngine(config, self._make_module(config, world.device), world)
+        self.engine = engine
+        self.world = engine.world
+        self.batcher = Batcher(
+            world=self.world,
+            compute_dtype=engine.compute_dtype,
+            micro_batch_tokens=config.micro_batch_tokens,
+            vocab_size=engine.module.vocab_size,
+            share_prefixes=config.tree_packing,
+        )
+        self._checkpointer = Checkpointer(engine)
+        self._tally = Tally()
+        self._failure = ""
+        self._started_s = time.perf_counter()
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Optimizer steps done."""
+        return self.engine.version
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.engine.learning_rate
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
+        return self.engine.named_weights()
+
+    def save(self, folder: str | Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
+        """Write `folder`/step-N, whole or not at all. With is_async the files are written behind training."""
+        return self._checkpointer.save(Path(folder), is_async=is_async, keep_last=keep_last)
+
+    def wait_saved(self, timeout_s: float = 600.0) -> None:
+        """Return when the last asynchronous save has finished; raise what it raised."""
+        self._checkpointer.wait(timeout_s)
+
+    def load(self, folder: str | Path) -> PolicyVersion:
+        """Continue from the last whole checkpoint under `folder`."""
+        return self._checkpointer.load(Path(folder))
+
+    def export(self, folder: str | Path) -> Path:
+        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads."""
+        return export_model(self.engine, self.config.model, Path(folder))
+
+    def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
+        self.engine.offload(level)
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+        self.world.close()
+
+    # --- for the trainers ---------------------------------------------------------------------------------
+
+    def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
+        lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
+        if config.model.tokenizer is not None:
+            check_vocabulary(load_tokenizer(config.model), lm.config)
+        return PolicyModule(
+            lm,
+            compile_chunks=config.compile and device.type == "cuda",
+            chunk_bytes=config.head_chunk_bytes,
+        )
+
+    def _begin(self) -> None:
+        """Forget whatever an update that failed half-way left behind."""
+        self._started_s = time.perf_counter()
+        self._tally = Tally()
+        self._failure = ""
+        self.engine.zero_gradients()
+
+    def _count(self, **values: Tensor | float) -> None:
+        """Add to this step's sums; every rank has every name, whatever work it had."""
+        self._tally.add(**{**dict.fromkeys(_COUNTS, 0.0), **values})
+
+    def _count_pass(self, batch: MicroBatch, numerator: Tensor, denominator: Tensor) -> None:
+        self._count(
+            numerator=numerator,
+            denominator=denominator,
+            tokens=batch.pack.num_sequence_tokens,
+            computed_tokens=batch.pack.num_row_tokens,
+            trained_tokens=len(batch.pack.seq_K),
+        )
+
+    def _fitting(
+        self, items: Sequence[Item], length: Callable[[Item], int], is_trained: Callable[[Item], bool]
+    ) -> list[Item]:
+        """The items to train on. What is too long is left to packing's error, or skipped, as configured."""
+        limit = self.config.micro_batch_tokens if self.config.on_too_long == "skip" else None
+        trained = [item for item in items if is_trained(item)]
+        kept = [item for item in trained if limit is None or length(item) <= limit]
+        if len(kept) < len(items):
+            log.warning(
+                "left out of training: %d of %d without a trained token, %d over %d tokens",
+                len(items) - len(trained),
+                len(items),
+                len(trained) - len(kept),
+                self.config.micro_batch_tokens,
+            )
+        self._count(skipped=float(len(items) - len(kept)))
+        return kept
+
+    def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
+        """One optimizer step with everything counted so far; metrics over all ranks."""
+        tally, self._tally = self._tally, Tally()
+        if not tally.sums:
+            raise TrainingError("apply() without accumulate(): there is nothing to train on")
+        sums, metrics = tally.reduce(self.world)
+        if sums["denominator"] <= 0:
+            self.engine.zero_gradients()
+            raise TrainingError(
+                f"the batch has no token to train on ({sums['samples']:.0f} samples, {sums['skipped']:.0f} skipped): "
+                "check loss masks, filters and micro_batch_tokens"
+            )
+        loss = sums["numerator"] / sums["denominator"]
+        if not np.isfinite(loss) and self._failure:
+            log.error("this rank's loss: %s", self._failure)
+        step = self.engine.step(
+            sums["denominator"], is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate
+        )
+        seconds = time.perf_counter() - self._started_s
+        return {
+            **metrics,
+            **step,
+            "loss": loss,
+            "version": float(self.version),
+            "samples": sums["samples"],
+            "skipped_samples": sums["skipped"],
+            "tokens": sums["tokens"],
+            "computed_tokens": sums["computed_tokens"],
+            "trained_tokens": sums["trained_tokens"],
+            "train_s": seconds,
+            "train_tokens_per_s": sums["tokens"] / max(seconds, 1e-9),
+        }
+
+
+def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of one update; counts of work are added, states are the last."""
+    if len(steps) == 1:
+        return steps[0]
+    added = {"samples", "tokens", "computed_tokens", "trained_tokens", "skipped_samples"}
+    last = {"version", "learning_rate", "skipped_steps", "train_s"}
+    merged: dict[str, float] = {}
+    for name in steps[-1]:
+        values = [s[name] for s in steps if name in s]
+        merged[name] = (
+            sum(values) if name in added else values[-1] if name in last else sum(values) / len(values)
+        )
+    merged["train_tokens_per_s"] = merged["tokens"] / max(merged["train_s"], 1e-9)
+    return merged
