@@ -1,0 +1,146 @@
+"""What a dataset is: an indexable or streamable source of Prompts with two sides that never overlap.
+
+Callers: the loader (and through it rollout and SFT workers) and evaluation.
+
+A problem lies on the held-out side when the hash of its *content* falls under the configured share, so the same
+problem can never be on both sides, whatever its row number, file order or generator seed. Both sides come
+from one configuration; which one is wanted is said when it is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import Field
+
+from rill.config import PartConfig
+from rill.errors import DataError
+from rill.registry import Registry
+from rill.types import Prompt
+
+DATASETS = Registry(
+    "dataset",
+    {
+        "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
+        "counting": "rill.data.tasks.counting:CountingDataset",
+        "sorting": "rill.data.tasks.sorting:SortingDataset",
+        "strings": "rill.data.tasks.strings:StringsDataset",
+        "equations": "rill.data.tasks.equations:EquationsDataset",
+        "reasoning_gym": "rill.data.tasks.gym:ReasoningGymDataset",
+        "jsonl": "rill.data.jsonl:JsonlDataset",
+        "parquet": "rill.data.parquet:ParquetDataset",
+        "folder": "rill.data.folder:FolderDataset",
+        "generated": "rill.data.generated:GeneratedDataset",
+        "stream": "rill.data.generated:GeneratedStream",
+        "mixture": "rill.data.mixture:MixtureDataset",
+    },
+)
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+    ALL = "all"  # both sides; for files that are wholly one side already
+
+
+class DatasetConfig(PartConfig):
+    """What every dataset has."""
+
+    held_out: Share = 0.0
+    """Share of the problems kept away from training, chosen by a hash of their content. 0: none."""
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """An indexable source. `dataset[i]` is the same Prompt every time, in every process."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...
+
+
+@runtime_checkable
+class StreamDataset(Protocol):
+    """A source that can only be read forwards. Every iteration starts again with the same Prompts."""
+
+    def __iter__(self) -> Iterator[Prompt]: ...
+
+
+def open_dataset(config: PartConfig, split: Split = Split.TRAIN) -> Dataset | StreamDataset:
+    """Build the dataset that the configuration names.
+
+    >>> train = open_dataset(config, Split.TRAIN)
+    >>> held_out = open_dataset(config, Split.HELD_OUT)
+    """
+    dataset: Dataset | StreamDataset = DATASETS.load(config.type)(config, split)
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise DataError(
+            f"dataset {config.type!r} has no {split} prompts: give it more rows, or change `held_out` "
+            "(0 keeps everything for training)"
+        )
+    return dataset
+
+
+def open_indexed(config: PartConfig, split: Split = Split.TRAIN) -> Dataset:
+    """open_dataset for callers that need random access."""
+    dataset = open_dataset(config, split)
+    if not isinstance(dataset, Dataset):
+        raise DataError(f"dataset {config.type!r} can only be read forwards: use an indexable one here")
+    return dataset
+
+
+def split_of(key: str, held_out: float) -> Split:
+    """The side a problem lies on. `key` is its content; equal keys are on the same side for ever."""
+    if held_out <= 0.0:
+        return Split.TRAIN
+    digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"rill-split").digest()
+    return Split.HELD_OUT if int.from_bytes(digest, "little") < held_out * 2.0**64 else Split.TRAIN
+
+
+def on_side(key: str, held_out: float, split: Split) -> bool:
+    return split is Split.ALL or split_of(key, held_out) is split
+
+
+def content_key(prompt: Prompt) -> str:
+    """What makes two prompts the same problem: the words put to the model."""
+    if prompt.messages:
+        return "\x1e".join(f"{m.role}\x1f{m.content}" for m in prompt.messages)
+    return prompt.text or ""
+
+
+def check_disjoint(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
+    """Raise DataError if a problem of the held-out side is also on the training side."""
+    held = {content_key(prompt): prompt.id for prompt in held_out}
+    for prompt in train:
+        other = held.get(content_key(prompt))
+        if other is not None:
+            raise DataError(
+                f"prompt {prompt.id} of the training side is the held-out prompt {other}: open both sides "
+                "from one configuration with the same `held_out` share"
+            )
+
+
+def prompts_of(dataset: Dataset, limit: int | None = None) -> Iterator[Prompt]:
+    for index in range(len(dataset) if limit is None else min(limit, len(dataset))):
+        yield dataset[index]
+
+
+def solution_of(prompt: Prompt) -> str:
+    """The response an expert would write: `metadata["solution"]`, else the answer itself."""
+    solution: Any = prompt.metadata.get("solution", prompt.answer)
+    if not isinstance(solution, str) or not solution:
+        raise DataError(
+            f"prompt {prompt.id} has no written solution (got {solution!r}): SFT needs "
+            "metadata['solution'], a text answer, or rows with messages"
+        )
+    return solution
+
+
+def frozen(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without its empty entries."""
+    return {key: value for key, value in metadata.items() if value not in (None, "", {}, [])}

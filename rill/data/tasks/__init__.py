@@ -1,0 +1,1 @@
+"""Generators of verifiable problems that need no download; one file per task."""

@@ -1,0 +1,211 @@
+"""Worker processes for rewards that may hang while holding the interpreter lock, and can only be stopped by a kill.
+
+Called by RewardRunner from its own threads, one thread to a process at most:
+
+    thread ── (term, prompt, text, trajectory) ──▶ child: build the reward once, score ──▶ value or error
+              └── no answer by the deadline: kill the child's whole session, start another when next needed
+
+The child is a plain `python -m` process (not a fork of a process full of threads, and no re-import of the user's
+main script). Its stdout is the answer pipe, so a reward's prints are sent to stderr. An alarm set before every score
+ends the child even if its parent has died and cannot kill it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from rill.errors import RunError
+from rill.registry import Registry
+
+LENGTH = struct.Struct("<Q")
+START_TIMEOUT_S = 120.0
+ALARM_GRACE_S = 5.0
+
+
+class RewardTimeoutError(RunError):
+    """A reward did not answer within its time limit and was killed."""
+
+
+class RewardFailedError(RunError):
+    """A reward raised, or its process died."""
+
+
+class RewardProcesses:
+    """A fixed number of killable places to run rewards in. Processes start when first needed.
+
+    `parts` are (registry name or "module:class", config) of the rewards, addressed by their index.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Any]], *, num_processes: int, memory_bytes: int) -> None:
+        self._setup = pickle.dumps((list(sys.path), pickle.dumps(list(parts)), memory_bytes))
+        self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
+        for _ in range(num_processes):
+            self._idle.put(None)
+        self.num_killed = 0
+
+    def score(self, index: int, arguments: Any, timeout_s: float) -> float:
+        """Blocks for at most the start of a process plus timeout_s."""
+        try:
+            child = self._idle.get(timeout=START_TIMEOUT_S + timeout_s)
+        except queue.Empty:
+            raise RewardTimeoutError("no reward process came free") from None
+        healthy = False
+        try:
+            child = child or _Child(self._setup)
+            value = child.score(index, arguments, timeout_s)
+            healthy = True
+            return value
+        except RewardFailedError:
+            healthy = child is not None and child.is_alive
+            raise
+        finally:
+            if not healthy and child is not None:
+                child.kill()
+                self.num_killed += 1
+            self._idle.put(child if healthy else None)
+
+    def close(self) -> None:
+        while True:
+            try:
+                child = self._idle.get_nowait()
+            except queue.Empty:
+                return
+            if child is not None:
+                child.kill()
+
+
+class _Child:
+    """One worker process, seen from the parent."""
+
+    def __init__(self, setup: bytes) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rill.envs.rewards.processes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # a buffered reader would take bytes that poll() then waits for
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to: IO[bytes] = self._process.stdin
+        self._from: IO[bytes] = self._process.stdout
+        os.set_blocking(self._from.fileno(), False)
+        self._send(setup)
+        ready, reply = self._receive(START_TIMEOUT_S)
+        if not ready:
+            self.kill()
+            raise RewardFailedError(f"the reward could not be built: {reply}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def score(self, index: int, arguments: Any, timeout_s: float) -> float:
+        self._send(pickle.dumps((index, arguments, timeout_s)))
+        ok, reply = self._receive(timeout_s)
+        if not ok:
+            raise RewardFailedError(str(reply))
+        return float(reply)
+
+    def kill(self) -> None:
+        # The whole session: a reward may have started processes of its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for pipe in (self._to, self._from):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+    def _send(self, data: bytes) -> None:
+        view = memoryview(LENGTH.pack(len(data)) + data)
+        try:
+            while view:
+                view = view[self._to.write(view) :]
+        except OSError as error:
+            raise RewardFailedError(f"the reward process is gone: {error}") from error
+
+    def _receive(self, timeout_s: float) -> tuple[bool, Any]:
+        deadline = time.monotonic() + timeout_s
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
+        result: tuple[bool, Any] = pickle.loads(self._read(length, deadline, timeout_s))
+        return result
+
+    def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
+        data = bytearray()
+        poller = select.poll()
+        poller.register(self._from.fileno(), select.POLLIN | select.POLLHUP)
+        while len(data) < count:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not poller.poll(left_s * 1000):
+                raise RewardTimeoutError(f"no score within {timeout_s:g} s")
+            chunk = self._from.read(count - len(data))
+            if chunk == b"":
+                self._process.wait(timeout=10)
+                raise RewardFailedError(f"the reward process died with status {self._process.returncode}")
+            data += chunk or b""
+        return bytes(data)
+
+
+# --- in the child ------------------------------------------------------------------------------------------
+
+
+def child_main() -> None:
+    """Serve scores until stdin ends."""
+    source = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    path, parts, memory_bytes = pickle.loads(_read_frame(source))
+    sys.path[:] = path
+    try:
+        rewards = [_build(name, config) for name, config in pickle.loads(parts)]
+    except Exception as error:  # noqa: BLE001  boundary: whatever the reward raises is reported to the parent
+        _write_frame(answers, (False, f"{type(error).__name__}: {error}"))
+        return
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    _write_frame(answers, (True, None))
+    while (frame := _read_frame(source)) != b"":
+        index, arguments, timeout_s = pickle.loads(frame)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)  # default action: end the process
+        try:
+            answer = (True, float(rewards[index].score(*arguments)))
+        except Exception as error:  # noqa: BLE001  boundary: see above
+            answer = (False, f"{type(error).__name__}: {error}")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write_frame(answers, answer)
+
+
+def _build(name: str, config: Any) -> Any:
+    from rill.envs.rewards.base import REWARDS
+
+    registry: Registry = REWARDS
+    return registry.load(name)(config)
+
+
+def _read_frame(source: IO[bytes]) -> bytes:
+    head = source.read(LENGTH.size)
+    return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
+
+
+def _write_frame(sink: IO[bytes], value: Any) -> None:
+    data = pickle.dumps(value)
+    sink.write(LENGTH.pack(len(data)) + data)
+    sink.flush()
+
+
+if __name__ == "__main__":
+    child_main()

@@ -1,0 +1,191 @@
+"""A failing or hanging reward is data."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rill.envs.rewards.base import REWARDS
+from rill.envs.rewards.runner import RewardRunner, ScoringConfig
+from rill.types import Prompt, Trajectory, Turn
+
+
+# --- user functions that the runner is pointed at -----------------------------------------------------------
+
+
+def length(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    return float(len(text))
+
+
+def raises(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    raise KeyError("no such thing")
+
+
+def hangs(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    while True:
+        pass
+
+
+def sleeps(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    time.sleep(30)
+    return 1.0
+
+
+def not_a_number(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    return float("nan")
+
+
+def dies(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    import os
+
+    os._exit(3)
+
+
+def prints(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    print("this must not reach the answer pipe")
+    return 2.0
+
+
+async def later(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    await asyncio.sleep(0.01)
+    return 0.5
+
+
+async def never(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+PROMPT = Prompt(id="p", text="2+2=", answer="4")
+
+
+def answered(text: str) -> Trajectory:
+    return Trajectory(
+        id="t",
+        group_id="g",
+        prompt_id="p",
+        token_ids=np.array([1, 2], dtype=np.int32),
+        logprobs=np.zeros(2, dtype=np.float32),
+        versions=np.array([-1, 0], dtype=np.int32),
+        loss_mask=np.array([False, True]),
+        turn_ids=np.array([0, 1], dtype=np.int32),
+        turns=(
+            Turn(index=0, role="prompt", start=0, end=1),
+            Turn(index=1, role="assistant", start=1, end=2, text=text),
+        ),
+    )
+
+
+def config(value: dict[str, Any]) -> Any:
+    return REWARDS.load(value["type"]).Config.model_validate(value)
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": f"tests.envs.test_runner:{name}", **more}
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    runners: list[RewardRunner] = []
+
+    def run(reward: dict[str, Any], text: str = "4", **scoring: Any) -> tuple[Trajectory, RewardRunner]:
+        runner = RewardRunner(config(reward), ScoringConfig(**{"timeout_s": 20.0, **scoring}))
+        runners.append(runner)
+        return runner.score_all([(PROMPT, answered(text))])[0], runner
+
+    yield run
+    for runner in runners:
+        runner.close()
+
+
+def test_a_mix_is_the_weighted_sum_and_reports_its_parts(run: Any) -> None:
+    mix = {
+        "type": "mix",
+        "terms": [
+            {"reward": {"type": "exact"}, "weight": 1.0},
+            {"reward": {"type": "format", "shape": "number"}, "weight": 0.25},
+            {
+                "reward": {"type": "mix", "terms": [{"reward": {"type": "exact", "name": "watched"}}]},
+                "weight": 0.0,
+            },
+        ],
+    }
+    scored, _ = run(mix)
+    assert scored.reward == pytest.approx(1.25)
+    assert scored.reward_parts == {"exact": 1.0, "format": 1.0, "watched": 1.0}
+    assert scored.error is None
+
+
+def test_a_user_function_runs_in_a_process_and_may_print(run: Any) -> None:
+    scored, _ = run(function("prints"))
+    assert (scored.reward, scored.error) == (2.0, None)
+
+
+def test_a_raising_reward_is_counted_and_worth_the_failure_value(run: Any) -> None:
+    scored, runner = run(function("raises"), failure_value=-1.0)
+    assert scored.reward == -1.0
+    assert "KeyError" in scored.error and "raises" in scored.error
+    assert runner.stats()["raises"].num_failed == 1 and runner.stats()["raises"].num_timeouts == 0
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        function("hangs", timeout_s=0.3),
+        function("sleeps", timeout_s=0.3, run_in="thread"),
+        function("never", timeout_s=0.3),
+    ],
+    ids=["busy in a process", "asleep in a thread", "a coroutine"],
+)
+def test_a_hanging_reward_ends_at_its_deadline(run: Any, reward: dict[str, Any]) -> None:
+    started = time.monotonic()
+    scored, runner = run(reward)
+    assert time.monotonic() - started < 15
+    assert scored.reward == 0.0 and "0.3 s" in scored.error
+    assert next(iter(runner.stats().values())).num_timeouts == 1
+
+
+def test_a_pattern_that_backtracks_for_ever_is_killed_and_the_next_score_works(run: Any) -> None:
+    runner = RewardRunner(
+        config({"type": "regex", "pattern": "(a+)+$"}), ScoringConfig(timeout_s=0.5, num_processes=1)
+    )
+    hostile, kind = runner.score_all([(PROMPT, answered("a" * 60 + "!")), (PROMPT, answered("aaa"))])
+    runner.close()
+    assert "0.5 s" in (hostile.error or "") and hostile.reward == 0.0
+    assert kind.reward == 1.0 and kind.error is None
+
+
+def test_a_score_that_is_not_finite_is_a_failure(run: Any) -> None:
+    scored, _ = run(function("not_a_number", run_in="inline"))
+    assert scored.reward == 0.0 and "nan" in scored.error
+
+
+def test_a_dying_process_is_a_failure_and_is_replaced(run: Any) -> None:
+    scored, runner = run(function("dies"))
+    assert "died" in scored.error
+    again = runner.score_all([(PROMPT, answered("4"))])[0]
+    assert "died" in (again.error or "")
+
+
+def test_coroutine_functions_are_awaited(run: Any) -> None:
+    scored, _ = run(function("later"))
+    assert scored.reward == 0.5
+
+
+def test_one_failing_term_leaves_the_others_their_value(run: Any) -> None:
+    terms = [{"reward": {"type": "exact"}}, {"reward": function("raises", run_in="inline"), "weight": 0.5}]
+    scored, _ = run({"type": "mix", "terms": terms}, failure_value=-2.0)
+    assert scored.reward == pytest.approx(1.0 - 1.0)
+    assert scored.reward_parts == {"exact": 1.0, "raises": -2.0}
+
+
+def test_many_scores_share_few_processes(run: Any) -> None:
+    runner = RewardRunner(config(function("length")), ScoringConfig(num_processes=2))
+    scored = runner.score_all([(PROMPT, answered("x" * n)) for n in range(40)])
+    runner.close()
+    assert [t.reward for t in scored] == [float(n) for n in range(40)]
