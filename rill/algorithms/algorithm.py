@@ -102,6 +102,8 @@ class Algorithm:
         needs = self.advantage.needs | self.loss.needs | self.correction.needs
         if self.config.kl.coefficient > 0:
             needs |= {Need.REF_LOGPROBS}
+            if self.config.kl.place == "reward":
+                needs |= {Need.REWARD_LOGPROBS}
         if self.config.entropy_coefficient != 0:
             needs |= {Need.ENTROPY}
         if self.config.distillation.coefficient > 0:

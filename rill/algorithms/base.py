@@ -35,6 +35,7 @@ class Need(StrEnum):
     """What an algorithm needs computed before its loss; see Algorithm.needs."""
 
     OLD_LOGPROBS = "old_logprobs"  # a pass before the first step, where a batch has several optimizer steps
+    REWARD_LOGPROBS = "reward_logprobs"  # log π_old in AdvantageBatch: the KL penalty is in the reward
     REF_LOGPROBS = "ref_logprobs"
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"

@@ -108,4 +108,6 @@ class KLConfig(Config):
     place: Literal["loss", "reward"] = "loss"
     """loss: β·KL is added to each token's loss. reward: β·KL is taken from each token's reward."""
     estimator: KLEstimator = KLEstimator.K3
+    """k1, k2, k3, abs, or the straight-through k1+ and k3+ for the loss."""
     controller: Annotated[PartConfig, OneOf(KL_CONTROLLERS)] = Field(default_factory=lambda: FixedKL.Config())
+    """fixed, or adaptive towards a target KL."""

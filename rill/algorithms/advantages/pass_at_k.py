@@ -22,6 +22,7 @@ class PassAtK(GroupAdvantage):
     class Config(PartConfig):
         type: Literal["pass_at_k"] = "pass_at_k"
         form: Literal["best", "max", "training"] = "max"
+        """See above."""
         k: int = Field(4, ge=2)
         """Attempts that count together; at most the group size. Unused by form 'best'."""
         epsilon: float = Field(1e-6, ge=0)

@@ -28,7 +28,9 @@ class SequenceMask(Correction):
     class Config(PartConfig):
         type: Literal["sequence_mask"] = "sequence_mask"
         estimator: Estimator = "k3"
+        """What a token's x counts for; see above."""
         reduction: Reduction = "mean"
+        """How tokens make the sequence's statistic."""
         low: float = -float("inf")
         """Nats. Only k1 can be negative. −inf: off."""
         high: float = Field(0.01)

@@ -94,14 +94,16 @@ def _from_ordered_bits(key: int, device: torch.device) -> Tensor:
 
 
 def token_lottery(batch: TokenBatch) -> Tensor:
-    """A number in [0, 1) for each token, a hash of the token's place in its sequence and its own figures.
+    """A number in [0, 1) for each token, a hash of its place among its sequence's trained tokens and its figures.
 
-    Random enough to pick tokens by, yet the same however the batch is split and in every repetition.
+    Random enough to pick tokens by, yet the same however the batch is split or padded and in every repetition.
     """
-    index_N = torch.arange(batch.seq_N.numel(), device=batch.seq_N.device)
-    first_S = torch.full((batch.num_seqs,), batch.seq_N.numel(), device=batch.seq_N.device)
-    first_S = first_S.scatter_reduce(0, batch.seq_N, index_N, reduce="amin")
-    mixed_N = index_N - first_S[batch.seq_N]
+    is_on_N = batch.mask_N > 0
+    count_N = is_on_N.to(torch.int64).cumsum(0)
+    unset = count_N.numel() + 1
+    first_S = torch.full((batch.num_seqs,), unset, device=count_N.device)
+    first_S = first_S.scatter_reduce(0, batch.seq_N, count_N.masked_fill(~is_on_N, unset), reduce="amin")
+    mixed_N = (count_N - first_S[batch.seq_N]).clamp(min=0)
     for values_N in (batch.old_logprobs_N, batch.rollout_logprobs_N, batch.advantages_N):
         bits_N = values_N.detach().float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         mixed_N = _mix(mixed_N ^ bits_N)

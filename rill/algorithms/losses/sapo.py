@@ -37,5 +37,5 @@ class SAPO(PolicyLoss):
 
 def soft_gate(ratio_N: Tensor, advantages_N: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
     """f(r) = (4/τ) · σ(τ (r − 1)), τ by the sign of A; f'(1) = 1, so that on-policy it is REINFORCE."""
-    tau_N = torch.where(advantages_N > 0, tau_positive, tau_negative).to(ratio_N.dtype)
+    tau_N = torch.full_like(ratio_N, tau_negative).masked_fill(advantages_N > 0, tau_positive)
     return torch.sigmoid(tau_N * (ratio_N - 1.0)) * 4.0 / tau_N
