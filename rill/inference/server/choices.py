@@ -22,6 +22,15 @@ def finish_reason(completion: Completion) -> str:
     return _FINISH.get(completion.stop_reason, "error")
 
 
+def stop_detail(completion: Completion | None) -> str | int | None:
+    """What ended the text, as vLLM says it: the stop string, the stop token's id, or null."""
+    if completion is None or completion.stop_reason is not StopReason.STOP:
+        return None
+    if completion.stop_text is not None or len(completion.token_ids) == 0:
+        return completion.stop_text
+    return int(completion.token_ids[-1])
+
+
 def usage(num_prompt: int, completions: Sequence[Completion]) -> dict[str, Any]:
     num_completion = sum(len(c.token_ids) for c in completions)
     return {

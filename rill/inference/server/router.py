@@ -40,8 +40,8 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.flight import Flight
 from rill.inference.server.checkpoint import Checkpoint
-from rill.inference.server.flight import Flight
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica import ReplicaEngine
 from rill.types import Floats, PolicyVersion, TokenIds

@@ -18,7 +18,14 @@ from rill.inference.server.chat import (
     template_tools,
     wants_tool_calls,
 )
-from rill.inference.server.choices import as_piece, chat_logprobs, finish_reason, token_fields, usage
+from rill.inference.server.choices import (
+    as_piece,
+    chat_logprobs,
+    finish_reason,
+    stop_detail,
+    token_fields,
+    usage,
+)
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream
 from rill.inference.server.sampling import build_requests, new_id, refuse_top_logprobs, refuse_unsupported
@@ -188,7 +195,7 @@ class _Answer:
         choice: dict[str, Any] = {
             "index": piece.index,
             "finish_reason": sample.finish_reason(piece),
-            "stop_reason": None if piece.completion is None else piece.completion.stop_text,
+            "stop_reason": stop_detail(piece.completion),
             "logprobs": None,
         }
         if self._body.logprobs:

@@ -16,6 +16,7 @@ from rill.inference.server.choices import (
     as_piece,
     completion_logprobs,
     finish_reason,
+    stop_detail,
     token_fields,
     usage,
 )
@@ -164,7 +165,7 @@ class _Answer:
             "index": piece.index,
             "text": text,
             "finish_reason": None if completion is None else finish_reason(completion),
-            "stop_reason": None if completion is None else completion.stop_text,
+            "stop_reason": stop_detail(completion),
             "logprobs": None,
         }
         if self._body.logprobs is not None:

@@ -1,4 +1,4 @@
-"""One request on its way through replicas: what it has so far, and how it goes on when a replica dies."""
+"""One request on its way: what it has so far, and how it goes on when it is interrupted or its replica dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rill.types import StopReason
 
 
 class Flight:
-    """`_done` holds the tokens of replicas that died; `_now` those of the present one, as far as it told."""
+    """`_done` holds the tokens of attempts that were cut short; `_now` those of the present one, as far as it told."""
 
     def __init__(self, request: Request, on_delta: Callable[[Delta], None] | None) -> None:
         self.request = request

@@ -1,0 +1,182 @@
+"""Any OpenAI-compatible endpoint as an Engine: rill's own server, vLLM's, or one that knows only text.
+
+    tokens   /v1/completions with token ids and `return_token_ids` (vLLM, rill): exact ids, log-probabilities, streams,
+             client-side partial rollouts; per-token versions from rill's server.
+    text     any endpoint: text in, text out, tokenized here. The ids are a guess at what the model saw, and there are
+             no log-probabilities (NaN): good for judging, evaluation and data, not for training on the tokens.
+
+It lacks, in both: weight updates, memory release, scoring. Asking for one is an UnsupportedError.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+from pydantic import Field
+
+from rill.config import PartConfig
+from rill.errors import ConfigError, EngineError
+from rill.inference.base import Feature, Request
+from rill.inference.remote import Chunk, RemoteEngine
+from rill.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class OpenAIEngine(RemoteEngine):
+    class Config(PartConfig):
+        type: Literal["openai"] = "openai"
+        url: str
+        """The base address, with /v1 if the endpoint has it."""
+        model: str
+        """The model's name at the endpoint."""
+        mode: Literal["tokens", "text"] = "tokens"
+        """tokens: the endpoint takes and returns token ids. text: it does not; `tokenizer` is needed."""
+        tokenizer: str | None = None
+        """A local tokenizer folder, or "chars", for mode text. Unset: none."""
+        api_key_variable: str = "OPENAI_API_KEY"
+        """The environment variable that holds the key. Unset or empty there: no key is sent."""
+        max_context: int = Field(default=0, ge=0)
+        """Tokens of prompt and answer. 0: as the endpoint's model list says, else 32768."""
+        max_concurrent: int = Field(default=256, ge=1)
+        """Requests open at one time."""
+        connect_timeout_s: float = Field(default=30.0, gt=0)
+        """To reach the endpoint, in seconds."""
+
+    def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        key = os.environ.get(config.api_key_variable, "")
+        super().__init__(
+            config.url,
+            name="openai",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            max_concurrent=config.max_concurrent,
+            connect_timeout_s=config.connect_timeout_s,
+            transport=transport,
+        )
+        self.config = config
+        self._tokenizer = self._load_tokenizer() if config.mode == "text" else None
+        self._max_context = config.max_context or self._call(
+            self._ask_context(), "models", config.connect_timeout_s + 30
+        )
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        if self.config.mode == "text":
+            return frozenset()
+        return frozenset({Feature.STREAM, Feature.PARTIAL_ROLLOUT})
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        if self._tokenizer is not None:
+            yield await self._complete_text(request, self._tokenizer)
+            return
+        body = completion_body(request, self.config.model)
+        async with aclosing(self._events("/completions", body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    yield read_choice(choice, event.get("usage"))
+
+    async def _complete_text(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> Chunk:
+        body = completion_body(request, self.config.model)
+        for key in ("return_token_ids", "stream", "logprobs", "stop_token_ids", "ignore_eos", "min_tokens"):
+            body.pop(key, None)
+        body["prompt"] = tokenizer.decode(request.token_ids.tolist())
+        answer = await self._post("/completions", body)
+        choice = answer["choices"][0]
+        ids: list[int] = tokenizer.encode(choice["text"], add_special_tokens=False)
+        return Chunk(
+            token_ids=ids,
+            logprobs=[math.nan] * len(ids),
+            stop_reason=StopReason.LENGTH if choice["finish_reason"] == "length" else StopReason.EOS,
+        )
+
+    async def _ask_context(self) -> int:
+        response = await self._client.get("/models")
+        cards = response.json().get("data", []) if response.status_code == 200 else []
+        for card in cards:
+            if card.get("id") == self.config.model and isinstance(card.get("max_model_len"), int):
+                return int(card["max_model_len"])
+        return 32768
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        from rill.models.loading import ModelConfig, load_tokenizer
+
+        if self.config.tokenizer is None:
+            raise ConfigError("engine openai: mode 'text' needs `tokenizer`: a local folder, or \"chars\"")
+        return load_tokenizer(ModelConfig(path=self.config.tokenizer, tokenizer=self.config.tokenizer))
+
+
+def completion_body(request: Request, model: str) -> dict[str, Any]:
+    """A request in the dialect of /v1/completions. What is off is left out: plain endpoints refuse unknown keys."""
+    s = request.sampling
+    body: dict[str, Any] = {
+        "model": request.adapter or model,
+        "prompt": request.token_ids.tolist(),
+        "max_tokens": s.max_new_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "logprobs": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    optional = {
+        "top_k": (s.top_k, 0),
+        "min_p": (s.min_p, 0.0),
+        "repetition_penalty": (s.repetition_penalty, 1.0),
+        "presence_penalty": (s.presence_penalty, 0.0),
+        "frequency_penalty": (s.frequency_penalty, 0.0),
+        "stop": (list(s.stop), []),
+        "stop_token_ids": (list(s.stop_token_ids), []),
+        "ignore_eos": (s.ignore_eos, False),
+        "min_tokens": (s.min_new_tokens, 0),
+        "logit_bias": ({str(k): v for k, v in s.logit_bias.items()}, {}),
+        "seed": (s.seed, None),
+        "cache_salt": (request.cache_salt, ""),
+        "priority": (request.priority, 0),
+    }
+    body |= {key: value for key, (value, off) in optional.items() if value != off}
+    return body
+
+
+def read_choice(choice: dict[str, Any], usage: dict[str, Any] | None = None) -> Chunk:
+    """One choice of a streamed completion."""
+    ids = choice.get("token_ids")
+    reason = choice.get("finish_reason")
+    if ids is None:
+        if reason is None and choice.get("text"):
+            raise EngineError(
+                'the endpoint returns no token ids (`return_token_ids`): use mode = "text" with a tokenizer'
+            )
+        ids = []
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if len(logprobs) != len(ids):
+        raise EngineError(f"the endpoint gave {len(ids)} tokens with {len(logprobs)} log-probabilities")
+    details = (usage or {}).get("prompt_tokens_details") or {}
+    matched = choice.get("stop_reason")
+    return Chunk(
+        token_ids=ids,
+        logprobs=logprobs,
+        versions=choice.get("token_versions"),
+        stop_reason=None if reason is None else _stop_reason(reason, matched),
+        stop_text=matched if isinstance(matched, str) else None,
+        num_cached_tokens=details.get("cached_tokens") or 0,
+    )
+
+
+def _stop_reason(reason: str, matched: Any) -> StopReason:
+    if reason == "length":
+        return StopReason.LENGTH
+    if reason == "abort":
+        return StopReason.ABORTED
+    if reason == "error":
+        raise EngineError("the endpoint ended the request with an error")
+    return StopReason.EOS if matched is None else StopReason.STOP
