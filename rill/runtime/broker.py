@@ -10,7 +10,7 @@ of large batches is not starved by consumers of single items), except waits for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.runtime.channel_state import HELD, LEASED, QUEUED, ChannelState, Item, PutWait, TakeWait, as_key
 from rill.runtime.service import DEFERRED, Handler, ServiceError, group_of, name_of
@@ -23,6 +23,16 @@ GRANTED, HUNGRY, EMPTY = 0, 1, 2
 ANY_EPOCH = 1 << 62
 ITEMS, EPOCH_END, NOTHING = 0, 1, 2
 """What a take is answered with: [one of these, items, granularity]. NOTHING: cancelled, or a choice that is gone."""
+
+
+class Role(NamedTuple):
+    """What a group is to a channel."""
+
+    is_producer: bool
+    is_consumer: bool
+    has_other_producers: bool
+    has_data: bool
+    """It holds an item, or an epoch's end that the group has not seen."""
 
 
 class Broker:
@@ -98,9 +108,9 @@ class Broker:
         channel = self.open_channel(name)
         channel.is_closed = True
         error = ServiceError("ChannelClosedError", f"channel {name!r} was closed by {name_of(client)}")
-        for wait in [*channel.takes, *channel.puts]:
-            self._machine.fail(wait.client, wait.seq, error)
-        for waiter, waiter_seq in channel.watches:
+        waiting = [(wait.client, wait.seq) for wait in channel.takes]
+        waiting += [(wait.client, wait.seq) for wait in channel.puts]
+        for waiter, waiter_seq in waiting + channel.watches:
             self._machine.fail(waiter, waiter_seq, error)
         self.shares.close(name, error)
         dropped = [item for wait in channel.puts for item in wait.items]
@@ -492,6 +502,31 @@ class Broker:
             waits += [[w.client, name, "put", w.since_s] for w in channel.puts]
         waits += [[client, what, "take_share", since_s] for client, what, since_s in self.shares.waiting()]
         return waits
+
+    # --- for the device locks -----------------------------------------------------------------------------
+
+    def role_of(self, group: str, name: str) -> Role:
+        """What a group is to a channel, as far as traffic has shown."""
+        channel = self.channels.get(name)
+        if channel is None:
+            return Role(False, False, False, False)
+        producers = {group_of(producer) for producer in channel.producers}
+        consumers = [consumer for consumer in channel.consumer_epoch if group_of(consumer) == group]
+        is_behind = any(channel.consumer_epoch[consumer] < channel.epoch for consumer in consumers)
+        has_data = channel.num_queued > 0 or channel.is_closed or is_behind
+        if not consumers and channel.epoch:
+            first_seen = self._machine.membership.first_seen.get(group, 0)
+            has_data = has_data or channel.epochs_drained_before(first_seen) < channel.epoch
+        return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
+
+    def blocked_on(self) -> dict[str, set[str]]:
+        """client -> channels on which it waits."""
+        blocked: dict[str, set[str]] = {}
+        for name, channel in self.channels.items():
+            clients = [wait.client for wait in channel.takes] + [wait.client for wait in channel.puts]
+            for client in clients:
+                blocked.setdefault(client, set()).add(name)
+        return blocked
 
     # --- memory and deaths --------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ handle can be pickled and passed to workers; every process opens its own ports a
         └──────────── payload: shared memory of the producer's node ────────────┘
 
 Guarantees:
-- An item is handed to one live consumer at a time. It is finished when its consumer takes the next one, leaves the loop,
-  ends the task that took it, or calls `done()`; if the consumer dies before that, it goes back to the front.
+- An item is handed to one live consumer at a time. It is finished when its consumer takes the next one, leaves the
+  loop, ends the task that took it, or calls `done()`; if the consumer dies before that, it goes back to the front.
 - What one producer puts is taken in that order. `flush` returns when everything put so far would survive this process.
 - `capacity_items` and `capacity_bytes` bound what waits in the channel; `put` on a full channel waits.
 - Epochs: `end()` ends the current one, when called once by the channel's creator, or by every rank of a worker group,
@@ -32,8 +32,9 @@ from rill.runtime.broker import EPOCH_END, ITEMS, NOTHING
 from rill.runtime.consumer_port import ConsumerPort, WireItem
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub_client import Pending
+from rill.runtime.lock import lock_of
 from rill.runtime.producer_port import INLINE_BYTES, Descriptor, ProducerPort
-from rill.runtime.report import stuck
+from rill.runtime.report import stuck, waiting
 from rill.runtime.wire import encode
 
 if TYPE_CHECKING:
@@ -55,6 +56,20 @@ class ItemInfo:
 
 Choice = Callable[[Sequence[ItemInfo]], Sequence[ItemInfo]]
 """A consumer's own policy: from what is queued, the items to take together; none to wait for more."""
+
+
+class Lease:
+    """One object taken by `Channel.leases`. If its process dies before `done`, the object goes back."""
+
+    __slots__ = ("_consumer", "value")
+
+    def __init__(self, consumer: ConsumerPort) -> None:
+        self._consumer = consumer
+        self.value: Any = None
+
+    def done(self) -> None:
+        """This object is dealt with."""
+        self._consumer.finish(self)
 
 
 class Channel:
@@ -273,24 +288,43 @@ class Channel:
         """Objects until the epoch ends, for an event loop."""
         ends, task = _ends(self, current()), asyncio.current_task()
         try:
-            while True:
-                item = ends.consumer.next_buffered(task, in_loop=True)
-                if item is None:
-                    pending, future = ends.context.hub.future()
-                    ends.consumer.request(pending, min_items=0, in_loop=True)
-                    try:
-                        await asyncio.wait_for(future, self._timeout_s)
-                    except TimeoutError:
-                        if ends.consumer.give_up(pending, "cancel_take"):
-                            raise stuck(ends.context, f"channel {self.name!r}", self._timeout_s) from None
-                    answer = pending.result()
-                    if answer[0] == EPOCH_END:
-                        return
-                    (item,) = ends.consumer.accept(task, answer[1], num_wanted=1, in_loop=True)
+            while (item := await self._next_in_loop(ends, task)) is not None:
                 yield ends.consumer.open(item, self._device)
         finally:
             ends.consumer.finish(task)
             ends.consumer.put_back()
+
+    async def leases(self) -> AsyncIterator[Lease]:
+        """As `async for` over the channel, for a consumer that works on several objects at a time: each is done when
+        its own lease says so. The loop ends when the epoch has ended and every lease of it is done."""
+        ends = _ends(self, current())
+        try:
+            while True:
+                lease = Lease(ends.consumer)
+                item = await self._next_in_loop(ends, lease)
+                if item is None:
+                    return
+                lease.value = ends.consumer.open(item, self._device)
+                yield lease
+        finally:
+            ends.consumer.put_back()
+
+    async def _next_in_loop(self, ends: _Ends, holder: object) -> WireItem | None:
+        """The next item of the consumer's epoch for this holder; None at the epoch's end."""
+        item = ends.consumer.next_buffered(holder, in_loop=True)
+        if item is not None:
+            return item
+        pending, future = ends.context.hub.future()
+        ends.consumer.request(pending, min_items=0, in_loop=True)
+        try:
+            await asyncio.wait_for(future, self._timeout_s)
+        except TimeoutError:
+            if ends.consumer.give_up(pending, "cancel_take"):
+                raise stuck(ends.context, f"channel {self.name!r}", self._timeout_s) from None
+        answer = pending.result()
+        if answer[0] == EPOCH_END:
+            return None
+        return ends.consumer.accept(holder, answer[1], num_wanted=1, in_loop=True)[0]
 
     def done(self) -> None:
         """Say that this thread is done with everything it has taken so far."""
@@ -404,8 +438,11 @@ class Channel:
 
     def _wait(self, ends: _Ends, pending: Pending, deadline_s: float, cancel: tuple[Any, ...]) -> Any:
         started_s = time.monotonic()
-        if not pending.wait(deadline_s - started_s) and ends.consumer.give_up(pending, *cancel):
-            raise stuck(ends.context, f"take from channel {self.name!r}", deadline_s - started_s)
+        what = f"take from channel {self.name!r}"
+        if not _await(ends.context, pending, deadline_s, what, self.name):
+            error = stuck(ends.context, what, deadline_s - started_s)
+            if ends.consumer.give_up(pending, *cancel):
+                raise error
         return pending.result()
 
 
@@ -421,6 +458,18 @@ class _Ends:
     def close(self) -> None:
         self.producer.seal()
         self.consumer.put_back()
+
+
+def _await(context: RuntimeContext, pending: Pending, deadline_s: float, what: str, channel: str) -> bool:
+    """Wait by name; a device lock held here may be lent meanwhile, and is held again afterwards."""
+    if pending.wait(0.0):
+        return True
+    with waiting(what, f"channel:{channel}"):
+        lock = lock_of(context)
+        if lock is None or not lock.is_held:
+            return pending.wait(deadline_s - time.monotonic())
+        with lock.lending():
+            return pending.wait(deadline_s - time.monotonic())
 
 
 def _ends(channel: Channel, context: RuntimeContext) -> _Ends:
@@ -440,7 +489,7 @@ def _rebuild(name: str, is_bounded: bool, device: str | None, timeout_s: float) 
 
 
 def finish_call(context: RuntimeContext) -> None:
-    """The call that ran in this thread has returned: it is done with everything it took. Called by the worker's host."""
+    """A call that ran in this thread has returned: it is done with everything it took. The worker's host calls this."""
     holder = threading.get_ident()
     for service in list(context.services.values()):
         if isinstance(service, _Ends):

@@ -113,12 +113,7 @@ class Hub:
         poller.register(self._socket, zmq.POLLIN)
         while not self.is_stopping:
             self._watch.register_with(poller)
-            try:
-                ready = dict(poller.poll(_POLL_MS))
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EINTR and error.errno != 4:
-                    raise
-                continue
+            ready = dict(poller.poll(_POLL_MS))
             if self._socket in ready:
                 self._drain()
             self._bury(self._watch.find_dead(poller, ready))

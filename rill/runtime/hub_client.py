@@ -1,7 +1,7 @@
 """A process's line to the hub: calls that are applied exactly once and in order, whatever happens to the hub.
 
     any thread ──submit──▶ queue ──▶ io thread ──▶ DEALER ──▶ hub
-    any thread ◀─Pending.wait── io thread ◀────────────────── hub      pushes and notes run their handlers on the io thread
+    any thread ◀─Pending.wait── io thread ◀────────────────── hub      handlers of pushes and notes run on the io thread
 
 What was submitted while the io thread was busy goes out as one message, so many small calls cost few messages. A
 request is kept until the hub has confirmed it in its journal; when the hub says it expects an earlier number than was
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -28,12 +29,12 @@ from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.hub_machine import FAILURE, PUSH
 from rill.runtime.process_watch import ProcessWatch
+from rill.runtime.waits import answer_dumps
 
 _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
 _PING_S = 0.2
 _HEARTBEAT_S = 1.0
-_SKIP = object()
 
 
 class Pending:
@@ -121,6 +122,7 @@ class HubClient:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
         self.submit("registry.join", {"pid": os.getpid(), "machine": ProcessWatch.machine_id()})
+        answer_dumps(self)
         self._thread.start()
         atexit.register(self.close)
 
@@ -175,7 +177,7 @@ class HubClient:
         future: asyncio.Future[None] = loop.create_future()
 
         def arrived(_: Pending) -> None:
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+            loop.call_soon_threadsafe(_set_if_open, future)
 
         return Pending(arrived), future
 
@@ -228,10 +230,8 @@ class HubClient:
     def _wake(self) -> None:
         if not self._is_awake:
             self._is_awake = True
-            try:
+            with contextlib.suppress(OSError):  # the pipe is full of wake-ups, or the client is closed
                 os.write(self._wake_write, b"\0")
-            except (BlockingIOError, OSError):
-                pass  # the pipe is full of wake-ups, or the client is closed
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -250,7 +250,7 @@ class HubClient:
         wait_s = 0.0
         close_by_s = float("inf")
         while True:
-            ready = dict(poller.poll(1000 * wait_s))
+            ready = dict(poller.poll(int(1000 * wait_s + 0.5)))
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
                 self._is_awake = False
@@ -384,7 +384,7 @@ class HubClient:
         """A handler's error must not end the io thread: it is logged, with its traceback."""
         try:
             handler(*args)
-        except Exception:
+        except Exception:  # noqa: BLE001
             _log.exception("%s: handler %r failed", self.identity, handler)
 
     def _fail_all(self, reason: str) -> None:
@@ -396,6 +396,11 @@ class HubClient:
         self._sent.clear()
         for one in pending + queued + queries:
             one.finish(None, PeerDiedError(f"{self.identity} has no hub any more: {reason}"))
+
+
+def _set_if_open(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _as_error(body: Any) -> RillError:

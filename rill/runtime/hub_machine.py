@@ -11,12 +11,13 @@ the numbers of the messages that were going out. A snapshot is a pickle of the m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from rill.runtime.broker import Broker
 from rill.runtime.lock_service import LockService
 from rill.runtime.membership import Membership
-from rill.runtime.service import DEFERRED, Handler, ServiceError
+from rill.runtime.service import DEFERRED, Handler, Service, ServiceError
 
 REPLY, FAILURE, PUSH = 0, 1, 2
 
@@ -60,17 +61,21 @@ class Machine:
         self.unlinks: list[Any] = []
         """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
         self._handlers: dict[str, Handler] = {}
-        for prefix, service in (
-            ("registry", self.membership),
-            ("broker", self.broker),
-            ("locks", self.locks),
-        ):
+        self._queries: dict[str, Callable[[Any], Any]] = {}
+        services: dict[str, Service] = {
+            "registry": self.membership,
+            "broker": self.broker,
+            "locks": self.locks,
+        }
+        for prefix, service in services.items():
             for name, handler in service.handlers().items():
                 self._handlers[f"{prefix}.{name}"] = handler
+            for name, question in service.queries().items():
+                self._queries[f"{prefix}.{name}"] = question
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "_handlers"):
+        for transient in ("touched", "unlinks", "_handlers", "_queries"):
             del state[transient]
         return state
 
@@ -154,6 +159,4 @@ class Machine:
 
     def query(self, method: str, payload: Any) -> Any:
         """A read-only question: not journaled, not ordered, safe to ask twice."""
-        service, _, name = method.partition(".")
-        owner = {"registry": self.membership, "broker": self.broker, "locks": self.locks}[service]
-        return owner.queries()[name](payload)
+        return self._queries[method](payload)

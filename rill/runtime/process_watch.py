@@ -1,6 +1,6 @@
-"""Notices that a process on this machine has ended, at once where the kernel has pidfds, within half a second elsewhere.
+"""Notices that a process of this machine has ended: at once where the kernel has pidfds, else within half a second.
 
-A recycled pid is not taken for the process: with pidfds the kernel holds the identity, without them the start time does.
+A recycled pid is not taken for the process: with pidfds the kernel holds the identity, else the start time does.
 """
 
 from __future__ import annotations

@@ -8,9 +8,17 @@ such as "rollout[3]#0": group, rank and launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Handler: TypeAlias = Callable[[str, int, Any], Any]
+
+
+class Service(Protocol):
+    """Its handlers and its questions, by name."""
+
+    def handlers(self) -> dict[str, Handler]: ...
+
+    def queries(self) -> dict[str, Callable[[Any], Any]]: ...
 
 
 class Deferred:

@@ -1,4 +1,4 @@
-"""The payload store of a node, seen from one process: shared memory that producers write once and consumers read in place.
+"""A node's payload store, seen from one process: shared memory, written once by producers, read in place by consumers.
 
     producer: encode ──copy──▶ slot of a segment        the slot's place travels as a descriptor through the broker
     consumer: map the segment (cached) ──▶ objects built on the memory itself, no copy
@@ -82,10 +82,11 @@ class Store:
         slot_bytes = slot_size(total)
         segment, offset = self._allocate(slot_bytes, timeout_s)
         place = offset
-        for chunk, num_bytes in zip((encoded.header, *encoded.buffers), (header_bytes, *sizes), strict=True):
+        chunks: list[bytes | memoryview] = [encoded.header, *encoded.buffers]
+        for chunk, num_bytes in zip(chunks, (header_bytes, *sizes), strict=True):
             if num_bytes:
                 target = np.frombuffer(segment.map, np.uint8, num_bytes, place)
-                np.copyto(target, np.frombuffer(chunk, np.uint8))
+                np.copyto(target, np.frombuffer(memoryview(chunk), np.uint8))
             place += aligned(num_bytes)
         return [self._node_id, self._owner, segment.name, offset, header_bytes, sizes, slot_bytes]
 
@@ -113,7 +114,7 @@ class Store:
 
         It may run on any thread, at any moment, so it must neither block nor take a lock.
         """
-        node_id, _owner, name, offset, header_bytes, sizes, slot_bytes = ref
+        node_id, _, name, offset, header_bytes, sizes, _ = ref
         if node_id != self._node_id:
             return self._read_remote(ref, on_release, device)
         segment = self._segment(name)

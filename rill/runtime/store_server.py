@@ -88,7 +88,7 @@ class RemoteReader:
                 num_bytes = min(CHUNK_BYTES, total - starts[asked])
                 socket.send(self._encoder.encode((name, offset + starts[asked], num_bytes)))
                 asked += 1
-            if not socket.poll(1000 * _FETCH_WAIT_S):
+            if not socket.poll(int(1000 * _FETCH_WAIT_S)):
                 self._forget(node_id)
                 raise StuckError(
                     f"{self._context.address.name}: node {node_id} sent no part of {name} within {_FETCH_WAIT_S:g} s"
@@ -104,7 +104,7 @@ class RemoteReader:
         sockets = self._local.__dict__.setdefault("sockets", {})
         if node_id not in sockets:
             endpoint = self._context.hub.call("registry", "fetch", f"store/{node_id}", _FETCH_WAIT_S)
-            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(endpoint)
             sockets[node_id] = socket
