@@ -23,6 +23,7 @@ from rill.training.packing import (
     Pack,
     PackSequence,
     build_pack,
+    plan_micro_batches,
     plan_sharing_micro_batches,
 )
 from rill.training.parallel import World
@@ -53,11 +54,18 @@ class Batcher:
     vocab_size: int
     share_prefixes: bool = False
 
-    def micro_batches(self, sequences: Sequence[PackSequence]) -> Iterator[MicroBatch]:
-        """All sequences, in as many passes as the busiest rank needs."""
-        bins = plan_sharing_micro_batches(
-            sequences, self.micro_batch_tokens, share_prefixes=self.share_prefixes
-        )
+    def micro_batches(
+        self, sequences: Sequence[PackSequence], units: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[MicroBatch]:
+        """All sequences, in as many passes as the busiest rank needs. `units` are kept together in one pass."""
+        if units is None:
+            bins = plan_sharing_micro_batches(
+                sequences, self.micro_batch_tokens, share_prefixes=self.share_prefixes
+            )
+        else:
+            costs = [sum(sequences[i].num_tokens for i in unit) for unit in units]
+            planned = plan_micro_batches(costs, self.micro_batch_tokens)
+            bins = [[i for u in bin_ for i in units[u]] for bin_ in planned]
         for number in range(self._agreed(len(bins))):
             indices = tuple(bins[number]) if number < len(bins) else ()
             yield MicroBatch(pack=self.pack([sequences[i] for i in indices] or [_IDLE]), indices=indices)

@@ -166,18 +166,18 @@ class Trainer:
         if not tally.sums:
             raise TrainingError("apply() without accumulate(): there is nothing to train on")
         sums, metrics = tally.reduce(self.world)
-        if sums["denominator"] <= 0:
+        if sums["trained_tokens"] == 0:
             self.engine.zero_gradients()
             raise TrainingError(
                 f"the batch has no token to train on ({sums['samples']:.0f} samples, {sums['skipped']:.0f} skipped): "
                 "check loss masks, filters and micro_batch_tokens"
             )
-        loss = sums["numerator"] / sums["denominator"]
+        # A loss that is a plain sum has no denominator (see rill.algorithms.base.divisor).
+        denominator = sums["denominator"] or 1.0
+        loss = sums["numerator"] / denominator
         if not np.isfinite(loss) and self._failure:
             log.error("this rank's loss: %s", self._failure)
-        step = self.engine.step(
-            sums["denominator"], is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate
-        )
+        step = self.engine.step(denominator, is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate)
         seconds = time.perf_counter() - self._started_s
         return {
             **metrics,

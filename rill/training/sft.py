@@ -1,0 +1,126 @@
+"""Supervised training on the same engine: cross-entropy on the tokens that the loss mask names.
+
+Callers: the `sft` workflow, and an RL run's warm-up, which trains the policy's own engine. The gradient is that of
+−Σ log π / Σ trained tokens over the whole batch, whatever its split over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rill.algorithms.base import Metric
+from rill.errors import InvalidSampleError
+from rill.training.batching import gather_context
+from rill.training.engine import EngineConfig
+from rill.training.packing import PackSequence
+from rill.training.parallel import Rendezvous
+from rill.training.trainer import Trainer
+from rill.types import Bits, TokenIds
+
+
+class Example(Protocol):
+    """A sequence to imitate; rill.data.sft.SFTExample is one."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> TokenIds: ...
+
+    @property
+    def loss_mask(self) -> Bits: ...
+
+
+class SFTTrainer(Trainer):
+    """Trains a causal language model to imitate examples."""
+
+    class Config(EngineConfig):
+        """Nothing beyond the engine's."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rendezvous: Rendezvous | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(config, rendezvous=rendezvous, device=device)
+        self._learning_rate: float | None = None
+
+    @classmethod
+    def sharing(cls, trainer: Trainer, *, learning_rate: float) -> SFTTrainer:
+        """Supervised steps on another trainer's engine, at their own rate. Call finish() before going back to it."""
+        self = cls.__new__(cls)
+        Trainer.__init__(self, trainer.config, engine=trainer.engine)
+        self._learning_rate = learning_rate
+        return self
+
+    def update(self, examples: Sequence[Example]) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch. Metrics are over all ranks."""
+        self._begin()
+        self.accumulate(examples)
+        return self.apply()
+
+    def accumulate(self, examples: Sequence[Example]) -> None:
+        """Add these examples' gradient. Weights do not change until apply()."""
+        kept = self._fitting(self._checked(examples), lambda s: s.num_tokens, lambda s: bool(s.wanted.any()))
+        for batch in self.batcher.micro_batches(kept):
+            logprobs_K, entropy_K = (
+                gather_context(x, batch.pack, self.world) for x in self.engine.module(batch.pack)
+            )
+            weight = 0.0 if batch.is_idle else 1.0
+            numerator = -logprobs_K.sum() * weight
+            self.engine.backward(numerator)
+            ones_K = torch.ones_like(entropy_K)
+            metrics = {"sft/entropy": Metric.mean(entropy_K, ones_K)}
+            if not batch.is_idle:
+                self._count_pass(batch, numerator, ones_K.sum())
+            self._tally.add_metrics(metrics, is_idle=batch.is_idle)
+        self._count(samples=len(kept))
+
+    def apply(self) -> dict[str, float]:
+        """One optimizer step with everything accumulated."""
+        metrics = self._apply(self._learning_rate)
+        metrics["sft/perplexity"] = _perplexity(metrics["loss"])
+        return metrics
+
+    def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Loss and perplexity of held-out examples over all ranks; nothing is trained."""
+        sequences = self._checked(examples)
+        values = self.batcher.per_token(sequences, lambda pack: self.engine.module(pack)[0])
+        total = torch.tensor(
+            [-sum(float(v.sum()) for v in values), float(sum(s.wanted.sum() for s in sequences))],
+            dtype=torch.float64 if self.world.device.type == "cpu" else torch.float32,
+            device=self.world.device,
+        )
+        loss_sum, count = self.world.sum_over_data(total).tolist()
+        loss = loss_sum / count if count else 0.0
+        return {"eval/loss": loss, "eval/perplexity": _perplexity(loss), "eval/tokens": count}
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the steps from now on, in place of the engine's schedule."""
+        self._learning_rate = learning_rate
+
+    def finish(self) -> None:
+        """Give a shared engine back: its optimizer starts afresh, with its own rate and step count."""
+        self.engine.restart_optimizer()
+
+    def _checked(self, examples: Sequence[Example]) -> list[PackSequence]:
+        sequences: list[PackSequence] = []
+        for example in examples:
+            if example.loss_mask.dtype != np.bool_ or len(example.loss_mask) != len(example.token_ids):
+                raise InvalidSampleError(f"{example.id}: loss_mask must be one bool for each token")
+            self.batcher.check_tokens(example.id, example.token_ids)
+            wanted = example.loss_mask.copy()
+            wanted[:1] = False
+            sequences.append(PackSequence(token_ids=example.token_ids, wanted=wanted))
+        return sequences
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 80.0))

@@ -1,0 +1,135 @@
+"""ValueTrainer: the critic. V of the state before each trained token, on the same engine.
+
+Callers: the critic worker of a PPO workflow. `values` fills Sample.values; after advantages have been estimated from
+them, `update` fits Sample.returns with the algorithm's value loss, clipped around Sample.values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from rill.algorithms.base import LossSum, TokenBatch
+from rill.errors import TrainingError
+from rill.models.loading import DTYPES
+from rill.training.batching import MicroBatch, gather_context
+from rill.training.engine import EngineConfig
+from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
+from rill.training.packing import PackSequence
+from rill.training.parallel import Rendezvous
+from rill.training.trainer import Trainer, merge_steps
+from rill.types import Floats, Sample
+
+
+class ValueLoss(Protocol):
+    """What the critic needs of an algorithm; rill.algorithms.Algorithm has it."""
+
+    def value_loss(self, batch: TokenBatch) -> LossSum: ...
+
+
+class ValueTrainer(Trainer):
+    """Trains a decoder with a value head."""
+
+    class Config(EngineConfig):
+        num_epochs: int = Field(default=1, ge=1)
+        """Passes over each batch."""
+        mini_batches: int = Field(default=1, ge=1)
+        """Optimizer steps per pass."""
+        seed: int = 0
+        """Order of the mini-batches."""
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: ValueLoss,
+        *,
+        rendezvous: Rendezvous | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__(config, rendezvous=rendezvous, device=device)
+        self.config: ValueTrainer.Config = config
+        self.algorithm = algorithm
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """V before each trained token, aligned with token_ids; 0 elsewhere."""
+        for sample in samples:
+            self.batcher.check(sample.trajectory)
+        return self.batcher.per_token([_sequence(s) for s in samples], self.engine.module)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """This rank's share of a batch: num_epochs × mini_batches optimizer steps."""
+        self._begin()
+        for sample in samples:
+            self.batcher.check(sample.trajectory)
+            if sample.returns is None or sample.values is None:
+                raise TrainingError(
+                    f"{sample.id}: the critic needs values and returns; compute advantages first"
+                )
+        kept = self._fitting(
+            samples, lambda s: s.num_tokens, lambda s: bool(s.trajectory.loss_mask[1:].any())
+        )
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.config.num_epochs):
+            order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(kept))
+            for part in np.array_split(order, self.config.mini_batches):
+                self._accumulate([kept[i] for i in sorted(part)])
+                steps.append(self._apply())
+        return merge_steps(steps)
+
+    def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
+        lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
+        return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
+
+    def _accumulate(self, samples: Sequence[Sample]) -> None:
+        for batch in self.batcher.micro_batches([_sequence(s) for s in samples]):
+            values_K = gather_context(self.engine.module(batch.pack), batch.pack, self.world)
+            tokens = self._token_batch(batch, [samples[i] for i in batch.indices], values_K)
+            loss = self.algorithm.value_loss(tokens)
+            if batch.is_idle:
+                self.engine.backward(values_K.sum() * 0.0)
+            else:
+                self.engine.backward(loss.numerator)
+                self._count_pass(batch, loss.numerator, loss.denominator)
+            self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+        self._count(samples=len(samples))
+
+    def _token_batch(
+        self, batch: MicroBatch, samples: Sequence[Sample], values_K: torch.Tensor
+    ) -> TokenBatch:
+        zeros_K = torch.zeros_like(values_K)
+        old_K, returns_K, mask_K = zeros_K, zeros_K, zeros_K
+        if samples:
+            masks = [_sequence(s).wanted for s in samples]
+            table = np.stack(
+                [
+                    np.concatenate([np.asarray(s.values)[m] for s, m in zip(samples, masks, strict=True)]),
+                    np.concatenate([np.asarray(s.returns)[m] for s, m in zip(samples, masks, strict=True)]),
+                ]
+            ).astype(np.float32)
+            old_K, returns_K = torch.from_numpy(table).to(values_K.device, non_blocking=True)
+            mask_K = torch.ones_like(zeros_K)
+        return TokenBatch(
+            logprobs_N=zeros_K,
+            mask_N=mask_K,
+            seq_N=batch.pack.seq_K,
+            num_seqs=batch.pack.num_seqs,
+            advantages_N=zeros_K,
+            old_logprobs_N=zeros_K,
+            rollout_logprobs_N=zeros_K,
+            values_N=values_K,
+            old_values_N=old_K,
+            returns_N=returns_K,
+        )
+
+
+def _sequence(sample: Sample) -> PackSequence:
+    wanted = sample.trajectory.loss_mask.copy()
+    wanted[:1] = False
+    return PackSequence(
+        token_ids=sample.trajectory.token_ids, wanted=wanted, share_key=sample.trajectory.group_id
+    )
