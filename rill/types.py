@@ -24,7 +24,8 @@ Ints = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.bool_]
 
 PolicyVersion = NewType("PolicyVersion", int)
-"""Counts optimizer steps. The initial weights are version 0; a version never goes down."""
+"""Counts what the trainer published: 0 is whatever an engine loaded by itself, 1 the trainer's weights at the start of
+a run, and each training step adds one. A version never goes down."""
 
 NOT_SAMPLED = PolicyVersion(-1)
 """The version of a token that no policy made: prompts and observations."""

@@ -1,9 +1,9 @@
 """Is this run correct? Checks on a run's figures, on by default, that say in words what is wrong and what to try.
 
 A guard looks at the figures of each step and, when they are off, gives a Finding: what was seen, since when, what it
-usually means. Findings go to `guards.jsonl` in the run folder and to the run's log; a guard whose action is `stop` raises
-GuardError. A figure that a workflow does not report switches its guard off. A guard speaks once per episode: again only
-after the figure has been well in between.
+usually means. Findings go to `guards.jsonl` in the run folder and to the run's log; a guard whose action is `stop`
+raises GuardError. A figure that a workflow does not report switches its guard off. A guard speaks once per episode:
+again only after the figure has been well in between.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class GuardWatch:
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The findings of this step. Raises GuardError after writing them if one of them stops the run."""
-        found = [finding for guard in self._guards if (finding := self._check(guard, step, metrics)) is not None]
+        found = [
+            finding for guard in self._guards if (finding := self._check(guard, step, metrics)) is not None
+        ]
         for finding in found:
             self._file.write(encode_line(asdict(finding)))
             _log.warning("%s", finding)

@@ -1,0 +1,31 @@
+"""`rill report`: a run as one HTML file that opens offline and can be mailed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rill.cli.console import say
+from rill.dashboard.report import write_report
+from rill.telemetry.run import RUNS_FOLDER, Run
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")],
+    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Unset: report.html in the run folder.")
+    ] = None,
+) -> None:
+    """Write a page with a run's curves, its timeline and its rollouts. Works while the run goes on.
+
+    \b
+    Example:
+      rill report demo
+    """
+    say(write_report(Run.open(run, root=root), out).resolve().as_uri())

@@ -1,0 +1,1 @@
+"""Looking at runs: pages made from a run's files, never from live workers."""

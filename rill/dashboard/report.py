@@ -1,0 +1,100 @@
+"""One HTML file that shows a run: curves, the timeline of who used which device when, the rollouts, the config.
+
+Made by `rill report RUN` and at the end of `rill train`. Reads the run folder only, so it works on a run that goes
+on, was killed, or was copied from elsewhere. The file needs no network and no server. Model text reaches the page as
+JSON and is shown through textContent, so markup in a rollout is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rill.errors import UserError
+from rill.telemetry.chrome import Event, read_trace
+from rill.telemetry.jsonl import read_lines
+from rill.telemetry.metrics import read_metrics
+from rill.telemetry.run import Run, write_atomically
+
+MAX_SPANS = 20_000
+MAX_GROUPS = 400
+MIN_SPAN_SHARE = 1e-5
+"""Spans shorter than this share of the run are not drawn once there are too many."""
+
+
+def write_report(run: Run, out: Path | None = None) -> Path:
+    """The path of the page; by default `report.html` in the run folder."""
+    target = out if out is not None else run.path / "report.html"
+    data = collect(run)
+    if not data["metrics"]["steps"] and not data["timeline"]["lanes"]:
+        raise UserError(f"{run.path} has neither metrics nor a trace yet: nothing to report")
+    template = resources.files("rill.dashboard").joinpath("report.html").read_text(encoding="utf-8")
+    # "<" cannot end the script element or open a comment when it is written as an escape.
+    payload = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
+    write_atomically(target, template.replace("/*DATA*/null", payload))
+    return target
+
+
+def collect(run: Run) -> dict[str, Any]:
+    state = run.state()
+    return {
+        "name": run.name,
+        "status": state.status.value,
+        "message": state.message,
+        "seconds": state.changed_s - state.created_s,
+        "metrics": _metrics(run),
+        "timeline": _timeline(run),
+        "rollouts": _rollouts(run),
+        "config": run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else "",
+    }
+
+
+def _metrics(run: Run) -> dict[str, Any]:
+    """Columns: for each name the steps it has and its values."""
+    series: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"x": [], "y": []})
+    steps = set()
+    for row in read_metrics(run.path):
+        steps.add(row.step)
+        for name, value in row.values.items():
+            series[name]["x"].append(row.step)
+            series[name]["y"].append(round(value, 6))
+    return {"steps": sorted(steps), "series": series}
+
+
+def _timeline(run: Run) -> dict[str, Any]:
+    events = [event for event in read_trace(run.path) if event.kind in ("span", "open")]
+    if not events:
+        return {"lanes": [], "spans": [], "begin_ns": 0, "seconds": 0}
+    begin_ns = min(event.at_ns for event in events)
+    end_ns = max(event.at_ns + event.duration_ns for event in events)
+    if len(events) > MAX_SPANS:
+        events = sorted(events, key=lambda event: -event.duration_ns)[:MAX_SPANS]
+    lanes: dict[tuple[str, str], int] = {}
+    spans = []
+    for event in sorted(events, key=_lane_order):
+        lane = lanes.setdefault((event.process, event.lane), len(lanes))
+        start_s = (event.at_ns - begin_ns) / 1e9
+        detail = ", ".join(f"{name}={value}" for name, value in event.attributes.items())
+        spans.append([lane, event.name, round(start_s, 6), round(event.duration_ns / 1e9, 6), detail])
+    return {
+        "lanes": [{"process": process, "lane": lane} for process, lane in lanes],
+        "spans": spans,
+        "seconds": (end_ns - begin_ns) / 1e9,
+    }
+
+
+def _lane_order(event: Event) -> tuple[str, str, int]:
+    return (event.process, event.lane, event.at_ns)
+
+
+def _rollouts(run: Run) -> list[Any]:
+    groups = [
+        record for path in sorted((run.path / "rollouts").glob("*.jsonl")) for record in read_lines(path)
+    ]
+    groups.sort(key=lambda group: (group["version"], group["group"]))
+    if len(groups) > MAX_GROUPS:  # spread over the run rather than its beginning
+        groups = [groups[int(i * len(groups) / MAX_GROUPS)] for i in range(MAX_GROUPS)]
+    return groups

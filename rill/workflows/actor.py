@@ -1,0 +1,140 @@
+"""The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
+
+The loop calls `warm_up` until it is over, then `train` and `publish` once a step and `save` now and then. All ranks
+take part in every call, because parameters are sharded over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.config import PartConfig
+from rill.data.base import Split, open_dataset
+from rill.data.chat import PromptEncoder
+from rill.data.loader import LoaderConfig, open_loader
+from rill.data.sft import SFTEncoder
+from rill.models.loading import load_tokenizer
+from rill.runtime.channel import Channel
+from rill.runtime.worker import Worker
+from rill.training.policy import PolicyTrainer
+from rill.training.sft import SFTTrainer
+from rill.types import PolicyVersion
+from rill.weights.base import WeightManifest, open_publisher, take_part
+from rill.workflows.batch_advantages import with_batch_advantages
+from rill.workflows.canary import Publication, canary_sample
+from rill.workflows.jobs import StepPlan
+from rill.workflows.sections import SyncConfig, WarmupConfig
+
+
+class ActorWorker(Worker):
+    def __init__(self, *, config: PolicyTrainer.Config, algorithm: AlgorithmConfig, sync: SyncConfig) -> None:
+        self.algorithm = Algorithm(algorithm)
+        rendezvous = self.rendezvous() if self.world_size > 1 else None
+        self.trainer = PolicyTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
+        self.sync = sync
+        self.publisher = open_publisher(sync.transport) if self.rank == 0 else None
+        self._canary = canary_sample(self.trainer.engine.module.vocab_size)
+        self._warmup: SupervisedSteps | None = None
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def warm_up(self, data: PartConfig, config: WarmupConfig, num_steps: int, seed: int) -> dict[str, float]:
+        """The next `num_steps` supervised steps; returns the figures of the last."""
+        with self.device_lock():
+            if self._warmup is None:
+                self._warmup = SupervisedSteps(self.trainer, data, config, seed, self.rank, self.world_size)
+            return self._warmup.run(num_steps)
+
+    def end_warm_up(self) -> None:
+        if self._warmup is not None:
+            self._warmup.trainer.finish()
+            self._warmup = None
+
+    def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
+        """One training step on this rank's share of the plan."""
+        is_local = self.algorithm.is_group_scoped
+        with self.device_lock(rollouts):
+            with self.timer("take samples"):
+                keys = plan.share(self.rank, self.world_size, whole_groups=not is_local)
+                samples = rollouts.take(keys=keys)
+            if not is_local:
+                samples = with_batch_advantages(samples, self.algorithm, self.trainer.world.sum_over_data)
+            with self.timer("update"):
+                return self.trainer.update(samples)
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    def publish(self, version: PolicyVersion) -> Publication | None:
+        """Gather the weights, put them where engines reach them, and answer the canary. Rank 0 returns it."""
+        with self.device_lock():
+            manifest = self._publish(version)
+            logprobs = None
+            if self.sync.canary:
+                logprobs = self.trainer.logprobs([self._canary], temperature=1.0)[0]
+        if manifest is None:
+            return None
+        return Publication(manifest=manifest, tokens=self._canary.trajectory.token_ids, logprobs=logprobs)
+
+    def _publish(self, version: PolicyVersion) -> WeightManifest | None:
+        if self.publisher is None:
+            take_part(self.trainer.named_weights())
+            return None
+        return self.publisher.publish(self.trainer.named_weights(), version)
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.save(folder)
+
+    def load(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.load(folder)
+
+    def export(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.export(folder)
+
+
+class SupervisedSteps:
+    """A warm-up on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
+
+    def __init__(
+        self, trainer: PolicyTrainer, data: PartConfig, config: WarmupConfig, seed: int, rank: int, world: int
+    ) -> None:
+        self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.lr)
+        self._config = config
+        encoder = PromptEncoder(load_tokenizer(trainer.config.model))
+        self._encoder = SFTEncoder(encoder, max_tokens=trainer.config.micro_batch_tokens)
+        dataset = open_dataset(data, Split.TRAIN)
+        self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=world)
+        self._batch_size = max(1, config.batch_size // world)
+        self._step = 0
+
+    def run(self, num_steps: int) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for _ in range(num_steps):
+            self.trainer.set_learning_rate(self._rate())
+            figures = self.trainer.update(
+                [self._encoder.encode(p) for p in self._loader.next(self._batch_size)]
+            )
+            self._step += 1
+        return {"warmup/loss": figures["loss"], "warmup/tokens_per_s": figures["train_tokens_per_s"]}
+
+    def _rate(self) -> float:
+        config = self._config
+        rising = min(1.0, (self._step + 1) / max(1, min(50, config.steps // 10)))
+        falling = 0.5 * (1.0 + math.cos(math.pi * self._step / config.steps))
+        return config.lr * rising * falling

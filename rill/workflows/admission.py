@@ -1,0 +1,60 @@
+"""How many groups may be generated now: staleness is bounded by admission, never by throwing samples away.
+
+    capacity = min( max_concurrent − running,  (max_lag + version + 1) · batch − (accepted + running) )
+
+`running` groups are admitted and unfinished, `accepted` groups finished and kept since the run began, `version`
+counts optimizer steps. max_lag 0 is synchronous training: one batch is generated, trained on, and only then the
+next begins. A group that a filter drops stops running without being accepted, so its place is refilled by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Admission:
+    batch_groups: int
+    max_lag: int
+    max_concurrent: int
+    version: int = 0
+    running: int = 0
+    accepted: int = 0
+    dropped: int = 0
+
+    @property
+    def capacity(self) -> int:
+        by_lag = (self.max_lag + self.version + 1) * self.batch_groups - (self.accepted + self.running)
+        return max(0, min(self.max_concurrent - self.running, by_lag))
+
+    def admit(self, count: int) -> None:
+        assert count <= self.capacity, f"admitting {count} groups with room for {self.capacity}"
+        self.running += count
+
+    def finish(self, *, kept: bool) -> None:
+        assert self.running > 0, "a group finished that was never admitted"
+        self.running -= 1
+        if kept:
+            self.accepted += 1
+        else:
+            self.dropped += 1
+
+    def take_back(self, count: int) -> None:
+        """Groups that were aborted into the buffer: they are neither running nor accepted until admitted again."""
+        assert self.running >= count
+        self.running -= count
+
+    def trained(self) -> None:
+        self.version += 1
+
+    def state(self) -> dict[str, int]:
+        """What a resumed run needs: accepted groups that were not trained on are generated again."""
+        return {
+            "version": self.version,
+            "accepted": self.version * self.batch_groups,
+            "dropped": self.dropped,
+        }
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self.version, self.accepted, self.dropped = state["version"], state["accepted"], state["dropped"]
+        self.running = 0

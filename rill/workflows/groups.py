@@ -1,0 +1,50 @@
+"""From a finished group to samples: the filter's verdict, shaped rewards, advantages where the group lives.
+
+Pure functions over one group; called by rollout workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rill.algorithms import Algorithm
+from rill.types import Group, Sample, Trajectory
+
+
+def shaped(trajectory: Trajectory, algorithm: Algorithm) -> Trajectory:
+    """The trajectory with the penalty for an over-long answer in its reward."""
+    reward = algorithm.shape_reward(trajectory.reward, trajectory.num_sampled)
+    return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
+
+
+def samples_of(group: Group, algorithm: Algorithm, greedy_reward: float | None) -> list[Sample]:
+    """One sample per trajectory. Advantages that need the whole batch are left at 0 for the trainer to fill."""
+    if not algorithm.is_group_scoped:
+        return [
+            Sample(trajectory=t, advantages=np.zeros(t.num_tokens, np.float32)) for t in group.trajectories
+        ]
+    lengths = np.array([np.count_nonzero(t.loss_mask) for t in group.trajectories])
+    advantages = algorithm.group_advantages(group.rewards, lengths, greedy_reward)
+    return [
+        Sample(trajectory=t, advantages=np.where(t.loss_mask, advantage, 0.0).astype(np.float32))
+        for t, advantage in zip(group.trajectories, advantages, strict=True)
+    ]
+
+
+def group_metrics(group: Group) -> dict[str, float]:
+    """Means over the group's samples."""
+    trajectories = group.trajectories
+    count = len(trajectories)
+    metrics = {
+        "reward/mean": float(group.rewards.mean()),
+        "reward/std": float(group.rewards.std()),
+        "length/response": sum(t.num_sampled for t in trajectories) / count,
+        "length/total": group.num_tokens / count,
+        "length/truncated": sum(t.is_truncated for t in trajectories) / count,
+        "rollout/errors": sum(t.error is not None for t in trajectories) / count,
+    }
+    for part in sorted({name for t in trajectories for name in t.reward_parts}):
+        metrics[f"reward/{part}"] = sum(t.reward_parts.get(part, 0.0) for t in trajectories) / count
+    return metrics

@@ -1,0 +1,209 @@
+"""The one loop: synchronous, one-step-off and fully asynchronous training differ in `max_lag` alone.
+
+    ┌─▶ admit ─▶ jobs ─▶ rollout.generate ─▶ outcomes ─▶ collect ─┐         feeder thread: all the time
+    │                          │                                  ▼
+    │                          └── rollouts ──▶ train ◀── StepPlan          this thread: once a step
+    │                                             │
+    └── version + 1 ◀── engines update ◀── publish ◀┘
+
+What unblocks what: `take_batch` waits for enough kept groups; `train` takes exactly those samples, by key; the new
+version raises the feeder's capacity. With max_lag 0 the epoch of the jobs channel ends with the batch: the engines
+finish, let go of their devices, and the trainer may have them. That is all that sharing devices needs, so a workflow
+file does not know whether its parts share.
+
+A workflow gives the loop its parts and one function that runs a training step; see reasoning.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rill.data.loader import PromptSource
+from rill.errors import StuckError
+from rill.runtime.channel import Channel
+from rill.runtime.handle import Handle
+from rill.telemetry import trace
+from rill.types import PolicyVersion
+from rill.workflows.admission import Admission
+from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.evaluation import Evaluator
+from rill.workflows.feeder import Collected, Feeder
+from rill.workflows.fleet import Fleet
+from rill.workflows.jobs import StepPlan
+from rill.workflows.sections import LoopConfig
+
+TrainStep = Callable[[StepPlan], Mapping[str, float]]
+"""Runs one training step to its end and returns its figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What observers (the metric log, the progress view, guards) get after every step."""
+
+    step: int
+    num_steps: int
+    metrics: Mapping[str, float]
+    phase: str = "step"
+    """"step" for RL, "warm-up" for the supervised steps before it."""
+
+
+Observer = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a workflow hands to the loop."""
+
+    fleet: Fleet
+    """The engines, and how weights reach them."""
+    source: PromptSource
+    jobs: Channel
+    rollouts: Channel
+    outcomes: Channel
+    group_size: int
+    train_step: TrainStep
+    evaluator: Evaluator
+    checkpoints: RunCheckpoints
+
+
+class Loop:
+    def __init__(self, config: LoopConfig, parts: Parts, observers: Sequence[Observer]) -> None:
+        self.config = config
+        self.parts = parts
+        self.admission = Admission(
+            batch_groups=config.groups_per_step,
+            max_lag=config.max_lag,
+            max_concurrent=config.max_concurrent_groups or (config.max_lag + 1) * config.groups_per_step,
+        )
+        self._observers = observers
+        self._generating: Handle | None = None
+
+    def restore(self) -> bool:
+        """Load the newest whole checkpoint; False when there is none."""
+        state = self.parts.checkpoints.load_latest()
+        if state is None:
+            return False
+        self.admission.load_state(state["admission"])
+        self.parts.source.load_state(state["source"])
+        return True
+
+    def run(self) -> None:
+        """From where it stands to the last step."""
+        config, parts = self.config, self.parts
+        feeder = Feeder(
+            self.admission,
+            next_prompts=parts.source.next,
+            group_size=parts.group_size,
+            jobs=parts.jobs,
+            outcomes=parts.outcomes,
+            in_admission_order=config.order == "admission",
+        )
+        parts.fleet.publish(self._version)
+        if self.admission.version == 0:
+            self._report({}, evaluate=True)
+        feeder.start()
+        try:
+            while self.admission.version < config.steps:
+                self._step(feeder)
+        finally:
+            feeder.stop()
+        if self._generating is not None:
+            feeder.close_epoch()
+            self._generating.wait(timeout_s=config.step_timeout_s)
+        self._save()
+
+    @property
+    def _version(self) -> PolicyVersion:
+        """Version 0 is what engines load by themselves; the trainer's first weights are version 1."""
+        return PolicyVersion(self.admission.version + 1)
+
+    def _step(self, feeder: Feeder) -> None:
+        began = time.monotonic()
+        config, step = self.config, self.admission.version
+        with trace.span("step", lane="loop", step=step):
+            self._keep_generating(feeder)
+            with trace.span("wait for rollouts", lane="loop"):
+                collected = self._collect(feeder)
+            plan = StepPlan(step=step, version=self._version, outcomes=collected.outcomes)
+            trained_at = time.monotonic()
+            with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
+                figures = self.parts.train_step(plan)
+            synced_at = time.monotonic()
+            feeder.trained()
+            with trace.span("sync", lane="loop"):
+                figures = {**figures, **self.parts.fleet.publish(self._version)}
+            ended = time.monotonic()
+        times = {
+            "time/step_s": ended - began,
+            "time/rollout_wait_s": trained_at - began,
+            "time/train_s": synced_at - trained_at,
+            "time/sync_s": ended - synced_at,
+            "throughput/tokens_per_s": plan.num_tokens / (ended - began),
+            "throughput/samples_per_s": plan.num_samples / (ended - began),
+        }
+        self._report({**summarise(collected, self._version), **figures, **times}, evaluate=False)
+        if config.checkpoint_every and self.admission.version % config.checkpoint_every == 0:
+            self._save()
+
+    def _keep_generating(self, feeder: Feeder) -> None:
+        """One call of generate() lasts an epoch: a step when synchronous, otherwise the whole run."""
+        if self._generating is None or self._generating.done():
+            parts = self.parts
+            if self._generating is not None:
+                self._generating.wait(timeout_s=0)  # raises what ended it
+            feeder.open_epoch()
+            self._generating = parts.fleet.generate(parts.jobs, parts.rollouts, parts.outcomes)
+
+    def _collect(self, feeder: Feeder) -> Collected:
+        """Wait for a batch, and for the engines to let go of their devices if this step is an epoch."""
+        deadline = time.monotonic() + self.config.step_timeout_s
+        while True:
+            try:
+                collected = feeder.take_batch(timeout_s=min(5.0, deadline - time.monotonic()))
+                break
+            except StuckError:
+                assert self._generating is not None
+                if self._generating.done():
+                    self._generating.wait(timeout_s=0)  # a dead engine is a better reason than a late batch
+                if time.monotonic() >= deadline:
+                    raise
+        if self.config.max_lag == 0:
+            feeder.close_epoch()
+            assert self._generating is not None
+            self._generating.wait(timeout_s=self.config.step_timeout_s)
+            self._generating = None
+        return collected
+
+    def _report(self, metrics: Mapping[str, float], *, evaluate: bool) -> None:
+        step = self.admission.version
+        if evaluate or self.parts.evaluator.is_due(step, self.config.steps):
+            with trace.span("evaluate", lane="loop", step=step):
+                metrics = {**metrics, **self.parts.evaluator.run()}
+        report = StepReport(step=step, num_steps=self.config.steps, metrics=metrics)
+        for observer in self._observers:
+            observer(report)
+
+    def _save(self) -> None:
+        self.parts.checkpoints.save(
+            step=self.admission.version,
+            state={"admission": self.admission.state(), "source": self.parts.source.state()},
+        )
+
+
+def summarise(collected: Collected, version: PolicyVersion) -> dict[str, float]:
+    """Figures of a batch from its outcomes: each group counts by its number of samples."""
+    outcomes = collected.outcomes
+    weight = sum(len(outcome.lengths) for outcome in outcomes)
+    figures: dict[str, float] = {}
+    for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
+        figures[name] = sum(o.metrics.get(name, 0.0) * len(o.lengths) for o in outcomes) / weight
+    lags = [int(version) - 1 - int(outcome.oldest_version) for outcome in outcomes]
+    figures["lag/mean"] = sum(lags) / len(lags)
+    figures["lag/max"] = float(max(lags))
+    figures["groups/kept"] = float(len(outcomes))
+    figures["groups/dropped"] = float(len(collected.dropped))
+    for reason, count in collected.drop_reasons.items():
+        figures[f"groups/dropped_{reason}"] = float(count)
+    return figures

@@ -1,0 +1,221 @@
+"""The rollout worker: an engine and the environments that talk to it.
+
+    jobs ──▶ take ──▶ a coroutine per sample ──▶ engine ──▶ reward ──▶ filter ──▶ advantages ──▶ rollouts
+               ▲         (one event loop)                                  └──▶ outcomes ──▶ the loop
+               └────────── a job's lease ends when its samples lie in `rollouts` ──────────┘
+
+Two threads: `generate` runs an event loop for as long as the epoch lasts, the engine steps in its own. Calls marked
+concurrent (`update`, `evaluate`) come in beside them. New weights reach the engine between two of its
+steps, and sequences that were running continue under them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from rill.algorithms import Algorithm, AlgorithmConfig, Need
+from rill.config import Config, OneOf, PartConfig
+from rill.envs.base import ENVIRONMENTS, open_environment
+from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
+from rill.models.loading import ModelConfig, load_tokenizer
+from rill.runtime.channel import Channel, Lease
+from rill.runtime.worker import Worker, concurrent
+from rill.telemetry import trace
+from rill.types import Group, PolicyVersion, Prompt, Sample, SamplingParams, Trajectory
+from rill.weights.base import open_receiver
+from rill.workflows.canary import Publication, compare
+from rill.workflows.groups import group_metrics, samples_of, shaped
+from rill.workflows.jobs import GroupJob, Outcome, sample_key
+from rill.workflows.policy_client import PolicyClient
+from rill.workflows.rollout_log import RolloutLog
+from rill.workflows.sections import EvalConfig, SamplingConfig, SyncConfig
+
+
+class RolloutConfig(Config):
+    """[rollout]"""
+
+    engine: Annotated[PartConfig, OneOf(ENGINES)]
+    """The inference engine. Its model is the recipe's unless it names its own."""
+    env: Annotated[PartConfig, OneOf(ENVIRONMENTS)]
+    """What a prompt is put through, rewards included."""
+    sampling: SamplingConfig = SamplingConfig()
+    group_size: int = Field(8, ge=1)
+    """Samples per prompt."""
+    max_concurrent: int = Field(1024, ge=1)
+    """Samples in flight on one engine; further jobs wait where other engines can take them."""
+    log_groups: int = Field(4, ge=0)
+    """Groups per step and engine whose text is kept for the rollout viewer. 0: off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What an engine answers when it has been offered new weights."""
+
+    version: PolicyVersion
+    """The version it now answers with; the old one where the update waits for the engine's turn on its device."""
+    canary_difference: float | None
+    """Mean |log π_engine − log π_trainer| over the canary's tokens; None: not compared."""
+
+
+class RolloutWorker(Worker):
+    def __init__(
+        self,
+        *,
+        config: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        model: ModelConfig,
+        sync: SyncConfig,
+        seed: int,
+        run_dir: str,
+    ) -> None:
+        self.config = config
+        self.algorithm = Algorithm(algorithm)
+        self.engine: Engine = ENGINES.load(config.engine.type)(config.engine)
+        self.sync = sync
+        self.receiver = open_receiver(sync.transport)
+        self.seed = seed
+        tokenizer = load_tokenizer(model)
+        self.env = open_environment(config.env, tokenizer)
+        self.log = RolloutLog(Path(run_dir), f"{self.group_name}-{self.rank}", tokenizer, config.log_groups)
+        self._is_resident = True
+        self._updating = threading.Lock()
+        self._pending: Publication | None = None
+
+    # --- device memory, called by the device lock ---------------------------------------------------------
+
+    def onload(self) -> None:
+        with self._updating:
+            self.engine.restore()
+            self._is_resident = True
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._apply(pending)
+
+    def offload(self) -> None:
+        with self._updating:
+            self.engine.release(MemoryLevel.WEIGHTS)
+            self._is_resident = False
+
+    # --- generating ---------------------------------------------------------------------------------------
+
+    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
+        """Until the epoch of `jobs` ends and everything taken is finished; returns the number of groups."""
+        with self.device_lock(jobs, rollouts):
+            return asyncio.run(self._serve(jobs, rollouts, outcomes))
+
+    @concurrent
+    def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, list[float]]:
+        """Rewards of this engine's share of the prompts, by prompt id."""
+        mine = list(prompts)[self.rank :: self.world_size]
+        limit = config.max_new_tokens or self.config.sampling.max_new_tokens
+        sampling = self.config.sampling.params(temperature=config.temperature, max_new_tokens=limit)
+        with self.device_lock():
+            return asyncio.run(self._evaluate(mine, sampling, config.samples))
+
+    async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
+        policy = PolicyClient(self.engine, seed=self.seed)
+        room = asyncio.Semaphore(max(1, self.config.max_concurrent // self.config.group_size))
+        num_groups = 0
+        async with asyncio.TaskGroup() as groups:
+            async for lease in jobs.leases():
+                num_groups += 1
+                groups.create_task(self._finish(lease, policy, rollouts, outcomes, room))
+                await room.acquire()  # before the next job is taken: another engine may have room for it
+        return num_groups
+
+    async def _finish(
+        self,
+        lease: Lease,
+        policy: PolicyClient,
+        rollouts: Channel,
+        outcomes: Channel,
+        room: asyncio.Semaphore,
+    ) -> None:
+        """One job from prompt to outcome; its lease ends when nothing of it can be lost any more."""
+        outcome, samples = await self._group(lease.value, policy)
+        for number, sample in enumerate(samples):
+            key = sample_key(outcome.group_id, number)
+            await rollouts.put_async(sample, weight=float(sample.num_tokens), key=key)
+        await outcomes.put_async(outcome)
+        lease.done()
+        room.release()
+
+    async def _group(self, job: GroupJob, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
+        sampling = self.config.sampling.params()
+        episodes = [self._episode(job, f"{job.id}/{i}", policy, sampling) for i in range(job.group_size)]
+        if Need.GREEDY_BASELINE in self.algorithm.needs:
+            episodes.append(
+                self._episode(job, f"{job.id}/greedy", policy, replace(sampling, temperature=0.0))
+            )
+        trajectories = [shaped(t, self.algorithm) for t in await asyncio.gather(*episodes)]
+        greedy = trajectories.pop().reward if len(trajectories) > job.group_size else None
+        group = Group(id=job.id, prompt=job.prompt, trajectories=tuple(trajectories))
+        verdict = self.algorithm.keep(group.rewards)
+        self.log.write(group, dropped=verdict.reason)
+        samples = samples_of(group, self.algorithm, greedy) if verdict.keep else []
+        outcome = Outcome(
+            group_id=job.id,
+            index=job.index,
+            prompt_id=job.prompt.id,
+            lengths=tuple(sample.num_tokens for sample in samples),
+            dropped=verdict.reason,
+            oldest_version=min(t.oldest_version for t in trajectories),
+            metrics=group_metrics(group),
+        )
+        return outcome, samples
+
+    async def _episode(
+        self, job: GroupJob, trajectory_id: str, policy: PolicyClient, sampling: SamplingParams
+    ) -> Trajectory:
+        return await self.env.rollout(
+            job.prompt,
+            policy.episode(trajectory_id),
+            trajectory_id=trajectory_id,
+            group_id=job.id,
+            sampling=sampling,
+        )
+
+    async def _evaluate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, num_samples: int
+    ) -> dict[str, list[float]]:
+        policy = PolicyClient(self.engine, seed=self.seed + 1)
+
+        async def one(prompt: Prompt, number: int) -> float:
+            name = f"eval/{prompt.id}/{number}"
+            trajectory = await self.env.rollout(
+                prompt, policy.episode(name), trajectory_id=name, group_id=prompt.id, sampling=sampling
+            )
+            return trajectory.reward
+
+        rewards = await asyncio.gather(*(one(p, n) for p in prompts for n in range(num_samples)))
+        return {p.id: list(rewards[i * num_samples : (i + 1) * num_samples]) for i, p in enumerate(prompts)}
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    @concurrent
+    def update(self, publication: Publication, interrupt: bool) -> SyncReport:
+        """Take new weights now, or at the next turn on the device where another group holds it."""
+        with self._updating:
+            if not self._is_resident:
+                self._pending = publication
+                return SyncReport(version=self.engine.version, canary_difference=None)
+            return self._apply(publication, interrupt)
+
+    def _apply(self, publication: Publication, interrupt: bool = True) -> SyncReport:
+        manifest = publication.manifest
+        lane = f"{self.group_name}[{self.rank}]"
+        with trace.span("update weights", lane=lane, version=manifest.version):
+            self.engine.pause(PauseMode.INTERRUPT if interrupt else PauseMode.FINISH, self.sync.timeout_s)
+            try:
+                self.engine.update_weights(self.receiver.pull(manifest), manifest.version)
+                difference = compare(self.engine, publication, self.sync.canary_tolerance)
+            finally:
+                self.engine.resume()
+        return SyncReport(version=manifest.version, canary_difference=difference)

@@ -1,0 +1,107 @@
+"""The tables of a recipe that several workflows share. Each is read once, by the part named in its docstring."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rill.config import Config, OneOf, PartConfig
+from rill.types import SamplingParams
+from rill.weights.base import TRANSPORTS
+
+
+class SamplingConfig(Config):
+    """[rollout.sampling]: how completions are sampled."""
+
+    max_new_tokens: int = Field(256, ge=1)
+    """Tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """0: greedy."""
+    top_k: int = Field(0, ge=0)
+    """0: off."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """0: off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. Empty: off."""
+
+    def params(self, **changes: Any) -> SamplingParams:
+        return SamplingParams(**{**self.model_dump(), **changes})
+
+
+class LoopConfig(Config):
+    """[loop]: read by rill.workflows.loop."""
+
+    steps: int = Field(100, ge=1)
+    """Training steps of the whole run, resumed parts included."""
+    groups_per_step: int = Field(32, ge=1)
+    """Prompts in a batch."""
+    max_lag: int = Field(0, ge=0)
+    """Versions that generation may run ahead of training. 0: synchronous."""
+    order: Literal["completion", "admission"] = "completion"
+    """Which finished groups make the next batch: the first to finish, or strictly those admitted first. With
+    max_lag 0 both are the same batch."""
+    max_concurrent_groups: int = Field(0, ge=0)
+    """Groups in flight over all engines. 0: as many as max_lag admits."""
+    interrupt: bool = True
+    """New weights interrupt running sequences, which continue under them (partial rollout). Off: engines finish
+    what runs before they take new weights. Matters only where max_lag > 0."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps. 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """The newest so many are kept."""
+    step_timeout_s: float = Field(3600.0, gt=0)
+    """A step that takes longer is reported as stuck."""
+
+
+class EvalConfig(Config):
+    """[eval]: read by rill.workflows.evaluation."""
+
+    every: int = Field(10, ge=0)
+    """Steps between evaluations on held-out problems. 0: only before the first and after the last step."""
+    num_prompts: int = Field(128, ge=1)
+    samples: int = Field(1, ge=1)
+    """Completions per prompt; pass@k is reported for k up to this."""
+    temperature: float = Field(0.0, ge=0)
+    """0: greedy, which with samples > 1 makes no sense and is refused."""
+    max_new_tokens: int = Field(0, ge=0)
+    """0: as in training."""
+
+
+class ClusterConfig(Config):
+    """[cluster]: where worker processes run."""
+
+    type: Literal["local", "ray"] = "local"
+    address: str = "local"
+    """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
+    devices: int = Field(0, ge=0)
+    """Device slots to use. 0: all that are found."""
+    threads: int = Field(0, ge=0)
+    """Threads of each worker process. 0: cores divided by the workers that compute at the same time."""
+
+
+class SyncConfig(Config):
+    """[sync]: how trained weights reach the engines; read by rill.workflows.loop."""
+
+    transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
+        default_factory=lambda: TRANSPORTS.load("shm").Config()
+    )
+    """How the bytes travel; shm where trainer and engines are on one machine."""
+    canary: bool = True
+    """After each sync compare engine and trainer log-probabilities on fixed tokens."""
+    canary_tolerance: float = Field(0.0, ge=0)
+    """Largest mean difference allowed, in nats. 0: chosen by the engine's dtype."""
+    timeout_s: float = Field(300.0, gt=0)
+    """An engine that has not taken new weights by then is kept out of service."""
+
+
+class WarmupConfig(Config):
+    """[warmup]: supervised steps before the first RL step, on the same trainer. 0 steps: off."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(64, ge=1)
+    """Examples per step."""
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of the warm-up; RL uses the trainer's own."""
