@@ -33,7 +33,7 @@ class PromptEncoder:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_arguments = dict(template_arguments or {})
-        self.tools = [dict(tool) for tool in tools]
+        self.tools: list[Any] = [dict(tool) for tool in tools]
 
     def encode(self, prompt: Prompt) -> TokenIds:
         """The ids up to where the model starts to write."""
@@ -52,7 +52,8 @@ class PromptEncoder:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=special), dtype=np.int32)
 
     def decode(self, token_ids: TokenIds, *, skip_special: bool = True) -> str:
-        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip_special)
+        text = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip_special)
+        assert isinstance(text, str)
         return text
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:

@@ -23,7 +23,7 @@ class SingleTurn:
         type: Literal["single_turn"] = "single_turn"
         reward: Annotated[PartConfig, OneOf(REWARDS)] = Field(
             default={"type": "exact"}, validate_default=True
-        )  # type: ignore[assignment]
+        )
         """How an answer is scored."""
         scoring: ScoringConfig = ScoringConfig()
         """Deadlines and what a failed reward is worth."""

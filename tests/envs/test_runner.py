@@ -14,7 +14,6 @@ from rill.envs.rewards.base import REWARDS
 from rill.envs.rewards.runner import RewardRunner, ScoringConfig
 from rill.types import Prompt, Trajectory, Turn
 
-
 # --- user functions that the runner is pointed at -----------------------------------------------------------
 
 

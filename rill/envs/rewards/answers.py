@@ -36,7 +36,7 @@ def extract_answer(text: str, form: AnswerForm) -> str | None:
         case AnswerForm.BOXED:
             return _boxed(text)
         case AnswerForm.TAG:
-            head, mark, tail = text.rpartition("<answer>")
+            _, mark, tail = text.rpartition("<answer>")
             inside, end, _ = tail.partition("</answer>")
             return inside.strip() if mark and end else None
         case AnswerForm.HASHES:

@@ -182,7 +182,7 @@ def child_main() -> None:
         index, arguments, timeout_s = pickle.loads(frame)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)  # default action: end the process
         try:
-            answer = (True, float(rewards[index].score(*arguments)))
+            answer: tuple[bool, Any] = (True, float(rewards[index].score(*arguments)))
         except Exception as error:  # noqa: BLE001  boundary: see above
             answer = (False, f"{type(error).__name__}: {error}")
         signal.setitimer(signal.ITIMER_REAL, 0)

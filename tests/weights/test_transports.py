@@ -1,0 +1,231 @@
+"""What every transport guarantees, and that broken ones are caught every time."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rill.errors import WeightSyncError
+from rill.types import PolicyVersion
+from rill.weights.base import BucketSpec, Receiver, WeightManifest
+from rill.weights.resharding import ShardSpec
+from tests.weights.scene import ends, publish, pulled, same, weights
+
+LOCAL = ["inproc", "shm", "disk", "http"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LOCAL)
+def test_every_tensor_arrives_as_it_was_for_many_versions(name: str, dtype: torch.dtype) -> None:
+    with ends(name) as (publisher, receiver):
+        for version in (0, 1, 2, 5):
+            sent = weights(version, dtype=dtype)
+            manifest = pickle.loads(pickle.dumps(publish(publisher, sent, version)))
+            assert same(pulled(receiver, manifest), sent)
+            assert receiver.version == version
+            assert len(manifest.buckets) > 2
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_trainer_may_change_its_weights_right_after_publishing(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        sent = weights(1)
+        kept = {k: v.clone() for k, v in sent.items()}
+        manifest = publish(publisher, sent, 1)
+        for tensor in sent.values():
+            tensor.zero_()
+        assert same(pulled(receiver, manifest), kept)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_versions_only_grow_on_both_sides(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 3)
+        pulled(receiver, manifest)
+        with pytest.raises(WeightSyncError, match="only grow"):
+            publish(publisher, weights(2), 3)
+        with pytest.raises(WeightSyncError, match="holds 3"):
+            pulled(receiver, manifest)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_pull_that_is_not_finished_does_not_change_the_version(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        stream = receiver.pull(manifest)
+        next(stream)
+        stream.close()
+        assert receiver.version is None
+        pulled(receiver, manifest)
+        assert receiver.version == 1
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_flipped_bit_is_caught(name: str) -> None:
+    rng = random.Random(0)
+    with ends(name) as (publisher, receiver):
+        for version in range(1, 20):
+            manifest = publish(publisher, weights(version), version)
+            target = rng.randrange(len(manifest.buckets))
+
+            def flip(buffers: list[Tensor], target: int = target) -> list[Tensor]:
+                buffers[target][rng.randrange(buffers[target].numel())] ^= 1 << rng.randrange(8)
+                return buffers
+
+            with faulty(receiver, flip), pytest.raises(WeightSyncError, match=f"bucket {target} of"):
+                pulled(receiver, manifest)
+            assert receiver.version is None
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_buckets_in_the_wrong_order_are_caught(name: str) -> None:
+    with ends(name, bucket_bytes=64) as (publisher, receiver):
+        # Equal sizes, so that only the contents can tell the buckets apart.
+        sent = {f"w{i}": torch.arange(16.0) + i for i in range(4)}
+        manifest = publish(publisher, sent, 1)
+        with (
+            faulty(receiver, lambda buffers: buffers[::-1]),
+            pytest.raises(WeightSyncError, match="out of order"),
+        ):
+            pulled(receiver, manifest)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_stale_cache_is_caught(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        cache: list[Tensor] = []
+
+        def cached(buffers: list[Tensor]) -> list[Tensor]:
+            if not cache:
+                cache.extend(buffers)
+            return cache
+
+        with faulty(receiver, cached):
+            pulled(receiver, publish(publisher, weights(1), 1))
+            with pytest.raises(WeightSyncError, match="stale"):
+                pulled(receiver, publish(publisher, weights(2), 2))
+        assert receiver.version == 1
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_dropped_bucket_is_caught(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        with pytest.raises(WeightSyncError, match="missing or out of order"):
+            pulled(receiver, replace(manifest, buckets=manifest.buckets[:1] + manifest.buckets[2:]))
+        with pytest.raises(WeightSyncError, match="lies in no bucket"):
+            pulled(receiver, replace(manifest, buckets=manifest.buckets[:-1]))
+        real = receiver.buckets
+        receiver.buckets = lambda m: (pair for pair in real(m) if pair[0].index != 1)  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError, match="did not arrive"):
+            pulled(receiver, manifest)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_name_twice_is_refused_at_the_source_and_in_a_manifest(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        pair = ("w", torch.zeros(3))
+        with pytest.raises(WeightSyncError, match="twice"):
+            publisher.publish([pair, pair], PolicyVersion(1))
+        manifest = publish(publisher, weights(1), 2)
+        with pytest.raises(WeightSyncError, match="more than once"):
+            pulled(receiver, replace(manifest, tensors=(*manifest.tensors, manifest.tensors[0])))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_not_finite_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
+    with ends("inproc") as (publisher, _):
+        sent = weights(1, dtype=dtype)
+        sent["layers.4.weight"][3, 3] = bad
+        with pytest.raises(WeightSyncError, match=r"layers\.4\.weight"):
+            publish(publisher, sent, 1)
+
+
+def test_a_file_cut_off_at_any_byte_is_caught(tmp_path: Path) -> None:
+    with ends("disk", folder=str(tmp_path)) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        file = sorted(tmp_path.glob("v*/*.safetensors"))[1]
+        whole = file.read_bytes()
+        for length in [0, 1, 7, 8, 9, *range(20, len(whole), 97), len(whole) - 1]:
+            file.write_bytes(whole[:length])
+            with pytest.raises(WeightSyncError):
+                pulled(receiver, manifest)
+        file.write_bytes(whole)
+        assert same(pulled(receiver, manifest), weights(1))
+
+
+def test_a_version_on_disk_is_invisible_until_it_is_whole(tmp_path: Path) -> None:
+    with ends("disk", folder=str(tmp_path)) as (publisher, _):
+
+        def half():  # type: ignore[no-untyped-def]
+            yield from list(weights(1).items())[:6]
+            assert not list(tmp_path.glob("v*"))
+            raise RuntimeError("the trainer died")
+
+        with pytest.raises(RuntimeError, match="died"):
+            publisher.publish(half(), PolicyVersion(1))
+        assert not list(tmp_path.glob("v*"))
+
+
+def test_a_shared_memory_reader_that_is_overtaken_learns_of_it() -> None:
+    with ends("shm") as (publisher, receiver):
+        stream = receiver.pull(publish(publisher, weights(1), 1))
+        next(stream)
+        publish(publisher, weights(2), 2)
+        next(stream)  # the other slot was written: version 1 is still there
+        publish(publisher, weights(3), 3)
+        with pytest.raises(WeightSyncError, match="newer weights"):
+            list(stream)
+
+
+def test_shared_memory_is_given_back_on_close() -> None:
+    with ends("shm") as (publisher, _):
+        manifest = publish(publisher, weights(1), 1)
+        assert Path(manifest.location).is_dir()
+    assert not Path(manifest.location).exists()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_tensor_parallel_engine_gets_its_slice(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        sent = weights(1)
+        shards = {
+            "layers.6.weight": ShardSpec(dim=0, rank=1, world=4),
+            "*.8.weight": ShardSpec(dim=1, rank=0, world=2),
+        }
+        got = pulled(receiver, publish(publisher, sent, 1), shards=shards)
+        assert torch.equal(got["layers.6.weight"], sent["layers.6.weight"][128:256])
+        assert torch.equal(got["layers.8.weight"], sent["layers.8.weight"][:, :20])
+        assert torch.equal(got["layers.0.weight"], sent["layers.0.weight"])
+        with pytest.raises(WeightSyncError, match="equal parts"):
+            uneven = {"layers.0.weight": ShardSpec(dim=0, rank=0, world=2)}
+            pulled(receiver, publish(publisher, sent, 2), shards=uneven)
+
+
+def test_a_manifest_of_another_transport_is_refused() -> None:
+    with ends("shm") as (publisher, _), ends("disk") as (_, receiver):
+        with pytest.raises(WeightSyncError, match="same transport"):
+            pulled(receiver, publish(publisher, weights(1), 1))
+
+
+@contextmanager
+def faulty(receiver: Receiver, fault: Callable[[list[Tensor]], list[Tensor]]) -> Iterator[None]:
+    """A fault between the transport and the verification: it may change, swap or replace the bytes of buckets."""
+    real = receiver.buckets
+
+    def broken(manifest: WeightManifest) -> Iterator[tuple[BucketSpec, Tensor]]:
+        pairs = list(real(manifest))
+        yield from zip([b for b, _ in pairs], fault([data.clone() for _, data in pairs]), strict=True)
+
+    receiver.buckets = broken  # type: ignore[method-assign]
+    yield
+    receiver.buckets = real  # type: ignore[method-assign]
