@@ -31,7 +31,14 @@ from rill.algorithms.advantages.base import (
 )
 from rill.algorithms.aggregation import Aggregation, token_weights
 from rill.algorithms.base import LossSum, Metric, Need, Reduce, TokenBatch, one_rank
-from rill.algorithms.checks import full_precision, require_finite, required, sanitised, zero_unless
+from rill.algorithms.checks import (
+    checked_advantage_batch,
+    full_precision,
+    require_finite,
+    required,
+    sanitised,
+    zero_unless,
+)
 from rill.algorithms.corrections import CORRECTIONS
 from rill.algorithms.corrections.base import Correction
 from rill.algorithms.distill import DistillationConfig, distilled_advantages
@@ -151,12 +158,13 @@ class Algorithm:
 
         `reduce` sums a tensor over data-parallel ranks. Groups must be whole on a rank.
         """
-        batch = _checked_advantage_batch(batch)
-        rewards_N, metrics = self._token_rewards(batch)
+        batch = checked_advantage_batch(batch)
+        rewards_N, rewards_S, metrics = self._rewards(batch)
+        batch = replace(batch, rewards_S=rewards_S)
         if isinstance(self.advantage, BatchAdvantage):
             result = self.advantage.batch(batch, rewards_N, reduce)
         else:
-            result = Advantages(advantages_N=self._group_by_group(self.advantage, batch, rewards_N))
+            result = Advantages(advantages_N=self._group_by_group(self.advantage, batch))
         return replace(result, metrics={**metrics, **result.metrics})
 
     def policy_loss(self, batch: TokenBatch) -> LossSum:
@@ -240,10 +248,10 @@ class Algorithm:
             )
         return estimator.group(rewards, lengths, greedy_reward)
 
-    def _group_by_group(self, estimator: GroupAdvantage, batch: AdvantageBatch, rewards_N: Tensor) -> Tensor:
+    def _group_by_group(self, estimator: GroupAdvantage, batch: AdvantageBatch) -> Tensor:
         if batch.group_S is None:
             raise InvalidSampleError(f"advantage {self.config.advantage.type!r} needs group_S")
-        rewards_S = seq_sum(rewards_N, batch.seq_N, batch.num_seqs).double().cpu().numpy()
+        rewards_S = batch.rewards_S.double().cpu().numpy()
         lengths_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs).double().cpu().numpy()
         group_S = batch.group_S.cpu().numpy()
         advantages_S = np.zeros(batch.num_seqs)
@@ -251,24 +259,28 @@ class Algorithm:
             members = np.flatnonzero(group_S == group)
             greedy = None if batch.greedy_rewards_S is None else float(batch.greedy_rewards_S[members[0]])
             advantages_S[members] = self._of_group(estimator, rewards_S[members], lengths_S[members], greedy)
-        on_device_S = torch.from_numpy(advantages_S).to(rewards_N)
+        on_device_S = torch.from_numpy(advantages_S).to(batch.mask_N)
         return on_device_S[batch.seq_N] * batch.mask_N
 
-    def _token_rewards(self, batch: AdvantageBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """r_t = token reward + [t is the last trained token]·R − β·KL_t."""
-        rewards_N = torch.zeros_like(batch.mask_N)
+    def _rewards(self, batch: AdvantageBatch) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """(r_N, R_S): r_t = token reward − β·KL_t, plus R on the last trained token; R_S the sum of a sequence.
+
+        A sequence without trained tokens has no place for R in r_N and still counts in its group's baseline.
+        """
+        rewards_N = torch.zeros_like(batch.mask_N) if batch.token_rewards_N is None else batch.token_rewards_N
+        metrics: dict[str, Metric] = {}
+        kl = self.config.kl
+        if kl.coefficient > 0 and kl.place == "reward":
+            logprobs_N, ref_N = required(batch, "logprobs_N"), required(batch, "ref_logprobs_N")
+            kl_N = kl_penalty(logprobs_N, ref_N, kl.estimator).detach() * batch.mask_N
+            metrics["policy/kl_ref"] = Metric.mean(kl_N, batch.mask_N)
+            rewards_N = rewards_N - self.kl_controller.coefficient * kl_N
+        rewards_S = batch.rewards_S + seq_sum(rewards_N, batch.seq_N, batch.num_seqs)
         last_S = last_trained(batch.mask_N, batch.seq_N, batch.num_seqs)
         has_token_S = last_S >= 0
-        rewards_N = rewards_N.index_put((last_S[has_token_S],), batch.rewards_S[has_token_S])
-        if batch.token_rewards_N is not None:
-            rewards_N = rewards_N + batch.token_rewards_N
-        kl = self.config.kl
-        if kl.coefficient == 0 or kl.place != "reward":
-            return rewards_N, {}
-        logprobs_N, ref_N = required(batch, "logprobs_N"), required(batch, "ref_logprobs_N")
-        kl_N = kl_penalty(logprobs_N, ref_N, kl.estimator).detach() * batch.mask_N
-        metrics = {"policy/kl_ref": Metric.mean(kl_N, batch.mask_N)}
-        return rewards_N - self.kl_controller.coefficient * kl_N, metrics
+        place = (last_S[has_token_S],)
+        rewards_N = rewards_N.index_put(place, batch.rewards_S[has_token_S], accumulate=True)
+        return rewards_N, rewards_S, metrics
 
     def _with_regularisers(self, loss_N: Tensor, batch: TokenBatch, metrics: dict[str, Metric]) -> Tensor:
         kl = self.config.kl
@@ -311,23 +323,6 @@ class Algorithm:
                 ),
             )
         return clean
-
-
-def _checked_advantage_batch(batch: AdvantageBatch) -> AdvantageBatch:
-    for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
-        values_S: Tensor | None = getattr(batch, name)
-        if values_S is None:
-            continue
-        if values_S.numel() != batch.num_seqs:
-            raise InvalidSampleError(f"{name} has {values_S.numel()} entries for {batch.num_seqs} sequences")
-        if not bool(torch.isfinite(values_S).all()):
-            raise InvalidSampleError(f"{name} must be finite, got NaN or infinity: mend the reward function")
-    if batch.token_rewards_N is not None and bool((batch.token_rewards_N[batch.mask_N == 0] != 0).any()):
-        raise InvalidSampleError(
-            "a reward lies on an untrained token and would be lost: move it to a trained one"
-        )
-    clean = sanitised(batch, check_finite=True)
-    return replace(clean, rewards_S=full_precision(batch.rewards_S).to(clean.mask_N))
 
 
 def _build(registry: Any, config: PartConfig) -> Any:

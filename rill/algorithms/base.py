@@ -88,7 +88,7 @@ class Metric:
 
     @staticmethod
     def largest(values: Tensor) -> Metric:
-        largest = values.max() if values.numel() else torch.tensor(float("-inf"))
+        largest = values.max() if values.numel() else values.new_full((), float("-inf"))
         return Metric(total=largest.detach(), weight=torch.ones_like(largest), is_max=True)
 
 

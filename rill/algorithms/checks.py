@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rill.algorithms.advantages.base import AdvantageBatch
 from rill.algorithms.base import TokenBatch
-from rill.errors import TrainingError
+from rill.errors import InvalidSampleError, TrainingError
 
 AnyBatch = TypeVar("AnyBatch", TokenBatch, AdvantageBatch)
 
@@ -34,6 +34,37 @@ def sanitised(batch: AnyBatch, *, check_finite: bool) -> AnyBatch:
     if check_finite:
         require_finite(clean)
     return replace(batch, **clean)
+
+
+def checked_advantage_batch(batch: AdvantageBatch) -> AdvantageBatch:
+    """Sanitised, and with what no later formula could notice refused: lost rewards, interleaved sequences."""
+    for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
+        values_S: Tensor | None = getattr(batch, name)
+        if values_S is None:
+            continue
+        if values_S.numel() != batch.num_seqs:
+            raise InvalidSampleError(f"{name} has {values_S.numel()} entries for {batch.num_seqs} sequences")
+        if not bool(torch.isfinite(values_S).all()):
+            raise InvalidSampleError(f"{name} must be finite, got NaN or infinity: mend the reward function")
+    _check_sequences(batch.seq_N, batch.num_seqs)
+    if batch.token_rewards_N is not None and bool((batch.token_rewards_N[batch.mask_N == 0] != 0).any()):
+        raise InvalidSampleError(
+            "a reward lies on an untrained token and would be lost: move it to a trained one"
+        )
+    clean = sanitised(batch, check_finite=True)
+    return replace(clean, rewards_S=full_precision(batch.rewards_S).to(clean.mask_N))
+
+
+def _check_sequences(seq_N: Tensor, num_seqs: int) -> None:
+    if not seq_N.numel():
+        return
+    if int(seq_N.min()) < 0 or int(seq_N.max()) >= num_seqs:
+        raise InvalidSampleError(
+            f"seq_N must lie in [0, {num_seqs}), got {int(seq_N.min())} to {int(seq_N.max())}"
+        )
+    num_runs = 1 + int((seq_N[1:] != seq_N[:-1]).sum())
+    if num_runs != torch.unique(seq_N).numel():
+        raise InvalidSampleError("the tokens of a sequence must lie one after another in the flat batch")
 
 
 def require_finite(named: Mapping[str, Tensor]) -> None:

@@ -325,6 +325,39 @@ def test_nonsense_batches_are_refused():
         )
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
+def test_a_masked_answer_still_counts_in_its_groups_baseline(name):
+    rollouts = random_rollouts(3, num_groups=1, group_size=4)
+    rollouts[0]["mask"] = [0.0] * len(rollouts[0]["mask"])
+    batch = batch_of(rollouts)
+    found = algorithm(name).batch_advantages(batch).advantages_N
+    rewards = [r["reward"] for r in rollouts]
+    if name == "reinforce_pp_baseline":
+        centred = [r - reference.mean(rewards) for r in rewards]
+        raw = [c for c, r in zip(centred, rollouts) for m in r["mask"] if m]
+        expected = spread_out(rollouts, reference.whiten(raw))
+    else:
+        scalars = getattr(reference, name)(rewards)
+        expected = [a * m for a, r in zip(scalars, rollouts) for m in r["mask"]]
+    assert found.tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_interleaved_or_unknown_sequences_are_refused():
+    def batch(seq):
+        return AdvantageBatch(
+            mask_N=torch.ones(4),
+            seq_N=torch.tensor(seq),
+            num_seqs=2,
+            rewards_S=torch.ones(2),
+            values_N=torch.ones(4),
+        )
+
+    with pytest.raises(InvalidSampleError, match="one after another"):
+        algorithm("gae").batch_advantages(batch([0, 1, 0, 1]))
+    with pytest.raises(InvalidSampleError, match=r"\[0, 2\), got 0 to 2"):
+        algorithm("gae").batch_advantages(batch([0, 0, 1, 2]))
+
+
 def test_needs_name_what_an_estimator_cannot_do_without():
     assert Need.VALUES in algorithm("gae").needs
     assert Need.GREEDY_BASELINE in algorithm("remax").needs

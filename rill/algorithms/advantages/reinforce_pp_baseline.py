@@ -24,8 +24,7 @@ class ReinforcePPBaseline(BatchAdvantage):
 
     def batch(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A_t = whiten(R_i − mean of i's group), the same on every trained token of i."""
-        rewards_S = seq_sum(rewards_N, batch.seq_N, batch.num_seqs)
-        centred_S = minus_group_mean(rewards_S, required(batch, "group_S"))
+        centred_S = minus_group_mean(batch.rewards_S, required(batch, "group_S"))
         return Advantages(advantages_N=whiten(centred_S[batch.seq_N] * batch.mask_N, batch.mask_N, reduce))
 
 
