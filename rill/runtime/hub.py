@@ -113,10 +113,11 @@ class Hub:
         poller.register(self._socket, zmq.POLLIN)
         while not self.is_stopping:
             self._watch.register_with(poller)
-            ready = dict(poller.poll(_POLL_MS))
+            ready = dict(poller.poll(self._poll_ms()))
             if self._socket in ready:
                 self._drain()
             self._bury(self._watch.find_dead(poller, ready))
+            self._tick()
             self._journal.commit()
             self._send_all()
             self._unlink()
@@ -127,6 +128,18 @@ class Hub:
         self._socket.close()
         self._context.term()
         self._journal.close()
+
+    def _poll_ms(self) -> int:
+        due_s = self._machine.next_due_s()
+        return (
+            _POLL_MS if due_s is None else max(0, min(_POLL_MS, 1 + int(1000 * (due_s - time.monotonic()))))
+        )
+
+    def _tick(self) -> None:
+        due_s, now_s = self._machine.next_due_s(), time.monotonic()
+        if due_s is not None and due_s <= now_s:
+            self._journal.append_tick(now_s)
+            self._machine.tick(now_s)
 
     # --- in -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The hub's write-ahead log: requests as they came, written once per poll round, compacted to a snapshot.
 
-`hub.log` holds length-prefixed records [time, client, raw message | None, reason]; `hub.snapshot` holds a pickle of
+`hub.<n>.log` holds length-prefixed records [time, client, raw message | None, reason]; `hub.snapshot` holds a pickle of
 the Machine and the generation of the log that continues it. A torn last record (the hub was killed while writing)
 was never answered, so it is dropped.
 """
@@ -45,7 +45,9 @@ class HubJournal:
         good_bytes = 0
         for end, record in self._records():
             now_s, client, raw, reason = decoder.decode(record)
-            if raw is None:
+            if not client:
+                machine.tick(now_s)
+            elif raw is None:
                 machine.end_client(client, reason, now_s)
             else:
                 _, first_seq, _, requests = decoder.decode(raw)
@@ -62,6 +64,10 @@ class HubJournal:
     def append_end(self, client: str, reason: str, now_s: float) -> None:
         """The end of a client."""
         self._add(self._encoder.encode((now_s, client, None, reason)))
+
+    def append_tick(self, now_s: float) -> None:
+        """Time has passed."""
+        self._add(self._encoder.encode((now_s, "", None, "")))
 
     def commit(self) -> None:
         """Write what was appended, in one call. Only afterwards may anything be sent."""

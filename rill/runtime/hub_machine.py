@@ -136,6 +136,16 @@ class Machine:
         self.locks.end_client(client)
         self.broker.settle()
 
+    def next_due_s(self) -> float | None:
+        """When a service wants `tick`."""
+        return self.locks.next_due_s()
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed: an event like any other."""
+        self.now_s = now_s
+        self.num_events += 1
+        self.locks.tick()
+
     # --- output -------------------------------------------------------------------------------------------
 
     def reply(self, client: str, seq: int, body: Any) -> None:

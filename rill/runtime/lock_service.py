@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 WAITING, EVICTING, HELD = "waiting", "evicting", "held"
 READY, UNKNOWN, NO_DATA = 0, 1, 2
+LINGER_S = 0.1
+"""How long a turn that all have left waits for ranks that have not been in: a switch for a late rank costs more."""
 
 
 class Turn:
@@ -46,6 +48,10 @@ class Turn:
         self.asked: dict[str, tuple[int, float]] = {}
         """client -> (seq, since): waiting to be let in."""
         self.inside: set[str] = set()
+        self.entered: set[str] = set()
+        """Names of the ranks that have been in."""
+        self.linger_until_s: float | None = None
+        """All who came have left; until then the turn waits for ranks that have not come yet."""
         self.lending: set[str] = set()
         """Clients that were asked to lend and have not answered."""
 
@@ -97,7 +103,7 @@ class LockService:
     def _find_turn(self, group: str, client: str) -> Turn | None:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in."""
         for turn in self._turns:
-            if turn.group == group and client not in turn.inside and not turn.lending:
+            if turn.group == group and name_of(client) not in turn.entered and not turn.lending:
                 return turn
         return None
 
@@ -122,6 +128,7 @@ class LockService:
         self._evicting.discard(client)
         for turn in list(self._turns):
             if client in turn.lending:
+                turn.is_resumed = True  # its ranks will come again with their data: nobody else is awaited
                 self._leave(turn, client)
         self._advance()
         return DEFERRED
@@ -141,6 +148,17 @@ class LockService:
         return None
 
     # --- what else happens --------------------------------------------------------------------------------
+
+    def next_due_s(self) -> float | None:
+        """When `tick` is wanted."""
+        return min((t.linger_until_s for t in self._turns if t.linger_until_s is not None), default=None)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        for turn in list(self._turns):
+            if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
+                self._turns.remove(turn)
+        self._advance()
 
     def members_changed(self) -> None:
         self._advance()
@@ -196,6 +214,8 @@ class LockService:
     def _let_in(self, turn: Turn) -> None:
         for client, (seq, _) in turn.asked.items():
             turn.inside.add(client)
+            turn.entered.add(name_of(client))
+            turn.linger_until_s = None
             self._resident[client] = self._devices_of_client(client) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
@@ -206,7 +226,12 @@ class LockService:
         self._end_if_empty(turn)
 
     def _end_if_empty(self, turn: Turn) -> None:
-        if not turn.inside and not turn.asked and turn in self._turns:
+        if turn.inside or turn.asked or turn not in self._turns:
+            return
+        num_missing = self._machine.membership.world_size(turn.group) - len(turn.entered)
+        if turn.state == HELD and num_missing > 0 and not turn.is_resumed:
+            turn.linger_until_s = self._machine.now_s + LINGER_S
+        else:
             self._turns.remove(turn)
 
     def _ask_to_lend(self, holder: Turn, wanting: Turn) -> None:

@@ -1,7 +1,7 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request; the cluster announces groups and their devices with `add_group`. The end
-of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died".
+A client joins with its first request; a worker then tells its group, rank, world size and devices with `register`.
+The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died".
 Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
 """
 
@@ -25,8 +25,6 @@ class Membership:
         """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined."""
-        self.groups: dict[str, dict[str, Any]] = {}
-        """group -> {"world_size", "devices": global device ids of each rank}, as the cluster announced it."""
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
@@ -34,8 +32,6 @@ class Membership:
         return {
             "join": self._join,
             "register": self._register,
-            "add_group": self._add_group,
-            "remove_group": self._remove_group,
             "leave": self._leave,
             "died": self._died,
             "publish": self._publish,
@@ -47,20 +43,17 @@ class Membership:
     def queries(self) -> dict[str, Callable[[Any], Any]]:
         return {
             "members": lambda _: self.members,
-            "groups": lambda _: self.groups,
             "values": lambda prefix: {k: v for k, (v, _) in self._values.items() if k.startswith(prefix)},
         }
 
     def world_size(self, group: str) -> int:
         """How many ranks a group has; 1 when nobody said."""
-        if group in self.groups:
-            return int(self.groups[group]["world_size"])
         sizes = [m.get("world_size", 1) for c, m in self.members.items() if group_of(c) == group]
         return max(sizes, default=1)
 
     def devices_of(self, group: str) -> frozenset[int]:
         """The devices of all ranks of a group."""
-        devices = {d for ranks in self.groups.get(group, {}).get("devices", ()) for d in ranks}
+        devices: set[int] = set()
         for client, info in self.members.items():
             if group_of(client) == group:
                 devices.update(info.get("devices", ()))
@@ -68,13 +61,7 @@ class Membership:
 
     def devices_of_client(self, client: str) -> frozenset[int]:
         """The devices of one process."""
-        info = self.members.get(client, {})
-        if "devices" in info:
-            return frozenset(info["devices"])
-        group, _, rank = name_of(client).partition("[")
-        ranks = self.groups.get(group, {}).get("devices", ())
-        index = int(rank.rstrip("]") or 0) if rank else 0
-        return frozenset(ranks[index]) if index < len(ranks) else frozenset()
+        return frozenset(self.members.get(client, {}).get("devices", ()))
 
     def is_alive(self, client: str) -> bool:
         return client in self.members
@@ -93,18 +80,6 @@ class Membership:
     def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
         self.members.setdefault(client, {}).update(info)
         self._machine.locks.members_changed()
-        return None
-
-    def _add_group(self, client: str, seq: int, info: dict[str, Any]) -> Any:
-        """{"group", "world_size", "devices": [[ids of rank 0], …]}: said by the cluster when it launches a group."""
-        self.groups[info["group"]] = dict(info)
-        self.first_seen.setdefault(info["group"], self._machine.num_events)
-        self._machine.locks.members_changed()
-        return None
-
-    def _remove_group(self, client: str, seq: int, group: str) -> Any:
-        self.groups.pop(group, None)
-        self.first_seen.pop(group, None)
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:

@@ -23,7 +23,7 @@ from rill.runtime.waits import DUMP, DUMPED, dump, waiting
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
 
-__all__ = ["Edge", "Report", "collect", "stuck", "waiting"]
+__all__ = ["Edge", "Report", "collect", "explain", "stuck", "waiting"]
 
 ASK_S = 2.0
 REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
@@ -99,12 +99,17 @@ def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
     """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
     me = context.address.name
     message = f"{me} waited {limit_s:g} s for {what}"
+    return StuckError(explain(context, message, Edge(me, what, what, limit_s)))
+
+
+def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
+    """`message` about a passed deadline, with the report written and its summary added."""
     try:
-        report = collect(context, Edge(me, what, what, limit_s))
+        report = collect(context, own)
         path = write(context, report, message)
     except (RillError, OSError) as error:
-        return StuckError(f"{message} (no report: {error})")
-    return StuckError(f"{message}; {path} has the whole picture:\n{report.summary()}")
+        return f"{message} (no report: {error})"
+    return f"{message}; {path} has the whole picture:\n{report.summary()}"
 
 
 def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
