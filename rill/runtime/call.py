@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.runtime import wire
-from rill.runtime.context import WorkerAddress
+from rill.runtime.context import WorkerAddress, current
 from rill.runtime.mailbox import Frames, Mailbox
+from rill.runtime.parcel import pack_inline
 
 CALL, REPLY = b"call", b"reply"
 
@@ -56,7 +57,7 @@ class Reply:
     address: WorkerAddress
 
     def open(self) -> Outcome:
-        value = wire.decode(self.frames[0], self.frames[1:])
+        value = current().parcels.unpack(self.frames)
         if not self.is_error:
             return Outcome(value, None, self.seconds, self.timers)
         message, remote_traceback, cause = value
@@ -77,9 +78,9 @@ class _Pending:
 class CallBook:
     """The calls that this process waits for."""
 
-    def __init__(self, mailbox: Mailbox, node_id: str) -> None:
+    def __init__(self, mailbox: Mailbox, caller: WorkerAddress) -> None:
         self._mailbox = mailbox
-        self._node_id = node_id
+        self._caller = caller
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._dead: dict[str, str] = {}
@@ -98,9 +99,9 @@ class CallBook:
         if reason is not None:
             slot.fill(index, PeerDiedError(f"{target.name} is gone: {reason}"))
             return
-        same_node = target.node_id == self._node_id
-        reply_to = self._mailbox.endpoint if same_node else self._mailbox.tcp_endpoint
-        self._mailbox.post(endpoint, [CALL, pickle.dumps((call_id, method, reply_to)), *payload])
+        caller = self._caller
+        meta = (call_id, method, caller.endpoint_from(target.node_id), caller.identity, caller.node_id)
+        self._mailbox.post(endpoint, [CALL, pickle.dumps(meta), *payload])
 
     def peer_died(self, identity: str, reason: str) -> None:
         """Fail every call that waits for `identity`, and every later one."""
@@ -131,27 +132,29 @@ class CallBook:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as it arrived at the worker."""
+    """A call as it arrived at the worker. `identity` and `node_id` are the caller's."""
 
     call_id: int
     method: str
     reply_to: str
+    identity: str
+    node_id: str
     payload: Frames = field(repr=False)
 
     @staticmethod
     def read(frames: Frames) -> Call:
         """From the frames after the kind."""
-        call_id, method, reply_to = pickle.loads(frames[0])
-        return Call(call_id, method, reply_to, frames[1:])
+        call_id, method, reply_to, identity, node_id = pickle.loads(frames[0])
+        return Call(call_id, method, reply_to, identity, node_id, frames[1:])
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = wire.decode(self.payload[0], self.payload[1:])
+        args, kwargs = current().parcels.unpack(self.payload)
         return args, kwargs
 
 
-def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frames:
-    """The frames of a call's arguments."""
-    return [*wire.frames_of(wire.encode((args, dict(kwargs))))]
+def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:
+    """A call's arguments, ready to be packed for those who are called."""
+    return wire.encode((args, dict(kwargs)))
 
 
 def reply_value(
@@ -160,7 +163,7 @@ def reply_value(
     """Answer with a result."""
     encoded = wire.encode(value)
     meta = pickle.dumps((call.call_id, False, seconds, dict(timers)))
-    mailbox.post(call.reply_to, [REPLY, meta, *wire.frames_of(encoded)])
+    mailbox.post(call.reply_to, [REPLY, meta, *current().parcels.pack(encoded, [call])])
 
 
 def reply_error(
@@ -175,4 +178,4 @@ def reply_error(
     except Exception:  # noqa: BLE001  the boundary of user exceptions: they may fail in any way
         encoded = wire.encode((text, trace, None))
     meta = pickle.dumps((call.call_id, True, seconds, dict(timers)))
-    mailbox.post(call.reply_to, [REPLY, meta, *wire.frames_of(encoded)])
+    mailbox.post(call.reply_to, [REPLY, meta, *pack_inline(encoded)])

@@ -38,8 +38,10 @@ from rill.runtime.host import HELLO, INIT, STOP, Hello, HostSpec, thread_env
 from rill.runtime.local import NodeClient
 from rill.runtime.mailbox import Frames, Mailbox
 from rill.runtime.main_module import describe_main
+from rill.runtime.parcel import pack_inline
 from rill.runtime.placement import Placement, Seat, resolve
 from rill.runtime.process import Event, Exited, Start
+from rill.runtime.report import explain
 from rill.runtime.session import open_session
 from rill.runtime.worker import Seating, Worker
 
@@ -112,6 +114,9 @@ class Cluster:
         self.devices: tuple[Device, ...] = number(opened.devices)
         self.context = self._make_context(opened.nodes[0].node)
         self._start_hub()
+        self.context.open()
+        self.context.mailbox.start()
+        self.context.directory.publish(self.context.address, 1)
         runtime_context.install(self.context)
         self._at_exit = weakref.WeakMethod(self.close)
         atexit.register(_close_at_exit, self._at_exit)
@@ -147,7 +152,7 @@ class Cluster:
         self._check_name(name)
         ref = ClassRef.of(cls)
         seats = resolve(placement, self.devices)
-        payload = encode_arguments((ref,), init_kwargs or {})
+        payload = pack_inline(encode_arguments((ref,), init_kwargs or {}))
         first = self._next_incarnation.get(name, 0)  # a name may be used again, an identity may not
         ranks = [
             _Rank(seat, WorkerAddress(name, seat.rank, seat.node_id, 0, "", incarnation=first), first)
@@ -218,7 +223,7 @@ class Cluster:
 
     def diagnose(self, message: str) -> str:
         """A passed deadline, told with what the hub knows of who waits for whom."""
-        return message
+        return explain(self.context, message)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -258,7 +263,7 @@ class Cluster:
             DRIVER_GROUP, 0, node.node_id, os.getpid(), mailbox.endpoint, mailbox.tcp_endpoint
         )
         mailbox.on(HELLO, self._on_hello)
-        context = RuntimeContext(
+        return RuntimeContext(
             session_id=self.session.session_id,
             session_dir=session_dir,
             shm_dir=self.session.shm_dir,
@@ -266,12 +271,10 @@ class Cluster:
             address=address,
             hub_endpoint=f"ipc://{session_dir}/hub.sock",
             mailbox=mailbox,
-            calls=CallBook(mailbox, node.node_id),
+            calls=CallBook(mailbox, address),
             host=node.host,
             num_nodes=len(self._nodes),
         )
-        mailbox.start()
-        return context
 
     def _start_hub(self) -> None:
         from rill.runtime.hub import hub_command
@@ -395,7 +398,10 @@ class Cluster:
             has_greeted = rank.member is not None
             handle = group.ready[n]
             self._changed.notify_all()
-        self.context.calls.peer_died(key, "its group was closed" if was_asked_for else reason)
+        told = "its group was closed" if was_asked_for else reason
+        self.context.directory.report_death(key, told)
+        if not was_asked_for:
+            self.context.hub.submit("registry.died", [key, reason])
         if not has_greeted:
             handle.fill(0, PeerDiedError(f"{rank.placeholder.name} died before it was ready: {reason}"))
 

@@ -16,8 +16,10 @@ from rill.errors import RunError
 
 if TYPE_CHECKING:
     from rill.runtime.call import CallBook
+    from rill.runtime.directory import Directory
     from rill.runtime.hub import HubClient
     from rill.runtime.mailbox import Mailbox
+    from rill.runtime.parcel import Parcels
     from rill.runtime.transfer import Transfer
 
 DRIVER_GROUP = "driver"
@@ -37,6 +39,8 @@ class WorkerAddress:
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
     incarnation: int = 0
     """Counts the launches of this rank, from 0."""
+    gpus: tuple[int, ...] = ()
+    """The GPUs that this process sees, by their numbers on the node; its cuda:0 is the first."""
 
     @property
     def name(self) -> str:
@@ -72,6 +76,8 @@ class RuntimeContext:
     host: str = "127.0.0.1"
     """The address of this node that other nodes can reach."""
     num_nodes: int = 1
+    torch_device: str | None = None
+    """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
     services: dict[str, Any] = field(default_factory=dict)
     """Doors that are opened at first use and closed with the process, by name."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -88,10 +94,28 @@ class RuntimeContext:
         return self._service("store", _open_store)
 
     @property
+    def directory(self) -> Directory:
+        """Where the other processes are, and which are gone."""
+        directory: Directory = self._service("directory", _open_directory)
+        return directory
+
+    @property
+    def parcels(self) -> Parcels:
+        """Packs objects for other processes of the node."""
+        parcels: Parcels = self._service("parcels", _open_parcels)
+        return parcels
+
+    @property
     def transfer(self) -> Transfer:
         """Point-to-point transfer between workers."""
         transfer: Transfer = self._service("transfer", _open_transfer)
         return transfer
+
+    def open(self) -> None:
+        """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
+        self.directory.on_death(self.calls.peer_died)
+        self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
+        assert self.transfer is not None
 
     def close(self) -> None:
         """Close the doors in the opposite order of their opening."""
@@ -118,6 +142,18 @@ def _open_store(context: RuntimeContext) -> Any:
     from rill.runtime.store import open_store
 
     return open_store(context)
+
+
+def _open_directory(context: RuntimeContext) -> Any:
+    from rill.runtime.directory import Directory
+
+    return Directory(context, follows_hub=context.address.group != DRIVER_GROUP)
+
+
+def _open_parcels(context: RuntimeContext) -> Any:
+    from rill.runtime.parcel import Parcels
+
+    return Parcels(context)
 
 
 def _open_transfer(context: RuntimeContext) -> Any:

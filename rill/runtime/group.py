@@ -130,7 +130,7 @@ class WorkerGroup(Generic[W]):
         context = current()
         handle = Handle(f"{self.name}.{method}", [members[rank].address for rank in ranks])
         handle.explain_with(self._owner.diagnose)
-        payload = encode_arguments(args, kwargs)
+        payload = context.parcels.pack(encode_arguments(args, kwargs), handle.targets)
         at_once = is_concurrent(self._methods[method])
         for index, rank in enumerate(ranks):
             member = members[rank]

@@ -26,7 +26,9 @@ import zmq
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.call import CALL, Call, CallBook, reply_error, reply_value
+from rill.runtime.channel import finish_call
 from rill.runtime.context import RuntimeContext, WorkerAddress
+from rill.runtime.device import CUDA
 from rill.runtime.mailbox import Frames, Mailbox, bind_tcp, receive
 from rill.runtime.main_module import MainModule, install_main
 from rill.runtime.process import read_all
@@ -122,6 +124,7 @@ class WorkerHost:
             endpoint=self.mailbox.endpoint,
             tcp_endpoint=self.mailbox.tcp_endpoint,
             incarnation=spec.incarnation,
+            gpus=tuple(device.index for device in spec.seating.devices if device.kind == CUDA),
         )
         self.context = RuntimeContext(
             session_id=spec.session_id,
@@ -133,7 +136,8 @@ class WorkerHost:
             host=spec.host,
             num_nodes=spec.num_nodes,
             mailbox=self.mailbox,
-            calls=CallBook(self.mailbox, spec.node_id),
+            calls=CallBook(self.mailbox, address),
+            torch_device=spec.seating.device,
         )
         self.lane = address.name
 
@@ -141,6 +145,8 @@ class WorkerHost:
         """Say hello, then run calls until a stop message."""
         runtime_context.install(self.context)
         self.mailbox.on(CALL, self._on_concurrent_call)
+        self.context.open()
+        self._register()
         self.mailbox.start()
         hello = Hello(self.context.address, self._work_endpoint, self._work_tcp)
         self.mailbox.post(self.spec.driver.endpoint_from(self.spec.node_id), [HELLO, pickle.dumps(hello)])
@@ -150,6 +156,19 @@ class WorkerHost:
                 break
             self._run(Call.read(frames[1:]))
         self._close()
+
+    def _register(self) -> None:
+        """Tell the hub who this is. Does not wait for it: the hub may still be starting."""
+        seating = self.spec.seating
+        known = {
+            "group": seating.group_name,
+            "rank": seating.rank,
+            "world_size": seating.world_size,
+            "node_id": self.spec.node_id,
+            "devices": [device.id for device in seating.devices],
+        }
+        self.context.hub.submit("registry.register", known)
+        self.context.directory.publish(self.context.address, seating.world_size)
 
     def _close(self) -> None:
         try:
@@ -174,17 +193,19 @@ class WorkerHost:
         started_s = time.perf_counter()
         try:
             with trace.span(f"{self.spec.seating.group_name}.{call.method}", lane=self.lane):
-                value = self._initialise(call) if call.method == INIT else self._invoke(call)
+                value = self._invoke(call)
             reply_value(self.mailbox, call, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  the boundary of user code: every exception goes to the caller
             reply_error(self.mailbox, call, error, time.perf_counter() - started_s, timers)
-
-    def _initialise(self, call: Call) -> None:
-        (target,), init_kwargs = call.arguments()
-        self.worker = build(target.load(), self.spec.seating, init_kwargs)
-        self._ready.set()
+        finally:
+            finish_call(self.context)
 
     def _invoke(self, call: Call) -> Any:
+        if call.method == INIT:
+            (target,), init_kwargs = call.arguments()
+            self.worker = build(target.load(), self.spec.seating, init_kwargs)
+            self._ready.set()
+            return None
         if self.worker is None:
             raise UserError(
                 f"{self.lane} was not initialised: its __init__ failed, relaunch it or close the group"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rill.runtime.context import current
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
 
@@ -111,3 +112,101 @@ class OneWay:
 
 def _make_lambda() -> object:
     return lambda: None
+
+
+class Peer(Worker):
+    """Sends to and receives from its peers."""
+
+    def swap(self, num_floats: int) -> bool:
+        import numpy as np
+
+        other = 1 - self.rank
+        value = {"rank": self.rank, "array": np.full(num_floats, self.rank, np.float32)}
+        self.send(value, self.group_name, other)
+        received = self.recv(self.group_name, other, timeout_s=10)
+        array = received["array"]
+        is_right = received["rank"] == other and bool((array == other).all()) and array.size == num_floats
+        array += 1
+        return is_right
+
+    def routes(self) -> dict[str, int]:
+        return current().transfer.routes()
+
+    @concurrent
+    def num_lent(self) -> int:
+        return current().parcels.num_lent()
+
+    def to_myself(self) -> bool:
+        value = [object()]
+        self.send(value, self.group_name, self.rank)
+        return self.recv(self.group_name, self.rank, timeout_s=5) is value
+
+    def send_numbers(self, count: int) -> None:
+        for number in range(count):
+            self.send(number, self.group_name, 1, tag="a")
+            self.send(100 + number, self.group_name, 1, tag="b")
+
+    def receive_numbers(self, count: int) -> tuple[list[int], list[int]]:
+        second = [self.recv(self.group_name, 0, tag="b", timeout_s=10) for _ in range(count)]
+        first = [self.recv(self.group_name, 0, tag="a", timeout_s=10) for _ in range(count)]
+        return first, second
+
+    def send_numbers_async(self, count: int) -> None:
+        sends = [self.send_async(number, self.group_name, 1) for number in range(count - 1)]
+        self.send(count - 1, self.group_name, 1)
+        for pending in sends:
+            pending.wait(5)
+
+    def receive_numbers_async(self, count: int) -> list[int]:
+        receives = [self.recv_async(self.group_name, 0) for _ in range(count)]
+        return [pending.wait(10) for pending in receives]
+
+    def send_array(self, size: int) -> None:
+        import numpy as np
+
+        self.send(np.arange(size, dtype=np.float32), self.group_name, 1)
+
+    def receive_into(self, size: int) -> bool:
+        import numpy as np
+
+        mine = np.zeros(size, np.float32)
+        received = self.recv(self.group_name, 0, into=mine, timeout_s=10)
+        return received is mine and bool((mine == np.arange(size, dtype=np.float32)).all())
+
+    def share(self, num_floats: int, source: int) -> float:
+        import numpy as np
+
+        given = np.ones(num_floats, np.float32) if self.rank == source else None
+        array = self.broadcast(given, source=source, timeout_s=10)
+        total = float(array.sum())
+        array *= self.rank  # must not be seen by the others
+        return total
+
+    def send_large(self, num_objects: int, num_bytes: int) -> None:
+        import numpy as np
+
+        array = np.zeros(num_bytes, np.uint8)
+        for _ in range(num_objects):
+            self.send(array, self.group_name, 1, timeout_s=30)
+
+    def receive_large(self, num_objects: int) -> int:
+        for _ in range(num_objects):
+            self.recv(self.group_name, 0, timeout_s=30)
+        return num_objects
+
+    def doubled(self, array: Any) -> Any:
+        array *= 2
+        return array
+
+    def receive_any(self, group: str, rank: int) -> Any:
+        return self.recv(group, rank, timeout_s=30)
+
+    def send_to(self, group: str, rank: int, timeout_s: float = 10.0) -> None:
+        self.send("hello", group, rank, timeout_s=timeout_s)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def meet(self) -> tuple[str, int, int]:
+        met = self.rendezvous(timeout_s=10)
+        return met.init_method, met.rank, met.world_size
