@@ -189,7 +189,7 @@ class Publisher(ABC):
         """Take part in the receivers' pulls, for transports where both ends move at once. Others return at once."""
         del manifest, timeout_s
 
-    def close(self) -> None:  # noqa: B027  most transports hold nothing
+    def close(self) -> None:
         """Give back memory, files and ports."""
 
     # --- what a transport writes ---------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Receiver(ABC):
             )
         self.version = manifest.version
 
-    def close(self) -> None:  # noqa: B027  most transports hold nothing
+    def close(self) -> None:
         """Let go of memory and connections."""
 
     @abstractmethod

@@ -58,7 +58,8 @@ class CanaryReport:
             raise StaleWeightsError(
                 f"engine {self.engine} says version {self.version} but answers with other weights: log-probabilities "
                 f"of {self.num_tokens} fixed tokens differ by {self.mean:.3g} on average (allowed "
-                f"{self.tolerance.mean:g}) and by {self.largest:.3g} at most (allowed {self.tolerance.largest:g}), worst at {self.worst}"
+                f"{self.tolerance.mean:g}) and by {self.largest:.3g} at most (allowed {self.tolerance.largest:g}), "
+                f"worst at {self.worst}"
             )
 
 

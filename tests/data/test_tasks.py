@@ -1,0 +1,146 @@
+"""The built-in tasks: right answers, reproducible, and with sides that never overlap."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_dataset, prompts_of
+from rill.errors import DataError
+from rill.types import Prompt
+
+TASKS = ["arithmetic", "counting", "sorting", "strings", "equations"]
+
+
+def opened(name: str, split: Split = Split.TRAIN, **settings: Any) -> Dataset:
+    config = DATASETS.load(name).Config.model_validate({"type": name, **settings})
+    dataset = open_dataset(config, split)
+    assert isinstance(dataset, Dataset)
+    return dataset
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_problem_i_is_always_the_same_and_seeds_differ(name: str) -> None:
+    a, b, c = opened(name, seed=1), opened(name, seed=1), opened(name, seed=2)
+    assert [a[i] for i in range(20)] == [b[i] for i in range(20)]
+    assert [a[i].text for i in range(20)] != [c[i].text for i in range(20)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_sides_of_a_task_never_overlap(name: str) -> None:
+    settings = {"held_out": 0.3, "seed": 3}
+    train, held = opened(name, **settings), opened(name, Split.HELD_OUT, **settings)
+    check_disjoint(prompts_of(train, 400), prompts_of(held, 200))
+    # A generator's seed does not matter either: the side belongs to the problem, not to its number.
+    other = opened(name, Split.HELD_OUT, held_out=0.3, seed=99)
+    check_disjoint(prompts_of(train, 400), prompts_of(other, 200))
+
+
+def test_overlap_is_found_when_there_is_some() -> None:
+    with pytest.raises(DataError, match="same `held_out`"):
+        check_disjoint([Prompt(id="a", text="1+1=")], [Prompt(id="b", text="1+1=")])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_difficulty_grows_with_the_level(name: str) -> None:
+    def mean(level: int) -> float:
+        dataset = opened(name, levels=(level, level))
+        return sum(dataset[i].difficulty or 0 for i in range(20)) / 20
+
+    assert mean(2) < mean(4) < mean(6)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_bare_and_chat_forms_and_templates(name: str) -> None:
+    bare, chat = (
+        opened(name)[0],
+        opened(name, form="chat", system="Be brief.", template="Q: {question} A:")[0],
+    )
+    assert bare.text and not bare.messages
+    assert [m.role for m in chat.messages] == ["system", "user"] and chat.text is None
+    assert chat.messages[1].content.startswith("Q: ") and chat.answer == bare.answer
+
+
+@pytest.mark.parametrize("operators", ["+", "-", "*", "/", "+-*/"])
+def test_arithmetic_answers_are_right(operators: str) -> None:
+    dataset = opened("arithmetic", operators=operators, terms=(2, 4), digits=(1, 3))
+    for prompt in prompts_of(dataset, 150):
+        assert prompt.text is not None
+        assert eval(prompt.text.rstrip("=")) == int(prompt.answer) >= 0, prompt.text
+
+
+def test_every_worked_step_of_arithmetic_holds_and_ends_in_the_answer() -> None:
+    dataset = opened("arithmetic", operators="+-*/", terms=(2, 3), digits=(1, 3), worked=True)
+    for prompt in prompts_of(dataset, 200):
+        solution = prompt.metadata["solution"]
+        steps = re.fullmatch(r"\((.*)\)(-?\d+)", solution)
+        assert steps is not None and steps[2] == prompt.answer, solution
+        for step in steps[1].split(","):
+            left, _, right = step.partition("=")
+            assert eval(left) == int(right), (prompt.text, solution)
+
+
+def test_column_addition_reads_like_on_paper() -> None:
+    from rill.data.tasks.arithmetic import worked_steps
+
+    assert worked_steps([27, 58], ["+"], [(27, "+", 58, 85)]) == ("7+8=15", "2+5+1=8")
+    assert worked_steps([52, 7], ["-"], [(52, "-", 7, 45)]) == ("12-7=5", "5-0-1=4")
+
+
+def test_digits_spaces_and_reversed_answers() -> None:
+    dataset = opened("arithmetic", digits=(3, 3), spaces=True, reverse_answer=True)
+    for prompt in prompts_of(dataset, 20):
+        left, right = re.fullmatch(r"(\d{3}) \+ (\d{3}) =", prompt.text or "").groups()  # type: ignore[union-attr]
+        assert prompt.answer == str(int(left) + int(right))[::-1]
+
+
+def test_a_problem_space_too_small_for_the_side_says_so() -> None:
+    with pytest.raises(DataError, match="too small"):
+        dataset = opened("sorting", Split.HELD_OUT, levels=(1, 1), held_out=0.0001)
+        for _ in prompts_of(dataset, 50):
+            pass
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for settings in (
+        {"operators": "^"},
+        {"terms": (1, 2)},
+        {"digits": (0, 1)},
+        {"template": "no field"},
+        {"digit": 3},
+    ):
+        with pytest.raises(ValidationError):
+            opened("arithmetic", **settings)
+
+
+def test_counting_sorting_and_equation_answers_are_right() -> None:
+    for prompt in prompts_of(opened("counting"), 50):
+        letter, word = re.fullmatch(r"#(.) in (.+)=", prompt.text or "").groups()  # type: ignore[union-attr]
+        assert prompt.answer == str(word.count(letter))
+    for prompt in prompts_of(opened("sorting"), 50):
+        items = re.fullmatch(r"sort (.+)=", prompt.text or "")[1].split()  # type: ignore[index]
+        assert prompt.answer == " ".join(sorted(items, key=lambda x: (int(x) if x.isdigit() else 0, x)))
+    for prompt in prompts_of(opened("equations"), 50):
+        left, right = re.fullmatch(r"(.+)=(.+),x=", prompt.text or "").groups()  # type: ignore[union-attr]
+        x = int(prompt.answer)
+        fill = lambda side: eval(re.sub(r"(\d)x", r"\1*x", side), {"x": x})  # noqa: E731
+        assert fill(left) == fill(right), prompt.text
+
+
+def test_string_transforms_do_what_they_say() -> None:
+    seen = set()
+    for prompt in prompts_of(opened("strings"), 100):
+        rule, word = (prompt.text or "").rstrip("=").split(" ", 1)
+        seen.add(rule.rstrip("0123456789"))
+        if rule == "reverse":
+            assert prompt.answer == word[::-1]
+        if rule == "upper":
+            assert prompt.answer == word.upper()
+        if rule.startswith("caesar"):
+            shift = int(rule.removeprefix("caesar"))
+            back = "".join(chr((ord(c) - 97 - shift) % 26 + 97) for c in prompt.answer)
+            assert back == word
+    assert {"reverse", "upper", "caesar"} <= seen
