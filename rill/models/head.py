@@ -28,6 +28,9 @@ KEEP_BYTES = 64 * 2**20
 """Logits of a whole micro-batch up to this size are kept for the backward pass: a small model has no need to
 compute them twice."""
 
+_ROW_MULTIPLE = 256
+"""Chunks of more rows than this hold a multiple of it: matrix units like whole tiles."""
+
 
 def chosen_logprobs(
     hidden_MD: Tensor,
@@ -46,6 +49,8 @@ def chosen_logprobs(
     `scale` multiplies the logits: 1 / temperature, times whatever factor the architecture has.
     """
     num_rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    if num_rows > _ROW_MULTIPLE:
+        num_rows -= num_rows % _ROW_MULTIPLE
     hidden_KD = hidden_MD.index_select(0, source_K)
     logprob_K, entropy_K = _ChosenLogprobs.apply(
         hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes, compile_chunks

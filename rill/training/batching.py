@@ -31,6 +31,8 @@ from rill.types import Floats, TokenIds, Trajectory
 
 log = logging.getLogger(__name__)
 
+_CUDA_ROW_MULTIPLE = 128
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -77,6 +79,7 @@ class Batcher:
             use_flash=can_use_flash(self.world.device, self.compute_dtype),
             share_prefixes=self.share_prefixes,
             context=self.world.context(),
+            pad_to_multiple=_CUDA_ROW_MULTIPLE if self.world.device.type == "cuda" else 1,
         )
 
     def per_token(

@@ -17,6 +17,9 @@ import logging
 import os
 import shutil
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +98,13 @@ class Checkpointer:
             )
         engine.prepare_optimizer_state()
         state = engine.state()
-        load(
-            state,
-            storage_reader=FileSystemReader(chosen),
-            process_group=engine.world.host_group(),
-            no_dist=engine.world.size == 1,
-        )
+        with _without_single_process_warning():
+            load(
+                state,
+                storage_reader=FileSystemReader(chosen),
+                process_group=engine.world.host_group(),
+                no_dist=engine.world.size == 1,
+            )
         engine.after_load(int(about["version"]))
         return engine.version
 
@@ -125,12 +129,13 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         world.barrier()
-        save(
-            state,
-            storage_writer=FileSystemWriter(partial, sync_files=True),
-            process_group=group,
-            no_dist=world.size == 1,
-        )
+        with _without_single_process_warning():
+            save(
+                state,
+                storage_writer=FileSystemWriter(partial, sync_files=True),
+                process_group=group,
+                no_dist=world.size == 1,
+            )
         sums = {p.name: describe(p) for p in self._own_files(partial)}
         if group is not None:
             gathered: list[Any] = [None] * world.size
@@ -232,6 +237,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _without_single_process_warning() -> Iterator[None]:
+    """One process without a process group is a way rill runs, not an oversight."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _fingerprint(engine: TrainEngine) -> str:

@@ -267,7 +267,7 @@ class TrainEngine:
         for layer in self.module.layers:
             _checkpoint_layer(layer, self.config.activation_checkpointing)
             if self.config.compile:
-                layer.compile(dynamic=None)
+                layer.compile(dynamic=True)  # rows differ in length: one compilation serves all
         self._is_sharded = self.world.data_size * self.world.context_size > 1
         if self._is_sharded:
             shard_model(

@@ -133,8 +133,12 @@ def build_pack(
     use_flash: bool,
     share_prefixes: bool = False,
     context: tuple[int, int, object] | None = None,
+    pad_to_multiple: int = 1,
 ) -> Pack:
-    """`context` is (rank, size, process group) of context parallelism: the pack is then this rank's slice."""
+    """`context` is (rank, size, process group) of context parallelism: the pack is then this rank's slice.
+
+    `pad_to_multiple` lengthens the row by tokens nobody reads: matrix units like whole tiles.
+    """
     row = _Row()
     by_key: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -150,7 +154,8 @@ def build_pack(
                 start = row.add(sequence.token_ids[:length], 0, None)
                 prefix_of.update({i: (start, start + length) for i in members})
         row.add_sequence(sequence, prefix_of.get(index))
-    return row.finish(len(sequences), device, use_flash, context, sum(s.num_tokens for s in sequences))
+    num_tokens = sum(s.num_tokens for s in sequences)
+    return row.finish(len(sequences), device, use_flash, context, num_tokens, pad_to_multiple)
 
 
 class _Row:
@@ -198,15 +203,16 @@ class _Row:
         use_flash: bool,
         context: tuple[int, int, object] | None,
         num_sequence_tokens: int,
+        pad_to_multiple: int,
     ) -> Pack:
         tokens, positions = np.concatenate(self.tokens), np.concatenate(self.positions)
         source, target = np.concatenate(self.source), np.concatenate(self.target)
         seq = np.concatenate(self.seq)
         segments, num_row_tokens = self.segments, self.length
         context_slice = group = None
+        rank, size, group = context if context is not None else (0, 1, None)
+        tokens, positions, segments = _pad_row(tokens, positions, segments, size * pad_to_multiple)
         if context is not None:
-            rank, size, group = context
-            tokens, positions, segments = _pad_row(tokens, positions, segments, size)
             width = len(tokens) // size
             lo, hi = rank * width, (rank + 1) * width
             mine = np.flatnonzero((source >= lo) & (source < hi))
@@ -234,10 +240,10 @@ class _Row:
 
 
 def _pad_row(
-    tokens: TokenIds, positions: Indices, segments: list[Segment], size: int
+    tokens: TokenIds, positions: Indices, segments: list[Segment], multiple: int
 ) -> tuple[TokenIds, Indices, list[Segment]]:
-    """A row whose length divides by the context-parallel size; the padding is a segment of its own."""
-    missing = -len(tokens) % size
+    """A row whose length divides by `multiple`; the padding is a segment of its own."""
+    missing = -len(tokens) % multiple
     if not missing:
         return tokens, positions, segments
     end = len(tokens)

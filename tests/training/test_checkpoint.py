@@ -1,0 +1,118 @@
+"""Checkpoints: bit-identical resume, cut-off files, asynchronous saves, refusals."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rill.errors import CheckpointError
+from rill.training.checkpoint import find_damage, last_whole, step_folders
+from rill.training.policy import PolicyTrainer
+from tests.training.tiny import make_samples, trainer
+
+
+def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {n: w.clone() for n, w in t.named_weights()}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"compute_dtype": "bfloat16"},
+        {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "mini_batches": 2},
+        {"lora": {"rank": 2}, "schedule": {"type": "linear", "total_steps": 9}},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, values: dict[str, Any]) -> None:
+    straight = trainer(**values)
+    straight.update(make_samples(seed=1))
+    straight.update(make_samples(seed=2))
+    straight.save(tmp_path)
+    resumed = trainer(**values)
+    assert resumed.load(tmp_path) == straight.version
+    assert resumed.learning_rate == straight.learning_rate
+    wanted, found = straight.update(make_samples(seed=3)), resumed.update(make_samples(seed=3))
+    for name in ("loss", "grad_norm", "version"):
+        assert found[name] == wanted[name], name
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_an_asynchronous_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:
+    t = trainer()
+    t.update(make_samples())
+    wanted = weights(t)
+    t.save(tmp_path, is_async=True)
+    t.update(make_samples(seed=5))
+    t.wait_saved()
+    again = trainer()
+    assert again.load(tmp_path) == 1
+    assert all(torch.equal(w, wanted[n]) for n, w in weights(again).items())
+
+
+def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = trainer()
+    t.save(tmp_path / "a")
+    t.update(make_samples())
+    t.save(tmp_path / "a")
+    newest, older = step_folders(tmp_path / "a")
+    files = list(newest.iterdir())
+    assert {".metadata", "manifest.json"} < {p.name for p in files}
+    for file in files:
+        size = file.stat().st_size
+        for length in {0, 1, size // 2, size - 1}:
+            copy = tmp_path / "b"
+            shutil.copytree(tmp_path / "a", copy)
+            with (copy / newest.name / file.name).open("r+b") as handle:
+                handle.truncate(length)
+            with caplog.at_level(logging.WARNING):
+                assert last_whole(copy).name == older.name, (file.name, length)
+            assert "damaged" in caplog.text
+            shutil.rmtree(copy)
+    assert find_damage(newest) is None
+    fresh = trainer()
+    (newest / ".metadata").unlink()
+    assert fresh.load(tmp_path / "a") == 0
+
+
+def test_changed_bytes_of_the_right_length_are_found(tmp_path: Path) -> None:
+    t = trainer()
+    folder = t.save(tmp_path)
+    part = next(folder.glob("*.distcp"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        trainer().load(tmp_path)
+
+
+def test_a_folder_left_by_a_killed_save_is_not_a_checkpoint(tmp_path: Path) -> None:
+    t = trainer()
+    t.save(tmp_path)
+    (tmp_path / "step-00000009.partial").mkdir()
+    assert last_whole(tmp_path).name == "step-00000000"
+
+
+def test_only_the_newest_are_kept_when_asked(tmp_path: Path) -> None:
+    t = trainer()
+    for seed in range(3):
+        t.update(make_samples(seed=seed))
+        t.save(tmp_path, keep_last=2)
+    assert [p.name for p in step_folders(tmp_path)] == ["step-00000003", "step-00000002"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    trainer(lora={"rank": 2}).save(tmp_path)
+    with pytest.raises(CheckpointError, match="another model"):
+        trainer().load(tmp_path)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        trainer().load(tmp_path / "nothing")
