@@ -1,0 +1,200 @@
+"""What is left of a session, whoever dies: nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rill.errors import PeerDiedError, RunError
+from rill.runtime import context as runtime_context
+from rill.runtime.cluster import Cluster
+from rill.runtime.device import Device
+from rill.runtime.process import LOCK_NAME, SESSION_PREFIX
+from rill.runtime.session import sweep
+from tests.runtime.workers import Echo
+
+pytestmark = pytest.mark.timeout(90)
+
+SCRIPT = Path(__file__).with_name("lifecycle_script.py")
+ROOT = Path(__file__).parents[2]
+
+
+class Driver:
+    """A script that runs a cluster, and what it said about it."""
+
+    def __init__(self, ending: str) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(SCRIPT), ending]
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.answers = self.process.stdout.readline().strip()
+        *pids, session_dir, shm_dir = self.process.stdout.readline().split()
+        self.pids = [int(pid) for pid in pids]
+        self.folders = [Path(session_dir), Path(shm_dir)]
+
+    def has_left_nothing(self) -> bool:
+        return not any(is_running(pid) for pid in self.pids) and not any(f.exists() for f in self.folders)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def becomes_true(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_script_finds_its_own_classes_in_workers_and_ends_without_a_trace() -> None:
+    driver = Driver("exit")
+    assert driver.process.wait(20) == 0
+    assert driver.answers == "hello from 0,hello from 1"
+    assert becomes_true(driver.has_left_nothing)
+
+
+def test_a_driver_that_raises_leaves_nothing() -> None:
+    driver = Driver("raise")
+    assert driver.process.wait(20) == 1
+    assert becomes_true(driver.has_left_nothing)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_driver_leaves_nothing(number: signal.Signals) -> None:
+    driver = Driver("stay")
+    driver.process.send_signal(number)
+    driver.process.wait(20)
+    assert becomes_true(driver.has_left_nothing)
+
+
+def test_the_death_of_the_agent_fails_its_workers_and_they_can_be_relaunched() -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1)
+        (pid,) = group.pid().wait(20)
+        waiting = group.sleep(60)
+        os.kill(cluster._nodes["node0"].agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(PeerDiedError, match="agent of node0"):
+            waiting.wait(10)
+        assert becomes_true(lambda: not is_running(pid))
+        group.relaunch(0)
+        assert group.add(1).wait(20) == [1]
+
+
+def test_the_hub_is_started_again_when_it_dies() -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        cluster.context.hub.call("registry", "publish", ["key", "value", False], 20)
+        before = find_process("rill.runtime.hub", str(cluster.session.session_dir))
+        os.kill(before, signal.SIGKILL)
+        assert cluster.context.hub.call("registry", "fetch", "key", 20) == "value"
+        assert find_process("rill.runtime.hub", str(cluster.session.session_dir)) != before
+
+
+def find_process(*words: str) -> int:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "cmdline").read_text()
+            except OSError:
+                continue
+            if all(word in command for word in words):
+                return int(folder.name)
+    raise AssertionError(f"no process with {words}")
+
+
+def test_folders_of_dead_sessions_are_swept_and_live_ones_are_not() -> None:
+    stale = Path(tempfile.gettempdir()) / f"{SESSION_PREFIX}stale-{os.getpid()}"
+    stale.mkdir()
+    (stale / LOCK_NAME).touch()
+    with Cluster(devices="cpu:1") as cluster:
+        assert not stale.exists()
+        assert cluster.session.session_dir.name not in sweep(Path(tempfile.gettempdir()))
+        assert cluster.session.session_dir.exists()
+
+
+def test_a_closed_cluster_says_so_and_closing_twice_is_harmless() -> None:
+    cluster = Cluster(devices="cpu:1")
+    assert runtime_context.current() is cluster.context
+    cluster.close()
+    cluster.close()
+    assert not runtime_context.is_set()
+    with pytest.raises(RunError, match="closed"):
+        Echo.launch(cluster, name="late")
+
+
+def test_registered_kinds_are_placed_like_any_device() -> None:
+    arms = [Device(kind="arm", index=n, options={"address": f"10.0.0.{n}"}) for n in range(2)]
+    with Cluster(devices=[*arms, Device(kind="cpu")], labels=["lab"]) as cluster:
+        group = Echo.launch(cluster, name="arms", placement="arm:0-1")
+        assert group.device_ids().wait(20) == [[0], [1]]
+        assert cluster.devices[1].options["address"] == "10.0.0.1"
+        assert cluster.devices[2].labels == {"lab"}
+
+
+def test_preloaded_modules_are_there_at_once() -> None:
+    with Cluster(devices="cpu:1", preload=["colorsys"]) as cluster:
+        group = Echo.launch(cluster, name="forked", threads=1, env={"COLOUR": "red"})
+        assert group.modules("colorsys").wait(20) == [["colorsys"]]
+        assert group.environment("COLOUR").wait(20) == [{"COLOUR": "red"}]
+        with pytest.raises(PeerDiedError, match="exit code 3"):
+            group.die(3).wait(10)
+
+
+def test_worker_output_is_kept_where_asked(tmp_path: Path) -> None:
+    with Cluster(devices="cpu:1", log_dir=tmp_path) as cluster:
+        group = Echo.launch(cluster, name="loud", threads=1)
+        with pytest.raises(PeerDiedError):
+            group.die(1).wait(10)
+    assert "last words" in (tmp_path / "loud-0-0.log").read_text()
+
+
+def kill_and_relaunch(num_kills: int, seed: int) -> None:
+    """Kill random workers at random moments; every call ends in a result or in an error that names the dead."""
+    choose = random.Random(seed)
+    with Cluster(devices="cpu:2") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1, base=1)
+        for _ in range(num_kills):
+            victim = choose.randrange(2)
+            pid = group.addresses()[victim].pid
+            handles = [group.add(number) for number in range(choose.randrange(20))]
+            time.sleep(choose.random() * 0.01)
+            os.kill(pid, signal.SIGKILL)
+            for number, handle in enumerate(handles):
+                for rank, outcome in enumerate(handle.outcomes(20)):
+                    if outcome.error is None:
+                        assert outcome.value == 1 + number
+                    else:
+                        assert isinstance(outcome.error, PeerDiedError)
+                        assert rank == victim
+                        assert f"echo[{victim}]" in str(outcome.error)
+            group.relaunch(victim)
+            assert group.add(1).wait(20) == [2, 2]
+        folders = [cluster.session.session_dir, cluster.session.shm_dir]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_kills_at_random_moments_cost_only_the_calls_on_the_dead() -> None:
+    kill_and_relaunch(num_kills=4, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_hundreds_of_kills_at_random_moments_cost_only_the_calls_on_the_dead() -> None:
+    kill_and_relaunch(num_kills=300, seed=1)
