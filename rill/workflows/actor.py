@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.config import PartConfig
@@ -20,18 +21,19 @@ from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
 from rill.training.sft import SFTTrainer
-from rill.types import PolicyVersion
+from rill.types import PolicyVersion, Sample
 from rill.weights.base import WeightManifest, open_publisher, take_part
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.canary import Publication, canary_sample
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
+from rill.workflows.stages import put_all, rendezvous_of
 
 
 class ActorWorker(Worker):
     def __init__(self, *, config: PolicyTrainer.Config, algorithm: AlgorithmConfig, sync: SyncConfig) -> None:
         self.algorithm = Algorithm(algorithm)
-        rendezvous = self.rendezvous() if self.world_size > 1 else None
+        rendezvous = rendezvous_of(self)
         self.trainer = PolicyTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
         self.sync = sync
         self.publisher = open_publisher(sync.transport) if self.rank == 0 else None
@@ -73,6 +75,14 @@ class ActorWorker(Worker):
                 samples = with_batch_advantages(samples, self.algorithm, self.trainer.world.sum_over_data)
             with self.timer("update"):
                 return self.trainer.update(samples)
+
+    def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
+        """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
+        with self.device_lock(source, target):
+            keys = plan.share(self.rank, self.world_size, whole_groups=False)
+            samples: list[Sample] = source.take(keys=keys)
+            scored = self.trainer.logprobs(samples, trained_only=True)
+            put_all(target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)])
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -6,21 +6,38 @@ A workflow's own file then only says who produces what and who consumes it.
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import model_validator
 
 from rill.algorithms import AlgorithmConfig
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
-from rill.data.loader import LoaderConfig, PromptSource, open_loader
+from rill.data.loader import LoaderConfig, open_loader
 from rill.models.loading import ModelConfig
+from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
+from rill.runtime.group import WorkerGroup
+from rill.runtime.handle import Handle
+from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.training.policy import PolicyTrainer
 from rill.types import Prompt
-from rill.workflows.rollout import RolloutConfig
+from rill.workflows.actor import ActorWorker
+from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
+from rill.workflows.evaluation import Evaluator
+from rill.workflows.fleet import Fleet
+from rill.workflows.loop import Loop, Observer, Parts, TrainStep
+from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import ClusterConfig, EvalConfig, LoopConfig, SyncConfig, WarmupConfig
+from rill.workflows.warmup import warm_up
+
+W = TypeVar("W", bound=Worker)
+
+MAX_JOBS = 1_000_000
+NEVER_S = 1e9
+"""The feeder waits for outcomes for as long as the run lasts; the loop holds the deadline of a step."""
 
 
 class RLConfig(Config):
@@ -50,9 +67,9 @@ class RLConfig(Config):
             return values
         values = dict(values)
         model, seed = values.get("model"), values.get("seed")
-        rollout = values["rollout"] = _as_table(values.get("rollout", {}))
-        engine = rollout["engine"] = _as_table(rollout.get("engine", "native"))
-        trainer = values["trainer"] = _as_table(values.get("trainer", {}))
+        rollout = values["rollout"] = as_table(values.get("rollout", {}))
+        engine = rollout["engine"] = as_table(rollout.get("engine", "native"))
+        trainer = values["trainer"] = as_table(values.get("trainer", {}))
         if model is not None:
             engine.setdefault("model", model)
             trainer.setdefault("model", model)
@@ -60,7 +77,7 @@ class RLConfig(Config):
         if isinstance(sampling, dict) and sampling.get("temperature"):
             trainer.setdefault("temperature", sampling["temperature"])
         if seed is not None:
-            values["loader"] = {"seed": seed, **_as_table(values.get("loader", {}))}
+            values["loader"] = {"seed": seed, **as_table(values.get("loader", {}))}
         return values
 
     @model_validator(mode="after")
@@ -76,27 +93,123 @@ class RLConfig(Config):
 
 def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     devices = config.devices or "auto"
-    folders = {"trace_dir": run.path, "log_dir": run.path / "logs"}
     if config.type == "ray":
-        return Cluster.ray(config.address, devices=devices, **folders)
-    return Cluster(devices=devices, **folders)
+        return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
+    return Cluster(devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
 
 
-def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
-    """Threads for each worker: the cores, divided among the device slots, since sharers of a slot take turns."""
-    return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
+class RLSetup:
+    """The groups and channels that every RL workflow has, and the loop around its training step.
+
+    Calls, in order: `launch_policy`, `initial_model` and `launch` where the workflow has more models, `run_loop`.
+    """
+
+    rollout: WorkerGroup[RolloutWorker]
+    actor: WorkerGroup[ActorWorker]
+
+    def __init__(self, config: RLConfig, run: Run, cluster: Cluster, observers: Sequence[Observer]) -> None:
+        self.config = config
+        self.folder = run
+        self.cluster = cluster
+        self.observers = observers
+        # Bounded, so that engines do not read ahead: a job waits where any engine with room can take it.
+        self.jobs = Channel.create(cluster, "jobs", capacity_items=MAX_JOBS)
+        self.rollouts = Channel.create(cluster, "rollouts")
+        self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
+        self._is_warm = bool(whole_checkpoints(run))
+
+    def launch(self, worker: type[W], name: str, placement: str, **init_kwargs: Any) -> WorkerGroup[W]:
+        """Start a group; it is ready when this returns."""
+        group = worker.launch_async(
+            self.cluster, name=name, placement=placement, threads=self._threads, **init_kwargs
+        )
+        group.ready(self.config.loop.step_timeout_s)
+        return group
+
+    def launch_policy(self, rollout: str, actor: str) -> None:
+        """The engines and the trainer of the policy, side by side."""
+        config = self.config
+        self.rollout = RolloutWorker.launch_async(
+            self.cluster,
+            name="rollout",
+            placement=rollout,
+            threads=self._threads,
+            config=config.rollout,
+            algorithm=config.algorithm,
+            model=config.model,
+            sync=config.sync,
+            seed=config.seed,
+            run_dir=str(self.folder.path.resolve()),
+        )
+        self.actor = self.launch(
+            ActorWorker,
+            "actor",
+            actor,
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sync=config.sync,
+        )
+        self.rollout.ready(config.loop.step_timeout_s)
+
+    def initial_model(self) -> ModelConfig:
+        """The policy as RL begins: the recipe's model, or what the warm-up made of it, kept in the run folder."""
+        if self.config.warmup.steps == 0:
+            return self.config.model
+        folder = self.folder.path.resolve() / "initial_model"
+        if not (folder / "config.json").exists():
+            self._warm_up()
+            self.wait(self.actor.export(str(folder)))
+        return ModelConfig(path=str(folder), tokenizer=self.config.model.tokenizer)
+
+    def wait(self, handle: Handle) -> dict[str, float]:
+        """The figures that the group's first rank returns."""
+        return dict(handle.wait(timeout_s=self.config.loop.step_timeout_s)[0] or {})
+
+    def run_loop(self, train_step: TrainStep, trained: Mapping[str, WorkerGroup[Any]]) -> None:
+        """Warm up or resume, train to the last step, leave the model in the run folder."""
+        config, timeout_s = self.config, self.config.loop.step_timeout_s
+        self._warm_up()
+        fleet = Fleet(self.rollout, self.actor, config.sync, interrupt=config.loop.interrupt)
+        parts = Parts(
+            fleet=fleet,
+            source=open_loader(open_dataset(config.data, Split.TRAIN), config.loader),
+            group_size=config.rollout.group_size,
+            jobs=self.jobs,
+            rollouts=self.rollouts,
+            outcomes=self.outcomes,
+            train_step=train_step,
+            evaluator=Evaluator(config.eval, fleet, self._held_out(), timeout_s),
+            checkpoints=RunCheckpoints(self.folder, trained, config.loop.keep_checkpoints, timeout_s),
+        )
+        loop = Loop(config.loop, parts, self.observers)
+        loop.restore()
+        loop.run()
+        self.wait(self.actor.export(str(self.folder.path.resolve() / "model")))
+
+    @property
+    def _threads(self) -> int:
+        """The cores, divided among the device slots, since sharers of a slot take turns."""
+        slots = max(1, len(self.cluster.devices))
+        return self.config.cluster.threads or max(1, (os.cpu_count() or 1) // slots)
+
+    def _warm_up(self) -> None:
+        if not self._is_warm:
+            config = self.config
+            warm_up(
+                self.actor,
+                config.data,
+                config.warmup,
+                config.seed,
+                self.observers,
+                config.loop.step_timeout_s,
+            )
+            self._is_warm = True
+
+    def _held_out(self) -> list[Prompt]:
+        return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))
 
 
-def open_prompts(config: RLConfig) -> PromptSource:
-    return open_loader(open_dataset(config.data, Split.TRAIN), config.loader)
-
-
-def held_out_prompts(config: RLConfig) -> list[Prompt]:
-    dataset = open_indexed(config.data, Split.HELD_OUT)
-    return list(prompts_of(dataset, config.eval.num_prompts))
-
-
-def _as_table(value: Any) -> Any:
+def as_table(value: Any) -> Any:
     """A copy that may be written to; a bare name is short for a table with that `type`."""
     if isinstance(value, str):
         return {"type": value}

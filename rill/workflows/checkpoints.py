@@ -27,6 +27,7 @@ class RunCheckpoints:
     """Saves and loads a run's groups together; every group has `save(folder)` and `load(folder)`."""
 
     def __init__(self, run: Run, groups: Mapping[str, WorkerGroup[Any]], keep: int, timeout_s: float) -> None:
+        self._run = run
         self._folder = run.checkpoints_dir
         self._groups = dict(groups)
         self._keep = keep
@@ -48,7 +49,7 @@ class RunCheckpoints:
 
     def load_latest(self) -> dict[str, Any] | None:
         """The state of the newest whole checkpoint, its groups loaded; None when there is none."""
-        for folder in reversed(self._whole()):
+        for folder in reversed(whole_checkpoints(self._run)):
             state = _read_state(folder)
             if state is None:
                 continue
@@ -58,11 +59,8 @@ class RunCheckpoints:
             return state
         return None
 
-    def _whole(self) -> list[Path]:
-        return sorted(path.parent for path in self._folder.glob(f"step-*/{MANIFEST}"))
-
     def _drop_old(self) -> None:
-        for folder in self._whole()[: -self._keep]:
+        for folder in whole_checkpoints(self._run)[: -self._keep]:
             (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
             shutil.rmtree(folder)
 
@@ -85,9 +83,14 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def whole_checkpoints(run: Run) -> list[Path]:
+    """The folders that count, oldest first."""
+    return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
+
+
 def require_checkpoint(run: Run) -> None:
     """A resume of a run without a checkpoint would start from nothing without saying so."""
-    if not any(run.checkpoints_dir.glob(f"step-*/{MANIFEST}")):
+    if not whole_checkpoints(run):
         raise CheckpointError(
             f"{run.path} has no whole checkpoint to resume from: start it anew, with `loop.checkpoint_every` set"
         )

@@ -1,7 +1,7 @@
 """GRPO and its relatives on verifiable problems: sample groups, reward them, learn from the difference.
 
-The file is the algorithm. Where the two groups run, whether they share devices, and how far sampling runs ahead of
-training (`loop.max_lag`) is the recipe's business; nothing here changes with it.
+The file is the algorithm. Where the groups run, whether they share devices, and how far sampling runs ahead of training
+(`loop.max_lag`) is the recipe's business; nothing here changes with it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from rill.algorithms import Algorithm, Need
 from rill.config import Config
 from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
-from rill.workflows.actor import ActorWorker
-from rill.workflows.assembly import RLConfig, held_out_prompts, open_cluster, open_prompts, threads_of
-from rill.workflows.checkpoints import RunCheckpoints
-from rill.workflows.evaluation import Evaluator
-from rill.workflows.fleet import Fleet
+from rill.training.score import ScoreModel
+from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
 from rill.workflows.jobs import StepPlan
-from rill.workflows.loop import Loop, Observer, Parts
-from rill.workflows.rollout import RolloutWorker
-from rill.workflows.warmup import warm_up
+from rill.workflows.loop import Observer, TrainStep
+from rill.workflows.stages import ReferenceWorker
 
 
 class PlacementConfig(Config):
@@ -28,6 +25,8 @@ class PlacementConfig(Config):
 
     rollout: str = "all"
     actor: str = "all"
+    reference: str = "all"
+    """Used only where the algorithm has a KL term."""
 
 
 class ReasoningWorkflow:
@@ -41,55 +40,27 @@ class ReasoningWorkflow:
         self.observers = observers
 
     def run(self) -> None:
-        config, timeout_s = self.config, self.config.loop.step_timeout_s
+        config = self.config
         with open_cluster(config.cluster, self.folder) as cluster:
-            threads = threads_of(config.cluster, cluster)
-            rollout = RolloutWorker.launch_async(
-                cluster,
-                name="rollout",
-                placement=config.placement.rollout,
-                threads=threads,
-                config=config.rollout,
-                algorithm=config.algorithm,
-                model=config.model,
-                sync=config.sync,
-                seed=config.seed,
-                run_dir=str(self.folder.path.resolve()),
-            )
-            actor = ActorWorker.launch_async(
-                cluster,
-                name="actor",
-                placement=config.placement.actor,
-                threads=threads,
-                config=config.trainer,
-                algorithm=config.algorithm,
-                sync=config.sync,
-            )
-            jobs = Channel.create(cluster, "jobs", capacity_items=1_000_000)
-            rollouts, outcomes = Channel.create(cluster, "rollouts"), Channel.create(cluster, "outcomes")
-            rollout.ready(timeout_s)
-            actor.ready(timeout_s)
+            setup = RLSetup(config, self.folder, cluster, self.observers)
+            setup.launch_policy(config.placement.rollout, config.placement.actor)
+            has_reference = Need.REF_LOGPROBS in Algorithm(config.algorithm).needs
+            train_step = self._with_reference(setup) if has_reference else self._without_reference(setup)
+            setup.run_loop(train_step, {"actor": setup.actor})
 
-            def train_step(plan: StepPlan) -> Mapping[str, float]:
-                figures: Mapping[str, float] = actor.train(rollouts, plan).wait(timeout_s=timeout_s)[0]
-                return figures
+    def _without_reference(self, setup: RLSetup) -> TrainStep:
+        def train_step(plan: StepPlan) -> Mapping[str, float]:
+            return setup.wait(setup.actor.train(setup.rollouts, plan))
 
-            fleet = Fleet(rollout, actor, config.sync, interrupt=config.loop.interrupt)
-            parts = Parts(
-                fleet=fleet,
-                source=open_prompts(config),
-                group_size=config.rollout.group_size,
-                jobs=jobs,
-                rollouts=rollouts,
-                outcomes=outcomes,
-                train_step=train_step,
-                evaluator=Evaluator(config.eval, fleet, held_out_prompts(config), timeout_s),
-                checkpoints=RunCheckpoints(
-                    self.folder, {"actor": actor}, config.loop.keep_checkpoints, timeout_s
-                ),
-            )
-            loop = Loop(config.loop, parts, self.observers)
-            if not loop.restore():
-                warm_up(actor, config.data, config.warmup, config.seed, self.observers, timeout_s)
-            loop.run()
-            actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)
+        return train_step
+
+    def _with_reference(self, setup: RLSetup) -> TrainStep:
+        model = ScoreModel.Config(model=setup.initial_model(), temperature=self.config.trainer.temperature)
+        reference = setup.launch(ReferenceWorker, "reference", self.config.placement.reference, config=model)
+        referenced = Channel.create(setup.cluster, "referenced")
+
+        def train_step(plan: StepPlan) -> Mapping[str, float]:
+            reference.score(setup.rollouts, referenced, plan)
+            return setup.wait(setup.actor.train(referenced, plan))
+
+        return train_step

@@ -1,0 +1,98 @@
+"""Workers that add something to every sample on its way from the engines to the trainer: reference and critic.
+
+    rollouts ──▶ reference.score ──▶ critic.judge ──▶ actor.train
+                                          └─────────▶ critic.train
+
+Each rank takes its share of the step's plan by key from one channel and puts the samples, with the same keys, into the
+next. Groups of any size can follow one another: the keys redistribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.runtime.channel import Channel
+from rill.runtime.worker import Worker
+from rill.training.parallel import Rendezvous
+from rill.training.score import ScoreModel
+from rill.training.value import ValueTrainer
+from rill.types import Sample
+from rill.workflows.batch_advantages import with_batch_advantages
+from rill.workflows.jobs import StepPlan
+
+
+class ReferenceWorker(Worker):
+    """The frozen policy that training must not stray far from. Each rank holds the whole model."""
+
+    def __init__(self, *, config: ScoreModel.Config) -> None:
+        self.model = ScoreModel(config, device=self.device)
+
+    def onload(self) -> None:
+        self.model.onload()
+
+    def offload(self) -> None:
+        self.model.offload()
+
+    def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
+        """Add log π_ref."""
+        with self.device_lock(source, target):
+            keys = plan.share(self.rank, self.world_size, whole_groups=False)
+            samples: list[Sample] = source.take(keys=keys)
+            scored = self.model.logprobs(samples, trained_only=True)
+            put_all(target, keys, [replace(s, ref_logprobs=r) for s, r in zip(samples, scored, strict=True)])
+
+
+class CriticWorker(Worker):
+    """The value function: judges samples before the policy's update and learns from them after."""
+
+    def __init__(self, *, config: ValueTrainer.Config, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = Algorithm(algorithm)
+        rendezvous = rendezvous_of(self)
+        self.trainer = ValueTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def judge(self, source: Channel, for_actor: Channel, for_critic: Channel, plan: StepPlan) -> None:
+        """Add values, then advantages and returns, whitened over all ranks."""
+        with self.device_lock(source, for_actor):
+            keys = plan.share(self.rank, self.world_size, whole_groups=True)
+            samples: list[Sample] = source.take(keys=keys)
+            values = self.trainer.values(samples)
+            judged = with_batch_advantages(
+                [replace(s, values=v) for s, v in zip(samples, values, strict=True)],
+                self.algorithm,
+                self.trainer.world.sum_over_data,
+            )
+            put_all(for_actor, keys, judged)
+            put_all(for_critic, keys, judged)
+
+    def train(self, source: Channel, plan: StepPlan) -> Mapping[str, float]:
+        with self.device_lock(source):
+            keys = plan.share(self.rank, self.world_size, whole_groups=True)
+            figures = self.trainer.update(source.take(keys=keys))
+        return {f"critic/{name.removeprefix('value/')}": value for name, value in figures.items()}
+
+    def save(self, folder: str) -> None:
+        self.trainer.save(folder)
+
+    def load(self, folder: str) -> None:
+        self.trainer.load(folder)
+
+
+def rendezvous_of(worker: Worker) -> Rendezvous | None:
+    """How a trainer's ranks find each other; None for one rank, which needs no process group."""
+    if worker.world_size == 1:
+        return None
+    place = worker.rendezvous()
+    return Rendezvous(init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+
+
+def put_all(channel: Channel, keys: Sequence[str], samples: Sequence[Sample]) -> None:
+    for key, sample in zip(keys, samples, strict=True):
+        channel.put(sample, weight=float(sample.num_tokens), key=key)
