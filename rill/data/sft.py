@@ -44,8 +44,11 @@ class SFTEncoder:
         self.max_tokens = max_tokens
 
     def encode(self, prompt: Prompt) -> SFTExample:
-        """A conversation that ends with the assistant is used as it is; any other prompt gets its solution."""
-        if prompt.messages and prompt.messages[-1].role == "assistant":
+        """A written conversation carries loss on every assistant turn; any other prompt on its solution only."""
+        reply = prompt.metadata.get("reply")
+        if isinstance(reply, Message):
+            example = self.from_messages(prompt.id, (*prompt.messages, reply))
+        elif prompt.messages and prompt.messages[-1].role == "assistant":
             example = self.from_messages(prompt.id, prompt.messages)
         elif prompt.messages:
             answer = Message(role="assistant", content=solution_of(prompt))

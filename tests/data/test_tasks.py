@@ -126,7 +126,7 @@ def test_counting_sorting_and_equation_answers_are_right() -> None:
     for prompt in prompts_of(opened("equations"), 50):
         left, right = re.fullmatch(r"(.+)=(.+),x=", prompt.text or "").groups()  # type: ignore[union-attr]
         x = int(prompt.answer)
-        fill = lambda side: eval(re.sub(r"(\d)x", r"\1*x", side), {"x": x})  # noqa: E731
+        fill = lambda side, x=x: eval(re.sub(r"(\d)x", r"\1*x", side), {"x": x})  # noqa: E731
         assert fill(left) == fill(right), prompt.text
 
 

@@ -1,0 +1,267 @@
+"""Rows of a file become Prompts. Every common shape is recognised, and a bad row is named by file and number.
+
+verl                data_source, prompt [messages], ability, reward_model {style, ground_truth}, extra_info
+messages            messages [{role, content}], answer?        a last assistant message is the written solution
+prompt/completion   prompt (text or messages), completion, answer?
+question/answer     question, answer                           names can be set
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rill.data.base import DatasetConfig, Split, content_key, frozen, on_side
+from rill.errors import DataError
+from rill.types import Message, Prompt
+
+QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query")
+ANSWER_NAMES = ("answer", "ground_truth", "final_answer", "target", "label")
+SOLUTION_NAMES = ("completion", "response", "output", "solution")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RowConfig(DatasetConfig):
+    """What every dataset of rows has."""
+
+    question: str = ""
+    """Name of the question's field. Empty: the first found of question, problem, prompt, instruction, query."""
+    answer: str = ""
+    """Name of the answer's field. Empty: the first found of answer, ground_truth, final_answer, target, label."""
+    answer_after: str = ""
+    """Only what follows the last of these marks is the answer ("####" for GSM8K). Empty: the whole field."""
+    form: Literal["chat", "bare"] = "chat"
+    """How a plain question is put: as a user message, or as plain text."""
+    template: str = "{question}"
+    """How a plain question is written."""
+    system: str = ""
+    """A system message before questions that have none. Empty: none."""
+    task: str = ""
+    """Task name of the prompts. Empty: the row's own `data_source` or `task`, else the file's name."""
+    limit: int = Field(default=0, ge=0)
+    """Use only the first so many rows. 0: all."""
+
+    @model_validator(mode="after")
+    def _template_has_its_field(self) -> RowConfig:
+        if "{question}" not in self.template:
+            raise ValueError(f"`template` must hold {{question}}, got {self.template!r}")
+        return self
+
+
+class RowDataset(ABC):
+    """Rows that can be read by number. All are validated when the dataset is opened; none is kept in memory."""
+
+    def __init__(self, config: RowConfig, split: Split) -> None:
+        self.rows = config
+        self.split = split
+        self._numbers: list[int] = []
+
+    @abstractmethod
+    def num_rows(self) -> int: ...
+
+    @abstractmethod
+    def row(self, number: int) -> Any:
+        """Row `number`, counted from 0."""
+
+    @abstractmethod
+    def where(self, number: int) -> str:
+        """File and row number as a person counts them."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """A short name for ids, the same on every machine."""
+
+    def index_rows(self) -> None:
+        """Validate every row and keep the numbers of those on this side. Called at the end of __init__."""
+        count = self.num_rows() if not self.rows.limit else min(self.rows.limit, self.num_rows())
+        for number in range(count):
+            prompt = self._prompt(number)
+            if on_side(content_key(prompt), self.rows.held_out, self.split):
+                self._numbers.append(number)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompt(self._numbers[index])
+
+    def _prompt(self, number: int) -> Prompt:
+        where = self.where(number)
+        return prompt_from_row(self.row(number), self.rows, where=where, row_id=f"{self.title}/{number}")
+
+
+def prompt_from_row(row: Any, config: RowConfig, *, where: str, row_id: str) -> Prompt:
+    """One validated Prompt, or a DataError that begins with `where`."""
+    if isinstance(row, Prompt):
+        return row
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: a row must be a table of fields, got {type(row).__name__}")
+    row = {key: _plain(value) for key, value in row.items()}
+    if isinstance(row.get("messages"), list):
+        return _from_messages(row, config, where, row_id)
+    return _from_question(row, config, where, row_id)
+
+
+def _from_messages(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:
+    messages = parse_messages(row["messages"], where)
+    metadata: dict[str, Any] = dict(_metadata(row))
+    if messages[-1].role == "assistant":
+        messages, reply = messages[:-1], messages[-1]
+        metadata["reply"] = reply
+        metadata["solution"] = reply.content
+        if not messages:
+            raise DataError(f"{where}: `messages` holds only an assistant message: nothing is asked")
+    answer = _answer(row, config, where)
+    return Prompt(
+        id=_id(row, row_id),
+        messages=_with_system(messages, config),
+        answer=metadata.get("solution") if answer is None else answer,
+        task=_task(row, config, row_id),
+        difficulty=_difficulty(row, where),
+        metadata=metadata,
+    )
+
+
+def _from_question(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:
+    name = config.question or next((n for n in QUESTION_NAMES if row.get(n)), "")
+    asked = row.get(name)
+    if not asked:
+        wanted = f"{name!r}" if name else f"one of {', '.join(QUESTION_NAMES)}, or messages"
+        raise DataError(
+            f"{where}: no question: needs {wanted}; the row has {', '.join(map(str, row)) or 'nothing'}"
+        )
+    text: str | None = None
+    if isinstance(asked, list):
+        messages = parse_messages(asked, where)
+    elif isinstance(asked, str):
+        text = config.template.format(question=asked)
+        messages = (Message(role="user", content=text),)
+    else:
+        raise DataError(f"{where}: {name!r} must be text or a list of messages, got {type(asked).__name__}")
+    answer, metadata = _answer(row, config, where), dict(_metadata(row))
+    solution = _solution(row, config, where)
+    if solution is not None:
+        metadata["solution"] = solution
+    is_bare = text is not None and config.form == "bare"
+    return Prompt(
+        id=_id(row, row_id),
+        messages=() if is_bare else _with_system(messages, config),
+        text=text if is_bare else None,
+        answer=solution if answer is None else answer,
+        task=_task(row, config, row_id),
+        difficulty=_difficulty(row, where),
+        metadata=metadata,
+    )
+
+
+def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: messages must be a list with at least one message")
+    messages = []
+    for k, item in enumerate(value):
+        if not isinstance(item, Mapping) or item.get("role") not in ROLES:
+            got = item.get("role") if isinstance(item, Mapping) else type(item).__name__
+            raise DataError(f"{where}: message {k} needs a role among {', '.join(ROLES)}, got {got!r}")
+        content, calls = item.get("content"), item.get("tool_calls") or ()
+        if content is None and calls:
+            content = ""
+        if not isinstance(content, str):
+            raise DataError(
+                f"{where}: message {k} ({item['role']}) needs text content, got {type(content).__name__}"
+            )
+        messages.append(
+            Message(
+                role=item["role"],
+                content=content,
+                name=item.get("name"),
+                tool_calls=tuple(calls),
+                tool_call_id=item.get("tool_call_id"),
+            )
+        )
+    return tuple(messages)
+
+
+def _answer(row: dict[str, Any], config: RowConfig, where: str) -> Any:
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and not config.answer:
+        if "ground_truth" not in reward_model:
+            raise DataError(f"{where}: `reward_model` has no `ground_truth`")
+        answer = reward_model["ground_truth"]
+    else:
+        name = config.answer or next((n for n in ANSWER_NAMES if row.get(n) is not None), "")
+        answer = row.get(name)
+        if config.answer and answer is None:
+            raise DataError(f"{where}: no field {config.answer!r}; the row has {', '.join(map(str, row))}")
+    if config.answer_after and isinstance(answer, str):
+        _, mark, tail = answer.rpartition(config.answer_after)
+        if not mark:
+            raise DataError(f"{where}: the answer has no {config.answer_after!r} in it: {answer[-80:]!r}")
+        return tail.strip()
+    return answer
+
+
+def _solution(row: dict[str, Any], config: RowConfig, where: str) -> str | None:
+    """The written solution: its own field, or the whole answer when only its end counts."""
+    value = next((row[n] for n in SOLUTION_NAMES if row.get(n) is not None), None)
+    if isinstance(value, list):
+        messages = parse_messages(value, where)
+        if len(messages) != 1 or messages[0].role != "assistant":
+            raise DataError(f"{where}: a completion of messages must be one assistant message")
+        return messages[0].content
+    if value is None and config.answer_after:
+        value = row.get(config.answer or next((n for n in ANSWER_NAMES if row.get(n) is not None), ""))
+    return value if isinstance(value, str) else None
+
+
+def _metadata(row: Mapping[str, Any]) -> dict[str, Any]:
+    style = row["reward_model"].get("style") if isinstance(row.get("reward_model"), Mapping) else None
+    fields = {"ability": row.get("ability"), "style": style, "tests": row.get("tests")}
+    for name in ("extra_info", "metadata"):
+        extra = row.get(name)
+        if isinstance(extra, Mapping):
+            fields.update(extra)
+    return frozen(fields)
+
+
+def _with_system(messages: tuple[Message, ...], config: RowConfig) -> tuple[Message, ...]:
+    if config.system and messages[0].role != "system":
+        return (Message(role="system", content=config.system), *messages)
+    return messages
+
+
+def _id(row: Mapping[str, Any], row_id: str) -> str:
+    own = row.get("id")
+    return str(own) if isinstance(own, str | int) and own != "" else row_id
+
+
+def _task(row: Mapping[str, Any], config: RowConfig, row_id: str) -> str:
+    return config.task or str(row.get("data_source") or row.get("task") or row_id.rpartition("/")[0])
+
+
+def _difficulty(row: Mapping[str, Any], where: str) -> float | None:
+    value = row.get("difficulty")
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: `difficulty` must be a number, got {value!r}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Arrays (as parquet gives them) to lists, and JSON text in a messages field to what it says."""
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, str) and value.startswith('[{"role"'):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,197 @@
+"""Rows of every shape, and bad rows named by file and number."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_dataset, open_indexed, prompts_of
+from rill.data.chat import PromptEncoder
+from rill.data.sft import SFTEncoder
+from rill.errors import DataError
+from rill.models.tokenizer import build_char_tokenizer
+from rill.types import Prompt
+
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+def jsonl(folder: Path, rows: list[Any], **settings: Any) -> Dataset:
+    path = folder / "rows.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return opened("jsonl", path=str(path), **settings)
+
+
+def opened(kind: str, split: Split = Split.TRAIN, **settings: Any) -> Dataset:
+    return open_indexed(DATASETS.load(kind).Config.model_validate({"type": kind, **settings}), split)
+
+
+def test_a_verl_row_keeps_its_parts(tmp_path: Path) -> None:
+    prompt = jsonl(tmp_path, [VERL])[0]
+    assert prompt.messages[0].content == "2+2?" and prompt.answer == "4" and prompt.task == "gsm8k"
+    assert prompt.metadata == {"ability": "math", "style": "rule", "split": "train", "index": 7}
+
+
+def test_question_and_answer_rows(tmp_path: Path) -> None:
+    dataset = jsonl(
+        tmp_path, [{"question": "2+2?", "answer": 4}, {"problem": "3+3?", "target": "6"}], system="Brief."
+    )
+    assert [m.role for m in dataset[0].messages] == ["system", "user"] and dataset[0].answer == 4
+    assert dataset[1].answer == "6" and dataset[1].id == "rows/1"
+
+
+def test_named_fields_bare_form_and_an_answer_after_a_mark(tmp_path: Path) -> None:
+    rows = [{"q": "2+2", "a": "two and two\n#### 4"}]
+    prompt = jsonl(
+        tmp_path, rows, question="q", answer="a", answer_after="####", form="bare", template="{question}="
+    )[0]
+    assert (prompt.text, prompt.answer, prompt.metadata["solution"]) == ("2+2=", "4", "two and two\n#### 4")
+
+
+def test_messages_and_completions_become_sft_examples(tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": r, "content": c}
+                for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+            ]
+        },
+        {"prompt": "2+2", "completion": "4"},
+        {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]},
+    ]
+    sft = SFTEncoder(PromptEncoder(build_char_tokenizer()))
+    trained = []
+    for prompt in prompts_of(jsonl(tmp_path, rows)):
+        assert prompt.messages[-1].role == "user"
+        example = sft.encode(prompt)
+        trained.append(sft.encoder.decode(example.token_ids[example.loss_mask], skip_special=False))
+    assert trained == ["b<eos>d<eos>", "4<eos>", "y<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{not json", "not JSON"),
+        ("[1, 2]", "table of fields"),
+        ({"answer": "4"}, "no question"),
+        ({"question": 5}, "must be text"),
+        ({"messages": []}, "at least one"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role among"),
+        ({"messages": [{"role": "user", "content": 3}]}, "text content"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is asked"),
+        ({"prompt": "x", "reward_model": {"style": "rule"}}, "ground_truth"),
+        ({"question": "x", "difficulty": "hard"}, "difficulty"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        jsonl(tmp_path, [{"question": "a", "answer": "b"}, "", row])
+    assert "rows.jsonl, line 3" in str(caught.value)
+
+
+def test_the_sides_of_a_file_never_overlap_even_with_repeated_rows(tmp_path: Path) -> None:
+    rows = [{"question": f"{i % 60}+1?", "answer": i % 60 + 1} for i in range(300)]
+    train = jsonl(tmp_path, rows, held_out=0.3)
+    held = opened("jsonl", Split.HELD_OUT, path=str(tmp_path / "rows.jsonl"), held_out=0.3)
+    both = opened("jsonl", Split.ALL, path=str(tmp_path / "rows.jsonl"), held_out=0.3)
+    assert len(train) + len(held) == len(both) == 300 and 30 < len(held) < 150
+    check_disjoint(prompts_of(train), prompts_of(held))
+
+
+def test_a_dataset_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    dataset = jsonl(tmp_path, [VERL, {"question": "a", "answer": "b"}])
+    assert pickle.loads(pickle.dumps(dataset))[1] == dataset[1]
+
+
+def test_an_empty_side_and_a_missing_file_say_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no held_out prompts"):
+        (tmp_path / "one.jsonl").write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+        opened("jsonl", Split.HELD_OUT, path=str(tmp_path / "one.jsonl"))
+    with pytest.raises(DataError, match="no file"):
+        opened("jsonl", path=str(tmp_path / "none.jsonl"))
+
+
+def test_parquet_files_and_folders_with_the_row_in_errors(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for k in range(2):
+        table = pyarrow.Table.from_pylist([{**VERL, "extra_info": {"index": 10 * k + i}} for i in range(3)])
+        parquet.write_table(table, tmp_path / f"part-{k}.parquet")
+    dataset = opened("parquet", path=str(tmp_path))
+    assert [dataset[i].metadata["index"] for i in range(6)] == [0, 1, 2, 10, 11, 12]
+    parquet.write_table(pyarrow.Table.from_pylist([{"answer": "1"}]), tmp_path / "part-2.parquet")
+    with pytest.raises(DataError, match=r"part-2\.parquet, row 1"):
+        opened("parquet", path=str(tmp_path))
+    (tmp_path / "part-3.parquet").write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="part-3"):
+        opened("parquet", path=str(tmp_path))
+
+
+def test_hugging_face_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_list([{"question": f"{i}?", "answer": str(i)} for i in range(4)])
+    plain.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict(train=plain).save_to_disk(str(tmp_path / "split"))
+    assert opened("folder", path=str(tmp_path / "plain"))[2].answer == "2"
+    assert len(opened("folder", path=str(tmp_path / "split"), subset="train")) == 4
+    with pytest.raises(DataError, match="holds train"):
+        opened("folder", path=str(tmp_path / "split"), subset="test")
+
+
+def make(index: int, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng([index, seed])
+    a, b = rng.integers(0, 50, 2)
+    return {"question": f"{a}+{b}", "answer": str(a + b)}
+
+
+def make_stream() -> Iterator[dict[str, Any]]:
+    yield from ({"question": f"{i}?", "answer": i} for i in range(10))
+
+
+def test_generated_problems_are_reproducible_and_split() -> None:
+    settings = {"function": "tests.data.test_rows:make", "size": 100, "held_out": 0.2}
+    train, held = opened("generated", **settings), opened("generated", Split.HELD_OUT, **settings)
+    check_disjoint(prompts_of(train), prompts_of(held))
+    assert train[3] == opened("generated", **settings)[3]
+
+
+def test_a_stream_can_be_read_again_from_its_start() -> None:
+    config = DATASETS.load("stream").Config(function="tests.data.test_rows:make_stream")
+    stream = open_dataset(config)
+    assert not isinstance(stream, Dataset)
+    assert [p.answer for p in stream] == [p.answer for p in stream] == list(range(10))
+    with pytest.raises(DataError, match="forwards"):
+        open_indexed(config)
+
+
+def test_a_mixture_keeps_its_proportions() -> None:
+    sources = [
+        {"dataset": {"type": "arithmetic"}, "weight": 3.0},
+        {"dataset": {"type": "sorting", "size": 50}, "weight": 1.0},
+    ]
+    dataset = opened("mixture", sources=sources)
+    tasks = [dataset[i].task for i in range(1000)]
+    assert tasks.count("arithmetic") == 750 and tasks.count("sorting") == 250
+    assert 25 < tasks[:200].count("sorting") < 75
+    assert len({dataset[i].id for i in range(1000) if tasks[i] == "arithmetic"}) == 750
+
+
+def test_reasoning_gym_tasks_come_split_and_reproducible() -> None:
+    pytest.importorskip("reasoning_gym")
+    settings = {"name": "leg_counting", "held_out": 0.3, "size": 30}
+    train, held = opened("reasoning_gym", **settings), opened("reasoning_gym", Split.HELD_OUT, **settings)
+    check_disjoint(prompts_of(train), prompts_of(held))
+    assert isinstance(train[0], Prompt) and train[0] == opened("reasoning_gym", **settings)[0]
+    with pytest.raises(DataError, match="did you mean"):
+        opened("reasoning_gym", name="leg_countin")
