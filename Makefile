@@ -58,7 +58,8 @@ format: $(DEV)
 	@$(BIN)/ruff format .
 
 bench: $(DEV)
-	@for file in benchmarks/bench_*.py; do echo "== $$file" >&2; $(BIN)/python $$file $(ARGS) || exit 1; done
+	@for file in $$(grep -l __main__ benchmarks/*.py); do \
+	  echo "== $$file" >&2; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

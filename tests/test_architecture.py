@@ -7,6 +7,7 @@ and, further down, a small tree with a planted breach that it must find.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -121,8 +122,23 @@ def room_of(module: str) -> str | None:
     return nested if nested in LEVELS else parts[1]
 
 
-def imports_of(path: Path) -> Iterator[Import]:
-    yield from _imports(ast.parse(path.read_text(encoding="utf-8")), is_late=False, is_typing=False)
+def tree_of(path: Path) -> ast.Module:
+    return _parse(path, path.stat().st_mtime_ns)
+
+
+def imports_of(path: Path) -> tuple[Import, ...]:
+    return _imports_at(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parse(path: Path, mtime_ns: int) -> ast.Module:
+    """Every rule reads every file; it is parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports_at(path: Path, mtime_ns: int) -> tuple[Import, ...]:
+    return tuple(_imports(_parse(path, mtime_ns), is_late=False, is_typing=False))
 
 
 def _imports(node: ast.AST, *, is_late: bool, is_typing: bool) -> Iterator[Import]:
@@ -300,7 +316,7 @@ def files_stay_small(root: Path) -> Iterator[str]:
 
 def functions_stay_small(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill", "benchmarks"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 num_lines = node.end_lineno - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
@@ -309,14 +325,14 @@ def functions_stay_small(root: Path) -> Iterator[str]:
 
 def modules_say_what_they_are(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         if tree.body and not ast.get_docstring(tree):
             yield f"{path}: no docstring that says what it owns and who calls it"
 
 
 def nothing_is_left_unwritten(root: Path) -> Iterator[str]:
     for path in python_files(root, "rill"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if (
                 isinstance(node, ast.Raise)
                 and node.exc is not None

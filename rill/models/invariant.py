@@ -125,7 +125,7 @@ class PackedScorer:
                 f"no batch-invariant path for {config.model_type!r} in {model.dtype} on {model.device.type}"
             )
         self._decoder = decoder
-        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head: Any = model.get_output_embeddings()
         self._config = config
         self._rows_at_once = rows_at_once
         self._softcap: float = config.to_dict().get("final_logit_softcapping") or 0.0

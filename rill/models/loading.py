@@ -37,7 +37,9 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _has_one_source(self) -> ModelConfig:
         if bool(self.path) == bool(self.shape):
-            raise ValueError("give a model either `path` (a local folder) or `shape` (a fresh model), not both")
+            raise ValueError(
+                "give a model either `path` (a local folder) or `shape` (a fresh model), not both"
+            )
         if self.shape and "model_type" not in self.shape:
             raise ValueError("`shape` needs a `model_type` such as 'qwen2' or 'llama'")
         return self
@@ -67,7 +69,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             _existing(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
         )
-        return model.to(device=device).eval()  # type: ignore[arg-type]
+        return model.to(device=device).eval()
     model_config = load_model_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -75,7 +77,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation=attention
         )
-    return model.to(device=device, dtype=dtype).eval()  # type: ignore[call-overload,no-any-return]
+    return model.to(device=device, dtype=dtype).eval()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -85,9 +87,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if source == "chars":
         return build_char_tokenizer()
     if source is None:
-        raise ModelError("a model given by `shape` needs `tokenizer`: a local folder, or \"chars\"")
+        raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_existing(source), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            _existing(source), local_files_only=True
+        )
     except (OSError, ValueError) as error:
         raise ModelError(f"{source} holds no tokenizer that transformers can load: {error}") from error
     return tokenizer
@@ -105,5 +109,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: Pretraine
 def _existing(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.exists():
-        raise ModelError(f"there is no model folder {path!r}: rill loads local folders only and fetches nothing")
+        raise ModelError(
+            f"there is no model folder {path!r}: rill loads local folders only and fetches nothing"
+        )
     return str(folder)

@@ -1,7 +1,7 @@
 """Spans, instants and counters: who did what, when, on which lane.
 
 Called from every room's hot path. Until `configure` is called in a process everything here does nothing and costs
-next to nothing; afterwards an event costs about a microsecond in the calling thread (benchmarks/bench_telemetry.py)
+next to nothing; afterwards an event costs about a microsecond in the calling thread (benchmarks/telemetry.py)
 and is written by a thread of its own:
 
     caller threads ──append──▶ queue (a deque, no lock) ──every 0.5 s──▶ writer thread ──▶ trace/<process>.jsonl

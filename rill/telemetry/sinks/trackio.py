@@ -21,7 +21,7 @@ class TrackioSink:
         except ImportError as error:
             raise MissingExtraError('the trackio sink needs trackio: pip install "rill[trackers]"') from error
         self._run = trackio.init(
-            project=config.project, name=run.name, config=dict(run.config), resume="allow", embed=False
+            project=config.project, name=run.name, config=dict(run.config), resume="allow"
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

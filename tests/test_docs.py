@@ -1,0 +1,59 @@
+"""The documentation against the tree: links lead somewhere, pages are listed, programs run, commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rill.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.md")])
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", without_code(page.read_text(encoding="utf-8"))):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in index, (
+            f"docs/index.md does not list {page.name}"
+        )
+
+
+def test_the_readme_names_every_room() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for folder in sorted((ROOT / "rill").iterdir()):
+        if (folder / "__init__.py").exists():
+            assert f"\n  {folder.name}/ " in readme, f"README.md has no line for rill/{folder.name}/"
+
+
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"`rill {name}" in page, f"docs/cli.md does not mention rill {name}"
+
+
+def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18]\n", done.stderr
