@@ -43,12 +43,16 @@ from rill.runtime.placement import Placement, Seat, resolve
 from rill.runtime.process import Event, Exited, Start
 from rill.runtime.report import explain
 from rill.runtime.session import open_session
+from rill.runtime.store_host import StoreHostSpec
+from rill.runtime.transfer import free_port
 from rill.runtime.worker import Seating, Worker
 
 W = TypeVar("W", bound=Worker)
 
 KILL_WAIT_S = 10.0
 HUB_KEY = "hub"
+REPORT_FROM_S = 10.0
+"""Shorter deadlines are polls, and not worth asking every process what it is doing."""
 
 
 @dataclass(slots=True)
@@ -112,8 +116,13 @@ class Cluster:
         )
         self._nodes: dict[str, NodeClient] = {client.node.node_id: client for client in opened.nodes}
         self.devices: tuple[Device, ...] = number(opened.devices)
-        self.context = self._make_context(opened.nodes[0].node)
+        first = opened.nodes[0].node
+        is_spread = len(self._nodes) > 1
+        self._hub_tcp = f"tcp://{first.host}:{free_port(first.host)}" if is_spread else ""
+        self.context = self._make_context(first)
         self._start_hub()
+        for client in opened.nodes if is_spread else ():
+            self._start_store_server(client)
         self.context.open()
         self.context.mailbox.start()
         self.context.directory.publish(self.context.address, 1)
@@ -221,9 +230,9 @@ class Cluster:
             self._forget(rank)
         self._next_incarnation[group] = 1 + max(rank.incarnation for rank in state.ranks)
 
-    def diagnose(self, message: str) -> str:
-        """A passed deadline, told with what the hub knows of who waits for whom."""
-        return explain(self.context, message)
+    def diagnose(self, message: str, timeout_s: float) -> StuckError:
+        """A passed deadline as an error; a long one comes with the report of who waits for whom."""
+        return StuckError(explain(self.context, message) if timeout_s >= REPORT_FROM_S else message)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -280,7 +289,10 @@ class Cluster:
         from rill.runtime.hub import hub_command
 
         command = hub_command(
-            self.session.session_dir, self.context.hub_endpoint, shm_dir=self.session.shm_dir
+            self.session.session_dir,
+            self.context.hub_endpoint,
+            tcp=self._hub_tcp,
+            shm_dir=self.session.shm_dir,
         )
         request = Start(
             key=HUB_KEY,
@@ -292,10 +304,38 @@ class Cluster:
         )
         self._nodes[self.context.node_id].start(request)
 
+    def _start_store_server(self, client: NodeClient) -> None:
+        """A process per node serves its payloads to the others, so that no worker's death loses them."""
+        spec = StoreHostSpec(
+            session_id=self.session.session_id,
+            session_dir=client.session_dir,
+            shm_dir=client.shm_dir,
+            node_id=client.node.node_id,
+            host=client.node.host,
+            num_nodes=len(self._nodes),
+            hub_endpoint=self._hub_endpoint_for(client.node),
+        )
+        request = Start(
+            key=f"store-{client.node.node_id}",
+            entry="rill.runtime.store_host:main",
+            payload=pickle.dumps(spec),
+            log_path=self._log_path(client, "store.log"),
+            restart=True,
+        )
+        client.start(request)
+
+    def _hub_endpoint_for(self, node: Node) -> str:
+        return self.context.hub_endpoint if node.node_id == self.context.node_id else self._hub_tcp
+
+    def _log_path(self, client: NodeClient, name: str) -> str:
+        if client.node.node_id == self.context.node_id:
+            return str(self._log_dir / name)
+        return str(Path(client.session_dir) / "logs" / name)
+
     def _start_rank(self, group: _Group, n: int) -> None:
         rank = group.ranks[n]
         key = rank.placeholder.identity
-        node = self._nodes[rank.seat.node_id]
+        node = self._node(rank.seat.node_id)
         seats_on_node = sum(1 for other in group.ranks if other.seat.node_id == rank.seat.node_id)
         num_threads = group.threads or max(1, (os.cpu_count() or 1) // seats_on_node)
         env = {**thread_env(num_threads), **visible_devices_env(rank.seat.devices), **group.env}
@@ -308,14 +348,14 @@ class Cluster:
         request = Start(
             key=key,
             entry="rill.runtime.host:main",
-            payload=pickle.dumps(self._host_spec(group, rank, node.node, num_threads)),
+            payload=pickle.dumps(self._host_spec(group, rank, node, num_threads)),
             env=env,
-            log_path=str(self._log_dir / f"{group.name}-{n}-{rank.incarnation}.log"),
+            log_path=self._log_path(node, f"{group.name}-{n}-{rank.incarnation}.log"),
         )
         node.start(request)
 
-    def _host_spec(self, group: _Group, rank: _Rank, node: Node, num_threads: int) -> HostSpec:
-        seat = rank.seat
+    def _host_spec(self, group: _Group, rank: _Rank, client: NodeClient, num_threads: int) -> HostSpec:
+        seat, node = rank.seat, client.node
         seating = Seating(
             group_name=group.name,
             rank=seat.rank,
@@ -325,12 +365,12 @@ class Cluster:
         )
         return HostSpec(
             session_id=self.session.session_id,
-            session_dir=str(self.session.session_dir),
-            shm_dir=str(self.session.shm_dir),
+            session_dir=client.session_dir,
+            shm_dir=client.shm_dir,
             node_id=node.node_id,
             host=node.host,
             num_nodes=len(self._nodes),
-            hub_endpoint=self.context.hub_endpoint,
+            hub_endpoint=self._hub_endpoint_for(node),
             driver=self.context.address,
             seating=seating,
             incarnation=rank.incarnation,
@@ -347,7 +387,7 @@ class Cluster:
         with self._lock:
             if not rank.is_running:
                 return
-        self._nodes[rank.seat.node_id].kill(rank.placeholder.identity, signal.SIGKILL)
+        self._node(rank.seat.node_id).kill(rank.placeholder.identity, signal.SIGKILL)
         if not self._wait_ended([rank], KILL_WAIT_S):
             raise StuckError(f"{rank.placeholder.name} did not end within {KILL_WAIT_S:g} s of its kill")
 
@@ -381,10 +421,17 @@ class Cluster:
             ]
         for key in lost:
             self._rank_ended(key, reason)
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        del self._nodes[node_id]
+        try:
             self._nodes[node_id] = self._backend.reopen(node_id)
-            if node_id == self.context.node_id:
-                self._start_hub()
+        except RunError:
+            return  # the node is gone for good: launches on it say so
+        if node_id == self.context.node_id:
+            self._start_hub()
+            if self._hub_tcp:
+                self._start_store_server(self._nodes[node_id])
 
     def _rank_ended(self, key: str, reason: str) -> None:
         with self._lock:
@@ -409,6 +456,11 @@ class Cluster:
         if rank.member is not None:
             self.context.mailbox.forget(rank.member.address.endpoint_from(self.context.node_id))
             self.context.mailbox.forget(rank.member.endpoint_for(self.context.node_id, concurrent=False))
+
+    def _node(self, node_id: str) -> NodeClient:
+        if node_id not in self._nodes:
+            raise RunError(f"{node_id} is gone: its devices cannot be used any more")
+        return self._nodes[node_id]
 
     # --- checks -------------------------------------------------------------------------------------------
 

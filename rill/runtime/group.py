@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from rill.errors import UserError
+from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
 from rill.runtime.call import encode_arguments
 from rill.runtime.context import WorkerAddress, current
@@ -68,7 +68,7 @@ class GroupOwner(Protocol):
     def wait_ready(self, group: str, timeout_s: float) -> None: ...
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
     def close_group(self, group: str, timeout_s: float) -> None: ...
-    def diagnose(self, message: str) -> str: ...
+    def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
 
 
 class WorkerGroup(Generic[W]):
@@ -180,8 +180,8 @@ class _RemoteOwner:
     def close_group(self, group: str, timeout_s: float) -> None:
         raise UserError(f"only the driver, which launched {group}, can close it")
 
-    def diagnose(self, message: str) -> str:
-        return message
+    def diagnose(self, message: str, timeout_s: float) -> StuckError:
+        return StuckError(message)
 
 
 def _rebuild_group(ref: ClassRef, name: str, size: int, members: tuple[Member, ...]) -> WorkerGroup[Any]:

@@ -32,7 +32,7 @@ class Handle:
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._started_s = time.monotonic()
-        self._diagnose: Callable[[str], str] = lambda what: what
+        self._diagnose: Callable[[str, float], StuckError] = lambda message, _: StuckError(message)
 
     def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Any]:
         """The results in the order of ranks. Raises WorkerError or PeerDiedError as soon as one rank failed,
@@ -40,7 +40,7 @@ class Handle:
         with self._changed:
             in_time = self._changed.wait_for(lambda: self._failed or self._num_left == 0, timeout_s)
         if not in_time:
-            raise StuckError(self._stuck_message(timeout_s))
+            raise self._stuck(timeout_s)
         outcomes = [self._open(index) for index in range(len(self._slots)) if self._slots[index] is not None]
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if errors:
@@ -53,7 +53,7 @@ class Handle:
         """What became of every rank, failures included. Raises only StuckError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_left == 0, timeout_s):
-                raise StuckError(self._stuck_message(timeout_s))
+                raise self._stuck(timeout_s)
         return [self._open(index) for index in range(len(self._slots))]
 
     def done(self) -> bool:
@@ -99,8 +99,8 @@ class Handle:
             for callback in self._callbacks:
                 callback(self)
 
-    def explain_with(self, diagnose: Callable[[str], str]) -> None:
-        """Let `diagnose` turn the message of a passed deadline into the stuck-run report."""
+    def explain_with(self, diagnose: Callable[[str, float], StuckError]) -> None:
+        """Let `diagnose(message, deadline)` make the error of a passed deadline."""
         self._diagnose = diagnose
 
     def _open(self, index: int) -> Outcome:
@@ -118,12 +118,13 @@ class Handle:
     def _missing(self) -> list[str]:
         return [target.name for target, slot in zip(self.targets, self._slots, strict=True) if slot is None]
 
-    def _stuck_message(self, timeout_s: float) -> str:
+    def _stuck(self, timeout_s: float) -> StuckError:
         waited_s = time.monotonic() - self._started_s
-        return self._diagnose(
+        message = (
             f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s "
             f"(called {waited_s:.1f} s ago)"
         )
+        return self._diagnose(message, timeout_s)
 
 
 def _reduce(values: Sequence[float], reduce: Reduction) -> float:

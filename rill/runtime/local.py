@@ -38,6 +38,9 @@ class NodeClient(Protocol):
     """What a cluster needs from a node, wherever it is."""
 
     node: Node
+    session_dir: str
+    """The session's folders on that node."""
+    shm_dir: str
 
     def start(self, request: Start) -> None:
         """Start a process; Started and Exited events follow."""
@@ -64,6 +67,8 @@ class LocalNode:
         on_lost: Callable[[str], None],
     ) -> None:
         self.node = node
+        self.session_dir = session_dir
+        self.shm_dir = shm_dir
         self._on_event = on_event
         self._on_lost = on_lost
         self._lock = threading.Lock()

@@ -279,7 +279,7 @@ class Transfer:
 
     def rendezvous(self, group: str, rank: int, world_size: int, *, timeout_s: float) -> Rendezvous:
         """Rank 0 picks a free port on its node and tells the others."""
-        endpoint = f"tcp://{self._context.host}:{_free_port(self._context.host)}" if rank == 0 else ""
+        endpoint = f"tcp://{self._context.host}:{free_port(self._context.host)}" if rank == 0 else ""
         if world_size > 1:
             endpoint = self.broadcast(endpoint, group, world_size, timeout_s=timeout_s)
         return Rendezvous(endpoint, rank, world_size)
@@ -462,7 +462,8 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__}{tuple(value.shape)} {value.dtype}" if has_shape else type(value).__name__
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
