@@ -194,6 +194,7 @@ def _flash_attention(
     return out_QHE[None]
 
 
+@torch.compiler.disable  # its shapes differ with every pack: compiled, each one would be compiled anew
 def _padded_attention(
     query: Tensor,
     key: Tensor,
