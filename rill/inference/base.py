@@ -34,6 +34,7 @@ ENGINES = Registry(
     {
         "native": "rill.inference.native.engine:NativeEngine",
         "vllm": "rill.inference.vllm:VllmEngine",
+        "vllm_server": "rill.inference.vllm_server:VllmServerEngine",
         "sglang": "rill.inference.sglang:SglangEngine",
         "openai": "rill.inference.openai:OpenAIEngine",
     },

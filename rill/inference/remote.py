@@ -18,7 +18,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import aclosing, suppress
@@ -230,11 +230,16 @@ class RemoteEngine:
         if partial and self._unavailable is not None:
             raise WeightSyncError(f"{self.name}: after a failed update only a whole one can follow")
 
-        async def update() -> None:
+        self._swap(version, lambda: self._load_weights(tensors, version, partial))
+
+    def _swap(self, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
+        """Nothing is under way while `load` runs; afterwards everything goes on under the new version."""
+
+        async def swap() -> None:
             self._running.clear()
             await self._cut(list(self._flights.values()))
             try:
-                await self._load_weights(tensors, version, partial)
+                await load()
                 await self._flush()
             except (httpx.HTTPError, EngineError, RequestError) as error:
                 self._unavailable = str(error)
@@ -242,10 +247,13 @@ class RemoteEngine:
             except WeightSyncError as error:
                 self._unavailable = str(error)
                 raise
+            except UnsupportedError:
+                self._go_on()  # refused before anything was touched
+                raise
             self._version, self._unavailable = version, None
             self._go_on()
 
-        self._call(update(), "update_weights", 1800.0)
+        self._call(swap(), "update_weights", 1800.0)
 
     def flush(self) -> None:
         self._call(self._flush(), "flush", _CONTROL_TIMEOUT_S)

@@ -29,7 +29,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
-from rill.inference.server.checkpoint import Checkpoint
+from rill.inference.checkpoint import Checkpoint
 from rill.inference.server.replica_process import End, replica_main
 from rill.types import Floats, PolicyVersion, TokenIds
 

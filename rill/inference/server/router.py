@@ -41,7 +41,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.flight import Flight
-from rill.inference.server.checkpoint import Checkpoint
+from rill.inference.checkpoint import Checkpoint
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica import ReplicaEngine
 from rill.types import Floats, PolicyVersion, TokenIds

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 
 from rill.errors import WeightSyncError
 from rill.inference.base import MemoryLevel, PauseMode
-from rill.inference.server.checkpoint import Checkpoint
+from rill.inference.checkpoint import Checkpoint
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.schemas import InitBroadcasterBody, PauseBody, SleepBody, UpdateWeightsBody
 from rill.inference.server.state import ServerState, json_response, state_of

@@ -1,0 +1,48 @@
+"""What a model's parameters are called and how large they are: the check that new weights pass before foreign engines.
+
+vLLM and SGLang accept a partial or a misnamed checkpoint silently; an Engine must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rill.errors import WeightSyncError
+from rill.models.loading import ModelConfig, load_model_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from rill.inference.base import NamedTensors
+
+TIED_HEAD = "lm_head.weight"
+
+
+def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them; nothing is loaded. A tied output head is not among them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    builder: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        module = builder.from_config(load_model_config(model))
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+
+def checked(
+    tensors: NamedTensors, expected: Mapping[str, tuple[int, ...]], *, partial: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors; a WeightSyncError at the first wrong name or shape, and at the end if some are missing."""
+    missing = set(expected)
+    for name, tensor in tensors:
+        if name == TIED_HEAD and name not in expected:
+            continue  # the embedding brings it
+        if name not in expected:
+            raise WeightSyncError(f"there is no parameter {name!r}")
+        if tuple(tensor.shape) != expected[name]:
+            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}")
+        missing.discard(name)
+        yield name, tensor
+    if missing and not partial:
+        raise WeightSyncError(f"{len(missing)} parameters are missing, among them {min(missing)}")

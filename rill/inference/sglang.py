@@ -1,0 +1,263 @@
+"""A running SGLang server as an Engine, over its native HTTP protocol.
+
+    /generate                       input_ids, return_logprob, stream: (logprob, id) pairs of every token
+    /abort_request                  what is cut short here is ended there, by its rid
+    /update_weights_from_disk       whole or partial weights through a folder that both sides see
+    /init_weights_update_group, /update_weights_from_distributed      the same through NCCL, for rill.weights
+    /flush_cache, /pause_generation, /continue_generation
+    /release_memory_occupation, /resume_memory_occupation
+
+SGLang reports log-probabilities after temperature and before top-k and top-p, which is what the protocol asks. Requests
+are cut short by the client around an update (see remote.py), and the server is paused (`retract`) while it loads.
+
+Not run against a real SGLang: it does not install without a GPU. Tests speak to a server that follows its protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+from pydantic import Field
+
+from rill.config import PartConfig
+from rill.errors import EngineError, UnsupportedError, WeightSyncError
+from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
+from rill.inference.checkpoint import Checkpoint
+from rill.inference.parameters import checked, expected_shapes
+from rill.inference.remote import Chunk, RemoteEngine
+from rill.models.loading import ModelConfig, load_model_config
+from rill.types import Floats, PolicyVersion, StopReason, TokenIds
+
+_TAGS = {
+    MemoryLevel.KV: ["kv_cache"],
+    MemoryLevel.WEIGHTS: ["kv_cache", "weights"],
+    MemoryLevel.GRAPHS: ["kv_cache", "weights", "cuda_graph"],
+}
+
+
+class SglangEngine(RemoteEngine):
+    class Config(PartConfig):
+        type: Literal["sglang"] = "sglang"
+        url: str
+        """The server's base address."""
+        model: ModelConfig
+        """The same model as the server's: its names and shapes are checked before weights are sent."""
+        api_key_variable: str = "SGLANG_API_KEY"
+        """The environment variable that holds the key. Unset or empty there: no key is sent."""
+        exchange_folder: str = "/dev/shm"
+        """Where new weights are written for the server to read. Both must see it."""
+        max_context: int | None = Field(default=None, ge=2)
+        """Prompt and completion together, in tokens. Unset: the server's, else the model's."""
+        enable_memory_saver: bool = False
+        """The server runs with --enable-memory-saver, so that release() works."""
+        is_deterministic: bool = False
+        """The server runs with --enable-deterministic-inference, so that seeds work."""
+        max_concurrent: int = Field(default=512, ge=1)
+        """Requests open at one time."""
+        connect_timeout_s: float = Field(default=30.0, gt=0)
+        """To reach the server, in seconds."""
+
+    def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        key = os.environ.get(config.api_key_variable, "")
+        super().__init__(
+            config.url,
+            name="sglang",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            max_concurrent=config.max_concurrent,
+            connect_timeout_s=config.connect_timeout_s,
+            transport=transport,
+        )
+        self.config = config
+        self._expected = expected_shapes(config.model)
+        self._released: list[str] = []
+        self._max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS, Feature.LORA}
+        if self.config.enable_memory_saver:
+            found.add(Feature.RELEASE_MEMORY)
+        if self.config.is_deterministic:
+            found |= {Feature.SEEDED, Feature.BATCH_INVARIANT}
+        return frozenset(found)
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    # --- weights over a process group: called by a transport of rill.weights ------------------------------
+
+    def init_weights_group(
+        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, name: str
+    ) -> None:
+        """Let the server join a process group in which rank 0 sends. Blocks until all have joined."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": "nccl",
+        }
+        self._call(self._succeed("/init_weights_update_group", body), "init_weights_group", 600.0)
+
+    def update_from_group(
+        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], name: str,
+        version: PolicyVersion,
+    ) -> None:  # fmt: skip
+        """Receive these tensors from rank 0 of the group, in this order."""
+        if version <= self._version:
+            raise WeightSyncError(f"sglang: version {version} is not newer than {self._version}")
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": name,
+            "flush_cache": True,
+            "weight_version": str(version),
+        }
+        self._swap(version, lambda: self._while_paused("/update_weights_from_distributed", body))
+
+    # --- what the base asks -------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        body = {
+            "input_ids": request.token_ids.tolist(),
+            "sampling_params": self._sampling(request),
+            "return_logprob": True,
+            "stream": True,
+            "rid": request.id,
+        }
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
+        if request.cache_salt:
+            body["extra_key"] = request.cache_salt
+        num_seen = 0
+        is_over = False
+        try:
+            async with aclosing(self._events("/generate", body)) as events:
+                async for event in events:
+                    chunk = _read_event(event, num_seen, request.sampling.stop_token_ids)
+                    num_seen += len(chunk.token_ids)
+                    is_over = chunk.stop_reason is not None
+                    yield chunk
+        finally:
+            if not is_over:
+                await self._post("/abort_request", {"rid": request.id})
+
+    async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
+        if temperature != 1.0:
+            raise UnsupportedError(f"SGLang scores at temperature 1 only, got {temperature}")
+        body = {
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._post("/generate", body)
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] != token_ids.tolist():
+            raise EngineError("sglang: the scored tokens are not those that were sent")
+        return np.array([0.0, *(entry[0] for entry in entries[1:])], np.float32)
+
+    async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        with tempfile.TemporaryDirectory(prefix="rill-weights-", dir=self.config.exchange_folder) as folder:
+            weights = checked(tensors, self._expected, partial=partial)
+            Checkpoint.write(weights, Path(folder) / "model.safetensors")
+            body = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
+            await self._while_paused("/update_weights_from_disk", body)
+
+    async def _while_paused(self, path: str, body: dict[str, Any]) -> None:
+        """`retract` lets the cache be flushed even when others have requests at this server."""
+        await self._post("/pause_generation", {"mode": "retract"})
+        try:
+            await self._succeed(path, body)
+        finally:
+            await self._post("/continue_generation", {})
+
+    async def _flush(self) -> None:
+        await self._post("/flush_cache")
+
+    async def _release(self, level: MemoryLevel) -> None:
+        if not self.config.enable_memory_saver:
+            raise self._lacks(Feature.RELEASE_MEMORY)
+        await self._post("/release_memory_occupation", {"tags": _TAGS[level]})
+        self._released = _TAGS[level]
+
+    async def _restore(self) -> None:
+        if not self.config.enable_memory_saver:
+            raise self._lacks(Feature.RELEASE_MEMORY)
+        if self._released:
+            await self._post("/resume_memory_occupation", {"tags": self._released})
+            self._released = []
+
+    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        answer = await self._post(path, body)
+        if not (isinstance(answer, dict) and answer.get("success")):
+            raise WeightSyncError(f"sglang: {path} failed: {str(answer)[:500]}")
+
+    async def _ask_context(self) -> int:
+        response = await self._client.get("/get_server_info")
+        length = response.json().get("context_length") if response.status_code == 200 else None
+        return int(length or load_model_config(self.config.model).max_position_embeddings)
+
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        s = request.sampling
+        params: dict[str, Any] = {
+            "max_new_tokens": s.max_new_tokens,
+            "min_new_tokens": s.min_new_tokens,
+            "temperature": s.temperature,
+            "top_k": s.top_k or -1,
+            "top_p": s.top_p,
+            "min_p": s.min_p,
+            "repetition_penalty": s.repetition_penalty,
+            "presence_penalty": s.presence_penalty,
+            "frequency_penalty": s.frequency_penalty,
+            "stop": list(s.stop),
+            "stop_token_ids": list(s.stop_token_ids),
+            "ignore_eos": s.ignore_eos,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if s.logit_bias:
+            params["logit_bias"] = {str(token): bias for token, bias in s.logit_bias.items()}
+        if s.seed is not None and self.config.is_deterministic:
+            params["sampling_seed"] = s.seed
+        return params
+
+
+def _read_event(event: dict[str, Any], num_seen: int, stop_ids: Sequence[int]) -> Chunk:
+    """Events carry all tokens so far, or only the new ones where the server streams increments."""
+    meta = event["meta_info"]
+    entries = meta["output_token_logprobs"]
+    total = int(meta["completion_tokens"])
+    new = entries[num_seen:] if len(entries) == total else entries
+    if num_seen + len(new) != total:
+        raise EngineError(f"sglang: {total} tokens were announced, {num_seen + len(new)} arrived")
+    finish = meta.get("finish_reason")
+    matched = finish.get("matched") if finish else None
+    return Chunk(
+        token_ids=[entry[1] for entry in new],
+        logprobs=[entry[0] for entry in new],
+        stop_reason=None if finish is None else _stop_reason(finish, stop_ids),
+        stop_text=matched if isinstance(matched, str) else None,
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
+
+
+def _stop_reason(finish: dict[str, Any], stop_ids: Sequence[int]) -> StopReason:
+    if finish["type"] == "length":
+        return StopReason.LENGTH
+    if finish["type"] == "abort":
+        if finish.get("status_code"):
+            raise EngineError(f"sglang: {finish.get('message')}")
+        return StopReason.ABORTED
+    matched = finish.get("matched")
+    return StopReason.STOP if isinstance(matched, str) or matched in stop_ids else StopReason.EOS

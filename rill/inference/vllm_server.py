@@ -1,0 +1,142 @@
+"""A running `vllm serve` as an Engine, over HTTP.
+
+Start the server with what training needs:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
+        --worker-extension-cls rill.inference.vllm.WorkerExtension
+
+Generation goes through /v1/completions with token ids. Weights travel through a folder that both sides see
+(`exchange_folder`; /dev/shm on one machine), are loaded by our worker extension, and the prefix cache is reset.
+The development routes have no keys of their own in vLLM: keep the server on a private network.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import numpy as np
+from pydantic import Field
+
+from rill.config import PartConfig
+from rill.errors import EngineError, UnsupportedError
+from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
+from rill.inference.checkpoint import Checkpoint
+from rill.inference.openai import completion_body, read_choice
+from rill.inference.parameters import checked, expected_shapes
+from rill.inference.remote import Chunk, RemoteEngine
+from rill.models.loading import ModelConfig
+from rill.types import Floats, PolicyVersion, TokenIds
+
+
+class VllmServerEngine(RemoteEngine):
+    class Config(PartConfig):
+        type: Literal["vllm_server"] = "vllm_server"
+        url: str
+        """The server's base address, without /v1."""
+        served_name: str
+        """The model's name at the server."""
+        model: ModelConfig
+        """The same model as the server's: its names and shapes are checked before weights are sent."""
+        api_key_variable: str = "VLLM_API_KEY"
+        """The environment variable that holds the key. Unset or empty there: no key is sent."""
+        exchange_folder: str = "/dev/shm"
+        """Where new weights are written for the server to read. Both must see it."""
+        enable_sleep: bool = False
+        """The server runs with --enable-sleep-mode on CUDA, so that release() works."""
+        max_concurrent: int = Field(default=512, ge=1)
+        """Requests open at one time."""
+        connect_timeout_s: float = Field(default=30.0, gt=0)
+        """To reach the server, in seconds."""
+
+    def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        key = os.environ.get(config.api_key_variable, "")
+        super().__init__(
+            config.url,
+            name="vllm_server",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            max_concurrent=config.max_concurrent,
+            connect_timeout_s=config.connect_timeout_s,
+            transport=transport,
+        )
+        self.config = config
+        self._expected = expected_shapes(config.model)
+        self._max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        found = {
+            Feature.STREAM,
+            Feature.SCORE,
+            Feature.PARTIAL_ROLLOUT,
+            Feature.UPDATE_WEIGHTS,
+            Feature.SEEDED,
+        }
+        if self.config.enable_sleep:
+            found.add(Feature.RELEASE_MEMORY)
+        return frozenset(found)
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        body = completion_body(request, self.config.served_name)
+        async with aclosing(self._events("/v1/completions", body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    yield read_choice(choice, event.get("usage"))
+
+    async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
+        if temperature != 1.0:
+            raise UnsupportedError(f"vLLM scores at temperature 1 only, got {temperature}")
+        ids = token_ids.tolist()
+        answer = await self._post(
+            "/v1/completions",
+            {
+                "model": self.config.served_name,
+                "prompt": ids,
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+            },
+        )
+        scores = np.zeros(len(ids), np.float32)
+        for index, entry in enumerate(answer["choices"][0]["prompt_logprobs"] or []):
+            if entry is not None:
+                scores[index] = entry[str(ids[index])]["logprob"]
+        return scores
+
+    async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        if partial:
+            raise UnsupportedError("vLLM's reload needs all parameters; publish whole weights")
+        with tempfile.TemporaryDirectory(prefix="rill-weights-", dir=self.config.exchange_folder) as folder:
+            path = Path(folder) / f"{version}.safetensors"
+            Checkpoint.write(checked(tensors, self._expected), path)
+            await self._post("/collective_rpc", {"method": "rill_load_weights", "args": [str(path)]})
+
+    async def _flush(self) -> None:
+        await self._post("/reset_prefix_cache")
+
+    async def _release(self, level: MemoryLevel) -> None:
+        if not self.config.enable_sleep:
+            raise self._lacks(Feature.RELEASE_MEMORY)
+        await self._post("/sleep?level=1")
+
+    async def _restore(self) -> None:
+        if not self.config.enable_sleep:
+            raise self._lacks(Feature.RELEASE_MEMORY)
+        await self._post("/wake_up")
+
+    async def _ask_context(self) -> int:
+        response = await self._client.get("/v1/models")
+        cards = response.json().get("data", []) if response.status_code == 200 else []
+        for card in cards:
+            if card.get("id") == self.config.served_name:
+                return int(card["max_model_len"])
+        raise EngineError(f"the server at {self._url} does not serve {self.config.served_name!r}")
