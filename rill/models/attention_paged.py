@@ -39,6 +39,10 @@ class PagedBatch:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    # The fields below serve kernels on CUDA, where tables stay on the device with one row per running sequence.
+    table_rows_B: torch.Tensor | None = None  # int32: each sequence's row of block_tables_BM; None: its index
+    max_decode_context: int = 0
+    prefill_tiles: torch.Tensor | None = None  # int32 [tiles, 2]: sequence and offset of its queries
 
 
 @dataclass(slots=True)

@@ -253,8 +253,9 @@ void attend(const T* query, int64_t query_stride, const T* keys, const T* values
 constexpr int64_t SPAN = 512;
 
 // log of the sum of exp(logit / temperature), less the largest of them; `shift` is that largest one.
+// Not inlined: sampling and scoring must sum in one order, and the compiler picks an order per copy.
 template <class T>
-double log_total(const T* logits, int64_t vocab, float inv, float* shift, double* total) {
+__attribute__((noinline)) double log_total(const T* logits, int64_t vocab, float inv, float* shift, double* total) {
     float top = -INFINITY;
     for (int64_t i = 0; i < vocab; i++) {
         float v = load(logits + i);
@@ -272,14 +273,19 @@ double log_total(const T* logits, int64_t vocab, float inv, float* shift, double
 }
 
 template <class T>
-void score(const T* logits, const int64_t* targets, int64_t n, int64_t vocab, float temperature, float* logprobs,
-           int threads) {
+__attribute__((noinline)) float logprob_of(const T* logits, int64_t token, float inv, float shift, double log_sum) {
+    return static_cast<float>(load(logits + token) * inv - shift - log_sum);
+}
+
+template <class T>
+void score(const T* logits, const int64_t* targets, int64_t n, int64_t vocab, const float* temperature,
+           float* logprobs, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && n > 1)
     for (int64_t row = 0; row < n; row++) {
         const T* x = logits + row * vocab;
-        float shift, inv = 1.f / temperature;
+        float shift, inv = temperature[row] == 0.f ? 1.f : 1.f / temperature[row];
         double total, log_sum = log_total(x, vocab, inv, &shift, &total);
-        logprobs[row] = static_cast<float>(load(x + targets[row]) * inv - shift - log_sum);
+        logprobs[row] = logprob_of(x, targets[row], inv, shift, log_sum);
     }
 }
 
@@ -318,7 +324,7 @@ void sample_row(const T* logits, int64_t vocab, float temperature, double unifor
     for (int64_t i = 0; chosen < 0; i++)
         if (load(logits + i) * inv == shift) chosen = i;
     *token = chosen;
-    *logprob = static_cast<float>(load(logits + chosen) * inv - shift - log_sum);
+    *logprob = logprob_of(logits, chosen, inv, shift, log_sum);
 }
 
 template <class T>
@@ -360,7 +366,7 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
         sample((const T*)logits, n, vocab, temperature, uniform, tokens, logprobs, threads);                          \
     }                                                                                                                  \
     extern "C" void score_##SUFFIX(const void* logits, const int64_t* targets, int64_t n, int64_t vocab,               \
-                                   float temperature, float* logprobs, int threads) {                                 \
+                                   const float* temperature, float* logprobs, int threads) {                          \
         score((const T*)logits, targets, n, vocab, temperature, logprobs, threads);                                   \
     }
 

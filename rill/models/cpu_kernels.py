@@ -43,7 +43,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
     + [c_int64] * 5
     + [c_float, c_int64, c_float, c_void_p, c_int],
-    "score": [c_void_p] * 2 + [c_int64] * 2 + [c_float, c_void_p, c_int],
+    "score": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p, c_void_p, c_int],
     "sample": [c_void_p] + [c_int64] * 2 + [c_void_p] * 4 + [c_int],
 }
 
@@ -201,14 +201,14 @@ class CpuKernels:
         )  # fmt: skip
         return tokens, logprobs
 
-    def score(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         """log softmax(logits / temperature)[target] of each row, with the bits that sample() would report."""
         logprobs = torch.empty(len(targets), dtype=torch.float32)
         self._calls["score", logits.dtype](
             logits.data_ptr(),
             targets.data_ptr(),
             *logits.shape,
-            temperature,
+            temperature.data_ptr(),
             logprobs.data_ptr(),
             self.num_threads,
         )

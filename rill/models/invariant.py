@@ -147,7 +147,9 @@ class PackedScorer:
                 if self._softcap:
                     logits = torch.tanh(logits / self._softcap) * self._softcap
                 targets = sequence[at + 1 : stop + 1].to(torch.int64).contiguous()
-                scores[at + 1 : stop + 1] = kernels.score(logits, targets, temperature or 1.0)
+                scores[at + 1 : stop + 1] = kernels.score(
+                    logits, targets, torch.full((stop - at,), temperature)
+                )
             results.append(scores)
             start += length
         return results

@@ -45,7 +45,10 @@ class StepBatch:
     slots_B: Int32s
     query_starts_B1: Int32s
     context_lens_B: Int32s
-    block_tables_BM: Int32s
+    tables: Int32s
+    """The builder's own, one row per slot; see block_tables."""
+    table_updates: list[tuple[int, int, int]]
+    """(slot, first column, end column) of what changed in `tables` since the batch before."""
     num_decodes: int
     sampled: list[Sequence]
     sampled_rows_S: Int64s
@@ -53,6 +56,7 @@ class StepBatch:
     sampled_slots_S: Int32s
     sampling: SamplingBatch
     scored: list[ScoredRows]
+    block_size: int
     adapters: dict[str, Int64s]
     """Rows of the flat batch by adapter; empty when all use the base model."""
 
@@ -65,8 +69,14 @@ class StepBatch:
         return len(self.chunks)
 
     @property
+    def block_tables(self) -> Int32s:
+        num_columns = -(-self.max_context_len // self.block_size)
+        return self.tables[self.slots_B, :num_columns]
+
+    @property
     def is_decode_only(self) -> bool:
-        return self.num_decodes == len(self.chunks) and not self.scored
+        """Every sequence has one new token, and samples the next."""
+        return self.num_decodes == len(self.sampled) == len(self.chunks)
 
     @property
     def max_query_len(self) -> int:
@@ -89,6 +99,7 @@ class BatchBuilder:
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._updates: list[tuple[int, int, int]] = []
 
     def build(self, chunks: list[Chunk]) -> StepBatch:
         """Sequences with one token come first; the order is otherwise the scheduler's."""
@@ -109,7 +120,7 @@ class BatchBuilder:
         blocks_N = self._tables[slots_B[row_N], positions_N // size].astype(np.int64)
         shared_B = np.array([c.seq.num_shared for c in chunks], dtype=np.int64)
         blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
-        max_blocks = -(-int(ends_B.max()) // size)
+        updates, self._updates = self._updates, []
 
         sampled_B = np.array([c.is_last and not c.seq.is_scored for c in chunks], dtype=np.bool_)
         sampled = [c.seq for c, is_sampled in zip(chunks, sampled_B, strict=True) if is_sampled]
@@ -122,7 +133,9 @@ class BatchBuilder:
             slots_B=slots_B,
             query_starts_B1=query_starts_B1,
             context_lens_B=ends_B.astype(np.int32),
-            block_tables_BM=self._tables[slots_B, :max_blocks],
+            tables=self._tables,
+            table_updates=updates,
+            block_size=size,
             num_decodes=num_decodes,
             sampled=sampled,
             sampled_rows_S=query_starts_B1[1:][sampled_B].astype(np.int64) - 1,
@@ -155,6 +168,7 @@ class BatchBuilder:
         have, need = int(self._num_blocks[slot]), len(seq.block_ids)
         if have < need:
             self._tables[slot, have:need] = seq.block_ids[have:]
+            self._updates.append((slot, have, need))
             self._num_blocks[slot] = need
 
     def _sampling(self, sampled: list[Sequence], slots_S: Int32s, positions_S: Int64s) -> SamplingBatch:

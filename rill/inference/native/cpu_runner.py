@@ -10,7 +10,7 @@ import torch
 from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
-from rill.inference.native.sampler import apply_edits
+from rill.inference.native.sampler import apply_edits, filter_logits
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
@@ -63,13 +63,24 @@ class CpuRunner(ModelRunner):
 
     def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         sampling = batch.sampling
-        if self._cpu_kernels is None or sampling.is_filtered:
+        kernels = self._cpu_kernels
+        if kernels is None:
             return super().sample(logits_SV, batch)
         if sampling.edits:
             apply_edits(logits_SV, sampling.edits)
-        return self._cpu_kernels.sample(
-            logits_SV, torch.from_numpy(sampling.temperature_S), torch.from_numpy(sampling.uniform_S)
+        temperature_S, uniform_S = (
+            torch.from_numpy(sampling.temperature_S),
+            torch.from_numpy(sampling.uniform_S),
         )
+        if not sampling.is_filtered:
+            return kernels.sample(logits_SV, temperature_S, uniform_S)
+        scaled_SV = logits_SV / torch.where(temperature_S == 0, 1.0, temperature_S)[:, None]
+        hidden_SV = filter_logits(scaled_SV, sampling) == float("-inf")
+        tokens_S, _ = kernels.sample(
+            logits_SV.masked_fill(hidden_SV, float("-inf")), temperature_S, uniform_S
+        )
+        # Reported before truncation, and with the bits that an unfiltered row would get.
+        return tokens_S, kernels.score(logits_SV, tokens_S, temperature_S)
 
     def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
         if self._cpu_kernels is None:
@@ -79,5 +90,6 @@ class CpuRunner(ModelRunner):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS])
             targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS])
             logits_SV = self.logits(hidden_NE[rows])
-            parts.append(self._cpu_kernels.score(logits_SV, targets, scored.temperature or 1.0).numpy())
+            temperature_S = torch.full((len(targets),), scored.temperature)
+            parts.append(self._cpu_kernels.score(logits_SV, targets, temperature_S).numpy())
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)

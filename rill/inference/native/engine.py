@@ -128,7 +128,7 @@ class NativeEngine:
         self._pending: tuple[StepBatch, PendingStep] | None = None
         self._live: dict[str, Sequence] = {}
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._steps = 0
+        self._steps = self._sampled_tokens = 0
 
         limit = _context_limit(self._runner, config.max_context)
         self._num_blocks = _num_blocks(self._runner, config, limit)
@@ -190,10 +190,10 @@ class NativeEngine:
         try:
             return [future.result(timeout=max(0.0, deadline - time.monotonic())) for future in futures]
         except FutureTimeoutError:
+            num_left, state = sum(not f.done() for f in futures), self._state()
             self.abort([request.id for request in requests])
             raise StuckError(
-                f"generate: {sum(not f.done() for f in futures)} of {len(futures)} requests had not ended "
-                f"after {timeout_s} s ({self._state()})"
+                f"generate: {num_left} of {len(futures)} requests had not ended after {timeout_s} s ({state})"
             ) from None
 
     def score(
@@ -262,7 +262,7 @@ class NativeEngine:
             num_kv_blocks=scheduler.blocks.num_usable,
             num_free_kv_blocks=scheduler.blocks.num_free,
             version=self._version,
-            extra={"num_steps": float(self._steps)},
+            extra={"num_steps": float(self._steps), "num_sampled_tokens": float(self._sampled_tokens)},
         )
 
     def close(self) -> None:
@@ -335,6 +335,7 @@ class NativeEngine:
     def _postprocess(self, batch: StepBatch, step: PendingStep) -> None:
         result = step.result()
         version = int(self._version)
+        self._sampled_tokens += len(result.tokens_S)
         for seq, token, logprob in zip(batch.sampled, result.tokens_S, result.logprobs_S, strict=True):
             seq.num_in_flight -= 1
             if seq.is_finished:
@@ -484,6 +485,8 @@ class NativeEngine:
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             root_key=self._root_key,
+            # Starting a prompt breaks out of the captured decode step, so starts are gathered.
+            num_gathered=config.max_num_seqs // 16 if self._runner.uses_graphs else 0,
         )
 
     def _root_key(self, seq: Sequence) -> bytes:

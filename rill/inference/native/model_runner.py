@@ -79,6 +79,7 @@ class CacheShape:
 
 
 class ModelRunner:
+    uses_graphs = False
     is_overlapped = False
     """Whether launch() returns before the step is done, so that the next may be prepared meanwhile."""
 
@@ -91,7 +92,7 @@ class ModelRunner:
             )
         self.model = model
         self.device = device
-        self.head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.head: Any = model.get_output_embeddings()
         self.backbone: Any = model.base_model
         values = config.to_dict()  # an architecture that lacks a feature lacks its key
         self.logit_softcap: float = values.get("final_logit_softcapping") or 0.0
@@ -201,7 +202,7 @@ class ModelRunner:
             slots_N=torch.from_numpy(batch.kv_slots_N).to(device),
             query_starts_B1=torch.from_numpy(batch.query_starts_B1).to(device),
             context_lens_B=torch.from_numpy(batch.context_lens_B).to(device),
-            block_tables_BM=torch.from_numpy(batch.block_tables_BM).to(device),
+            block_tables_BM=torch.from_numpy(batch.block_tables).to(device),
             num_decodes=batch.num_decodes,
             max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,

@@ -31,6 +31,21 @@ def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> 
     max_len = min(
         own.config.max_position_embeddings, config.max_context or own.config.max_position_embeddings
     )
+    if device.type == "cuda":
+        from rill.inference.native.cuda_runner import CudaRunner
+
+        return CudaRunner(
+            own,
+            device=device,
+            block_size=config.block_size,
+            max_len=max_len,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+            fast_path=config.fast_path,
+            fuse=model is None,
+            batch_invariant=config.batch_invariant,
+            cuda_graphs=config.cuda_graphs,
+        )
     return CpuRunner(
         own,
         block_size=config.block_size,
@@ -45,7 +60,7 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the same parameters, with another attention: neither disturbs the other."""
     with torch.device("meta"):
         config = copy.deepcopy(model.config)  # the attention's name is kept in it
-        twin: PreTrainedModel = type(model)._from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
+        twin: PreTrainedModel = type(model)._from_config(config, attn_implementation=attention)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
@@ -61,10 +76,12 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"the native engine runs on cpu and cuda, not on {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f'device is {name!r}, but torch sees no CUDA device: set device to "cpu" or "auto"')
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return device

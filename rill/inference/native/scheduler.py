@@ -43,7 +43,9 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         root_key: Callable[[Sequence], bytes],
+        num_gathered: int = 0,
     ) -> None:
+        """num_gathered: with every slot taken, wait until this many are free before starting others. 0: off."""
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Sequence] = []
@@ -54,6 +56,8 @@ class Scheduler:
         """True keeps every sequence where it is, in the cache or out; only scoring goes on."""
         self.num_preempted = 0
         self._root_key = root_key
+        self._num_gathered = num_gathered
+        self._is_gathering = False
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserve_blocks = blocks.num_usable // 100
 
@@ -82,7 +86,7 @@ class Scheduler:
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= chunk.length
-        if budget > 0 and self._free_slots and self.waiting:
+        if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
         return chunks
 
@@ -150,6 +154,13 @@ class Scheduler:
         if youngest is seq and len(self.running) > 1 and not seq.num_in_flight:
             self.preempt(seq)  # others are ahead of it and hold everything: it would only sit on its blocks
         return None
+
+    def _has_slots(self) -> bool:
+        if not self._free_slots:
+            self._is_gathering = True
+        elif len(self._free_slots) >= self._num_gathered or len(self.waiting) <= len(self._free_slots):
+            self._is_gathering = False
+        return not self._is_gathering
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for seq in list(self.waiting):

@@ -1,0 +1,193 @@
+"""Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
+
+    cut    (only with top-k, top-p or min-p) bisects each row's threshold to its exact value
+    chunks the vocabulary is cut into chunks; each reduces to (max, Σexp, Σexp above the cut, argmax)
+    pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
+
+The meaning is that of rill.inference.native.sampler.sample; every row depends on its own logits alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 4096
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """float32 -> int32 with the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _cut(  # type: ignore[no-untyped-def]
+    logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * vocab
+    inv_t = tl.load(inv_t_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for at in range(0, vocab, BLOCK):
+        best = tl.maximum(
+            best, tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+        )
+    top = tl.max(best, axis=0) * inv_t
+    cut = -1e30
+    # The largest threshold with at least k entries at or above it.
+    if (top_k > 0) & (top_k < vocab):
+        lo = _ordered(top - 1e4).to(tl.int64)
+        hi = _ordered(top).to(tl.int64)
+        while lo < hi:
+            mid = (lo + hi + 1) // 2
+            count = tl.zeros([BLOCK], tl.int32)
+            for at in range(0, vocab, BLOCK):
+                x = (
+                    tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+                    * inv_t
+                )
+                count += ((_ordered(x).to(tl.int64) >= mid) & (at + lane < vocab)).to(tl.int32)
+            if tl.sum(count, axis=0) >= top_k:
+                lo = mid
+            else:
+                hi = mid - 1
+        key = lo.to(tl.int32)
+        cut = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+    # The largest threshold whose mass is at least p of what top-k kept.
+    if top_p < 1.0:
+        kept = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, vocab, BLOCK):
+            x = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32) * inv_t
+            kept += tl.where((x >= cut) & (at + lane < vocab), tl.exp(x - top), 0.0)
+        want = tl.sum(kept, axis=0) * top_p
+        lo = _ordered(tl.maximum(cut, top - 1e4)).to(tl.int64)
+        hi = _ordered(top).to(tl.int64)
+        while lo < hi:
+            mid = (lo + hi + 1) // 2
+            mass = tl.zeros([BLOCK], tl.float32)
+            for at in range(0, vocab, BLOCK):
+                x = (
+                    tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+                    * inv_t
+                )
+                mass += tl.where(
+                    (_ordered(x).to(tl.int64) >= mid) & (at + lane < vocab), tl.exp(x - top), 0.0
+                )
+            if tl.sum(mass, axis=0) >= want:
+                lo = mid
+            else:
+                hi = mid - 1
+        key = lo.to(tl.int32)
+        cut = tl.maximum(cut, tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True))
+    if min_p > 0.0:
+        cut = tl.maximum(cut, top + tl.log(min_p))
+    tl.store(cut_ptr + row, cut)
+
+
+@triton.jit
+def _chunks(  # type: ignore[no-untyped-def]
+    logits_ptr, inv_t_ptr, cut_ptr, stats_ptr, argmax_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    x = x * tl.load(inv_t_ptr + row)
+    top = tl.max(x, axis=0)
+    top = tl.where(top == float("-inf"), -1e30, top)
+    weight = tl.exp(x - top)
+    out = row * num_chunks + chunk
+    tl.store(stats_ptr + out * 3, top)
+    tl.store(stats_ptr + out * 3 + 1, tl.sum(weight, axis=0))
+    if HAS_CUT:
+        weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
+    tl.store(stats_ptr + out * 3 + 2, tl.sum(weight, axis=0))
+    tl.store(argmax_ptr + out, chunk * CHUNK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def _pick(  # type: ignore[no-untyped-def]
+    logits_ptr, inv_t_ptr, greedy_ptr, uniform_ptr, cut_ptr, stats_ptr, argmax_ptr, token_ptr, logprob_ptr, last_ptr,
+    slot_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS)
+    real = c < num_chunks
+    base = stats_ptr + (row * num_chunks + c) * 3
+    tops = tl.load(base, mask=real, other=-1e30)
+    sums = tl.load(base + 1, mask=real, other=0.0)
+    kept = tl.load(base + 2, mask=real, other=0.0)
+    top = tl.max(tops, axis=0)
+    total = tl.sum(sums * tl.exp(tops - top), axis=0)
+    inv_t = tl.load(inv_t_ptr + row)
+    if tl.load(greedy_ptr + row) != 0:
+        best = tl.min(tl.where(real & (tops == top), c, CHUNKS), axis=0)
+        token = tl.load(argmax_ptr + row * num_chunks + best)
+    else:
+        mass = kept * tl.exp(tops - top)
+        ends = tl.cumsum(mass, axis=0)
+        target = tl.load(uniform_ptr + row) * tl.sum(mass, axis=0)
+        # The first chunk that ends above the target and has mass; rounding at the very end falls back to the last.
+        last = tl.max(tl.where(mass > 0.0, c, 0), axis=0)
+        chunk = tl.minimum(tl.min(tl.where((ends > target) & (mass > 0.0), c, CHUNKS), axis=0), last)
+        before = tl.sum(tl.where(c < chunk, mass, 0.0), axis=0)
+        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = (
+            tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            * inv_t
+        )
+        weight = tl.exp(x - top)
+        if HAS_CUT:
+            weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
+        inner = tl.cumsum(weight, axis=0) + before
+        final = tl.max(tl.where(weight > 0.0, at, 0), axis=0)
+        token = tl.minimum(tl.min(tl.where((inner > target) & (weight > 0.0), at, vocab), axis=0), final)
+    x = tl.load(logits_ptr + row * vocab + token).to(tl.float32) * inv_t
+    tl.store(token_ptr + row, token)
+    tl.store(logprob_ptr + row, x - top - tl.log(total))
+    tl.store(last_ptr + tl.load(slot_ptr + row), token)
+
+
+class TritonSampler:
+    """Buffers for up to max_rows rows, made once so that graphs can refer to them."""
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.num_chunks = triton.cdiv(vocab, CHUNK)
+        self._stats = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
+        self._argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)
+        self._cut = torch.empty(max_rows, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        logits_SV: torch.Tensor,
+        inv_temperature_S: torch.Tensor,
+        is_greedy_S: torch.Tensor,
+        uniform_S: torch.Tensor,
+        slots_S: torch.Tensor,
+        last_tokens: torch.Tensor,
+        tokens_S: torch.Tensor,
+        logprobs_S: torch.Tensor,
+        filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Writes tokens_S and logprobs_S, and last_tokens at each row's slot. filters: top_k, top_p, min_p."""
+        rows, vocab = logits_SV.shape
+        if filters is not None:
+            _cut[(rows,)](logits_SV, inv_temperature_S, *filters, self._cut, vocab, BLOCK=8192, num_warps=16)
+        has_cut = filters is not None
+        _chunks[(rows, self.num_chunks)](
+            logits_SV, inv_temperature_S, self._cut, self._stats, self._argmax, vocab, self.num_chunks,
+            HAS_CUT=has_cut, CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
+        _pick[(rows,)](
+            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, self._cut, self._stats, self._argmax, tokens_S,
+            logprobs_S, last_tokens, slots_S, vocab, self.num_chunks, HAS_CUT=has_cut, CHUNK=CHUNK,
+            CHUNKS=triton.next_power_of_2(self.num_chunks), num_warps=8,
+        )  # fmt: skip

@@ -1,0 +1,366 @@
+"""What NativeEngine promises about requests, time and weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from rill.errors import EngineError, RequestError, StuckError, WeightSyncError
+from rill.inference.base import Delta, MemoryLevel, PauseMode, Request
+from rill.inference.native.engine import NativeEngine
+from rill.models.loading import ModelConfig
+from rill.models.tokenizer import build_char_tokenizer
+from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.native_models import (
+    SHAPES,
+    VOCAB,
+    forward_logprobs,
+    greedy_tokens,
+    make_engine,
+    prompts,
+    reference,
+    request,
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[NativeEngine]:
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.data * scale) for name, parameter in reference().named_parameters()]
+
+
+def test_siblings_of_a_group_prefill_their_prompt_once(engine: NativeEngine) -> None:
+    (prompt,) = prompts((96,))  # three steps of 32 tokens
+    done = engine.generate([request(i, prompt, max_new_tokens=2) for i in range(6)])
+    assert len({tuple(c.token_ids) for c in done}) == 1
+    computed = 6 * 96 - sum(c.num_cached_tokens for c in done)
+    assert computed == 96 + 5  # a sibling computes the last token only, for its logits
+
+
+def test_siblings_with_a_partial_last_block_recompute_less_than_a_block(engine: NativeEngine) -> None:
+    (prompt,) = prompts((90,))
+    done = engine.generate([request(i, prompt, max_new_tokens=2) for i in range(6)])
+    assert len({tuple(c.token_ids) for c in done}) == 1
+    assert 6 * 90 - sum(c.num_cached_tokens for c in done) == 90 + 5 * 10
+
+
+def test_a_cached_prefix_does_not_cross_salts(engine: NativeEngine) -> None:
+    (prompt,) = prompts((64,))
+    first = Request(id="a", token_ids=prompt, cache_salt="x", sampling=SamplingParams(max_new_tokens=1))
+    engine.generate([first])
+    other = Request(id="b", token_ids=prompt, cache_salt="y", sampling=SamplingParams(max_new_tokens=1))
+    same = Request(id="c", token_ids=prompt, cache_salt="x", sampling=SamplingParams(max_new_tokens=1))
+    assert [c.num_cached_tokens for c in engine.generate([other, same])] == [0, 63]
+
+
+def test_a_second_turn_reuses_the_first_turns_tokens(engine: NativeEngine) -> None:
+    (prompt,) = prompts((20,))
+    answer = engine.generate([request(0, prompt, max_new_tokens=30)])[0]
+    again = np.concatenate([prompt, answer.token_ids, prompt[:5]])
+    assert engine.generate([request(1, again)])[0].num_cached_tokens == 48
+
+
+def test_memory_pressure_preempts_and_changes_no_token() -> None:
+    inputs = prompts((30, 31, 32, 33, 34))
+    roomy, tight = make_engine(num_kv_blocks=200), make_engine(num_kv_blocks=12, enable_prefix_cache=False)
+    try:
+        batch = [request(i, p, max_new_tokens=60, temperature=1.0, seed=i) for i, p in enumerate(inputs)]
+        expected = [c.token_ids.tolist() for c in roomy.generate(batch)]
+        assert [c.token_ids.tolist() for c in tight.generate(batch)] == expected
+        assert tight.stats().num_preempted > 0
+    finally:
+        roomy.close()
+        tight.close()
+
+
+def test_a_seeded_request_gives_the_same_tokens_alone_and_in_company(engine: NativeEngine) -> None:
+    inputs = prompts((3, 17, 40, 8, 25))
+    sampling = {"temperature": 0.9, "top_p": 0.9, "max_new_tokens": 20}
+    together = engine.generate([request(i, p, seed=i, **sampling) for i, p in enumerate(inputs)])
+    for i, prompt in enumerate(inputs):
+        alone = engine.generate([request(i, prompt, seed=i, **sampling)])[0]
+        assert alone.token_ids.tolist() == together[i].token_ids.tolist()
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed() -> None:
+    (prompt,) = prompts((8,))
+    runs = []
+    for _ in range(2):
+        engine = make_engine(seed=5)
+        done = engine.generate([request(i, prompt, temperature=1.0) for i in range(4)])
+        runs.append([c.token_ids.tolist() for c in done])
+        engine.close()
+    assert runs[0] == runs[1]
+    assert len({tuple(t) for t in runs[0]}) == 4
+
+
+def test_logprobs_are_after_the_temperature_and_before_truncation(engine: NativeEngine) -> None:
+    (prompt,) = prompts((9,))
+    done = engine.generate([request(0, prompt, temperature=0.6, top_k=3, top_p=0.7, seed=1)])[0]
+    whole = np.concatenate([prompt, done.token_ids])
+    expected = forward_logprobs(reference(), whole, temperature=0.6)[len(prompt) :]
+    np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+
+
+def test_eos_stop_ids_length_and_min_new_tokens_end_a_request(engine: NativeEngine) -> None:
+    (prompt,) = prompts((6,))
+    third = greedy_tokens(reference(), prompt, 12)[2]
+    stopped = engine.generate([request(0, prompt, stop_token_ids=(third,))])[0]
+    assert stopped.stop_reason is StopReason.STOP and stopped.token_ids[-1] == third
+    assert len(stopped.token_ids) <= 3
+    later = engine.generate([request(0, prompt, stop_token_ids=(third,), min_new_tokens=8)])[0]
+    assert len(later.token_ids) >= 8 and third not in later.token_ids[:8]
+    forced = engine.generate([request(0, prompt, ignore_eos=False, logit_bias={2: 1e4})])[0]
+    assert forced.stop_reason is StopReason.EOS and forced.token_ids.tolist() == [2]
+    assert engine.generate([request(0, prompt)])[0].stop_reason is StopReason.LENGTH
+
+
+def test_a_stop_string_that_spans_tokens_ends_a_request() -> None:
+    tokenizer = build_char_tokenizer()
+    shape = SHAPES["llama"] | {"vocab_size": len(tokenizer)}
+    config = NativeEngine.Config(
+        model=ModelConfig(shape=shape, tokenizer="chars"), num_kv_blocks=32, max_num_seqs=2
+    )
+    engine = NativeEngine(config)
+    try:
+        prompt = np.array(tokenizer.encode("hello"), dtype=np.int32)
+        free = engine.generate([request(0, prompt, max_new_tokens=30)])[0]
+        text = tokenizer.decode(free.token_ids)
+        stop = text[4:7]
+        done = engine.generate([request(0, prompt, max_new_tokens=30, stop=("never-in-it", stop))])[0]
+        assert done.stop_reason is StopReason.STOP and done.stop_text == stop
+        found = tokenizer.decode(done.token_ids)
+        assert text.startswith(found) and stop in found
+        assert stop not in tokenizer.decode(done.token_ids[:-1])
+    finally:
+        engine.close()
+
+
+def test_deltas_add_up_to_the_completion(engine: NativeEngine) -> None:
+    inputs = prompts((5, 9))
+    deltas: dict[str, list[Delta]] = {"0": [], "1": []}
+    futures = engine.submit(
+        [request(i, p) for i, p in enumerate(inputs)], lambda d: deltas[d.request_id].append(d)
+    )
+    for future in futures:
+        done = future.result(timeout=60)
+        parts = deltas[done.request_id]
+        assert np.concatenate([d.token_ids for d in parts]).tolist() == done.token_ids.tolist()
+        assert np.concatenate([d.logprobs for d in parts]).tolist() == done.logprobs.tolist()
+        assert [d.stop_reason for d in parts] == [None] * (len(parts) - 1) + [done.stop_reason]
+        assert len(parts) == 12
+
+
+def test_a_paused_request_keeps_its_tokens_and_continues_under_new_weights(engine: NativeEngine) -> None:
+    (prompt,) = prompts((20,))
+    reached = threading.Event()
+    seen: list[int] = []
+
+    def on_delta(delta: Delta) -> None:
+        seen.extend(delta.token_ids.tolist())
+        if len(seen) >= 5:
+            reached.set()
+
+    (future,) = engine.submit([request(0, prompt, max_new_tokens=100)], on_delta)
+    assert reached.wait(30)
+    engine.pause(PauseMode.INTERRUPT)
+    kept = list(seen)
+    time.sleep(0.05)
+    assert seen == kept and not future.done()
+    engine.update_weights(new_weights(1.5), PolicyVersion(3))
+    engine.resume()
+    done = future.result(timeout=60)
+    assert done.token_ids[: len(kept)].tolist() == kept
+    assert done.versions.tolist() == [0] * len(kept) + [3] * (100 - len(kept))
+    changed = reference()
+    for parameter in changed.parameters():
+        parameter.data.mul_(1.5)
+    whole = np.concatenate([prompt, done.token_ids])
+    start = len(prompt) + len(kept)
+    assert done.token_ids[len(kept) :].tolist() == greedy_tokens(changed, whole[:start], len(whole) - start)
+    np.testing.assert_allclose(
+        done.logprobs[len(kept) :], forward_logprobs(changed, whole)[start:], atol=1e-4
+    )
+
+
+def test_no_cache_entry_outlives_its_weights(engine: NativeEngine) -> None:
+    (prompt,) = prompts((64,))
+    engine.generate([request(0, prompt)])
+    engine.update_weights(new_weights(1.5), PolicyVersion(1))
+    after = engine.generate([request(1, prompt)])[0]
+    assert after.num_cached_tokens == 0 and set(after.versions.tolist()) == {1}
+    changed = reference()
+    for parameter in changed.parameters():
+        parameter.data.mul_(1.5)
+    assert after.token_ids.tolist() == greedy_tokens(changed, prompt, 12)
+
+
+def test_pause_finish_lets_requests_end_and_holds_new_ones(engine: NativeEngine) -> None:
+    first, second = prompts((10, 11))
+    (running,) = engine.submit([request(0, first, max_new_tokens=60)])
+    while engine.stats().num_running == 0 and not running.done():
+        time.sleep(0.001)
+    engine.pause(PauseMode.FINISH, timeout_s=60)
+    assert running.done() or running.result(timeout=1)
+    (held,) = engine.submit([request(1, second)])
+    time.sleep(0.05)
+    assert not held.done()
+    engine.resume()
+    assert held.result(timeout=60).stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("level", list(MemoryLevel))
+def test_released_memory_comes_back_and_requests_continue(engine: NativeEngine, level: MemoryLevel) -> None:
+    (prompt,) = prompts((20,))
+    started = threading.Event()
+    (future,) = engine.submit([request(0, prompt, max_new_tokens=60)], lambda d: started.set())
+    assert started.wait(30)
+    with pytest.raises(EngineError, match="pause"):
+        engine.release(level)
+    engine.pause(PauseMode.INTERRUPT)
+    engine.release(level)
+    with pytest.raises(EngineError, match="restore"):
+        engine.score([prompt])
+    engine.restore()
+    engine.resume()
+    assert future.result(timeout=60).token_ids.tolist() == greedy_tokens(reference(), prompt, 60)
+
+
+def test_scoring_works_while_generation_is_paused(engine: NativeEngine) -> None:
+    (prompt,) = prompts((20,))
+    (future,) = engine.submit([request(0, prompt, max_new_tokens=100)])
+    engine.pause(PauseMode.INTERRUPT)
+    np.testing.assert_allclose(engine.score([prompt])[0], forward_logprobs(reference(), prompt), atol=1e-4)
+    assert not future.done()
+    engine.resume()
+    assert len(future.result(timeout=60).token_ids) == 100
+
+
+def test_abort_completes_futures_with_the_tokens_so_far(engine: NativeEngine) -> None:
+    inputs = prompts((5, 6, 7))
+    started = threading.Event()
+    futures = engine.submit(
+        [request(i, p, max_new_tokens=200) for i, p in enumerate(inputs)], lambda d: started.set()
+    )
+    assert started.wait(30)
+    engine.abort(["0"])
+    assert futures[0].result(timeout=5).stop_reason is StopReason.ABORTED
+    assert not futures[1].done()
+    engine.abort()
+    assert all(f.result(timeout=5).stop_reason is StopReason.ABORTED for f in futures)
+    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_a_timeout_names_the_engines_state_and_aborts(engine: NativeEngine) -> None:
+    engine.pause(PauseMode.INTERRUPT)
+    with pytest.raises(StuckError, match="1 waiting, paused"):
+        engine.generate([request(0, prompts((5,))[0])], timeout_s=0.1)
+    assert engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "lacks 1 of"),
+        ("unknown", "does not have"),
+        ("shape", "shape"),
+        ("version", "versions only grow"),
+    ],
+)
+def test_a_bad_update_makes_the_engine_unavailable_until_a_whole_one(
+    engine: NativeEngine, change: str, message: str
+) -> None:
+    weights, version = new_weights(1.0), PolicyVersion(2)
+    if change == "missing":
+        weights = weights[1:]
+    elif change == "unknown":
+        weights = [*weights, ("model.ghost.weight", torch.zeros(1))]
+    elif change == "shape":
+        weights[0] = (weights[0][0], weights[0][1][:-1])
+    else:
+        version = PolicyVersion(0)
+    with pytest.raises(WeightSyncError, match=message):
+        engine.update_weights(weights, version)
+    with pytest.raises(EngineError, match="update_weights"):
+        engine.generate([request(0, prompts((5,))[0])])
+    engine.update_weights(new_weights(1.0), PolicyVersion(3))
+    assert engine.version == 3
+    assert len(engine.generate([request(0, prompts((5,))[0])])[0].token_ids) == 12
+
+
+def test_tied_weights_may_come_under_one_name_or_both() -> None:
+    engine = make_engine("llama-tied")
+    try:
+        weights = [(n, p.data * 1.2) for n, p in reference("llama-tied").named_parameters()]
+        assert not any("lm_head" in name for name, _ in weights)
+        engine.update_weights(weights, PolicyVersion(1))
+        engine.update_weights([*weights, ("lm_head.weight", weights[0][1])], PolicyVersion(2))
+        assert engine.version == 2
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Request(id="a", token_ids=np.array([], dtype=np.int32)),
+        Request(id="a", token_ids=np.array([VOCAB], dtype=np.int32)),
+        Request(id="a", token_ids=np.array([-1], dtype=np.int32)),
+        Request(id="a", token_ids=np.array([1.5])),
+        Request(id="a", token_ids=np.ones(256, dtype=np.int32)),
+        Request(id="a", token_ids=np.ones(3, dtype=np.int32), adapter="none"),
+        Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(temperature=-1)),
+        Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(top_p=0)),
+        Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(max_new_tokens=0)),
+        Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(stop=("x",))),
+        Request(
+            id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(stop_token_ids=(VOCAB,))
+        ),
+    ],
+)
+def test_a_malformed_request_is_refused_before_anything_is_queued(engine: NativeEngine, bad: Request) -> None:
+    good = request("good", prompts((5,))[0])
+    with pytest.raises(RequestError):
+        engine.submit([good, bad])
+    assert engine.stats().num_waiting == engine.stats().num_running == 0
+
+
+def test_two_requests_under_one_id_are_refused(engine: NativeEngine) -> None:
+    with pytest.raises(RequestError, match="same id"):
+        engine.submit([request("x", prompts((5,))[0]), request("x", prompts((6,))[0])])
+
+
+def test_close_aborts_what_runs_and_refuses_what_comes(engine: NativeEngine) -> None:
+    (future,) = engine.submit([request(0, prompts((5,))[0], max_new_tokens=200)])
+    engine.close()
+    assert future.result(timeout=5).stop_reason in (StopReason.ABORTED, StopReason.LENGTH)
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([request(1, prompts((5,))[0])])
+    engine.close()
+
+
+def test_lower_priority_numbers_run_first() -> None:
+    engine = make_engine(max_num_seqs=1)
+    try:
+        order: list[str] = []
+        batch = [
+            Request(
+                id=str(p), token_ids=prompts((5,))[0], priority=p, sampling=SamplingParams(max_new_tokens=3)
+            )
+            for p in (3, 1, 2)
+        ]
+        futures = engine.submit(batch, lambda d: order.append(d.request_id) if d.stop_reason else None)
+        [f.result(timeout=60) for f in futures]
+        assert order == ["1", "2", "3"]
+    finally:
+        engine.close()

@@ -1,0 +1,169 @@
+"""A random life of the engine changes nobody's tokens and loses no block.
+
+Arrivals, aborts, pauses, weight updates, releases and a cache far too small run against one engine while a few
+seeded requests are watched; each must come out as it does alone in an engine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rill.inference.base import Completion, MemoryLevel, PauseMode, Request
+from rill.inference.native.engine import NativeEngine
+from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.native_models import VOCAB, make_engine, reference
+
+
+def random_request(rng: random.Random, index: int, shared: list[int]) -> Request:
+    prefix = shared[: rng.choice([0, 0, 16, 37])]
+    tokens = prefix + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 50))]
+    sampling = SamplingParams(
+        max_new_tokens=rng.randint(1, 40),
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.05]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, 0.2]),
+        min_new_tokens=rng.choice([0, 3]),
+        logit_bias={} if rng.random() < 0.7 else {rng.randrange(VOCAB): 2.0},
+        seed=index,
+    )
+    return Request(
+        id=str(index),
+        token_ids=np.array(tokens, dtype=np.int32),
+        sampling=sampling,
+        priority=rng.randint(0, 2),
+        cache_salt=rng.choice(["", "", "other"]),
+    )
+
+
+def disturb(engine: NativeEngine, rng: random.Random, in_flight: list[str]) -> None:
+    action = rng.choice(["abort", "interrupt", "release", "flush", "score", "none", "none"])
+    if action == "abort" and in_flight:
+        engine.abort([rng.choice(in_flight)])
+    elif action == "interrupt":
+        engine.pause(PauseMode.INTERRUPT, timeout_s=30)
+        engine.resume()
+    elif action == "release":
+        engine.pause(PauseMode.INTERRUPT, timeout_s=30)
+        engine.release(rng.choice(list(MemoryLevel)))
+        engine.restore()
+        engine.resume()
+    elif action == "flush":
+        engine.flush()
+    elif action == "score":
+        engine.score([np.arange(3, 60, dtype=np.int32)], timeout_s=30)
+
+
+@pytest.mark.parametrize(("seed", "batch_invariant"), [(0, False), (1, False), (2, True)])
+def test_a_random_workload_gives_each_request_what_it_gets_alone(seed: int, batch_invariant: bool) -> None:
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, VOCAB) for _ in range(40)]
+    crowded = make_engine(num_kv_blocks=14, max_batched_tokens=24, batch_invariant=batch_invariant)
+    alone = make_engine(num_kv_blocks=200, max_batched_tokens=256, batch_invariant=batch_invariant)
+    futures: dict[str, Future[Completion]] = {}
+    requests: dict[str, Request] = {}
+    try:
+        for index in range(0, 28, 4):
+            group = [random_request(rng, index + i, shared) for i in range(4)]
+            requests |= {r.id: r for r in group}
+            futures |= dict(zip([r.id for r in group], crowded.submit(group)))
+            disturb(crowded, rng, [i for i, f in futures.items() if not f.done()])
+        num_compared = 0
+        for name, future in futures.items():
+            done = future.result(timeout=60)
+            if done.stop_reason is StopReason.ABORTED:
+                continue
+            expected = alone.generate([requests[name]], timeout_s=30)[0]
+            assert done.token_ids.tolist() == expected.token_ids.tolist(), requests[name]
+            if batch_invariant:
+                assert done.logprobs.tolist() == expected.logprobs.tolist()
+            else:
+                np.testing.assert_allclose(done.logprobs, expected.logprobs, atol=1e-4)
+            num_compared += 1
+        assert num_compared >= 12
+        assert crowded.stats().num_free_kv_blocks == crowded.stats().num_kv_blocks
+    finally:
+        crowded.close()
+        alone.close()
+
+
+def test_weight_updates_in_the_middle_never_mix_versions() -> None:
+    """Every token's logprob is that of the version stamped on it, given all tokens before it."""
+    rng = random.Random(0)
+    engine = make_engine(num_kv_blocks=20)
+    versions: dict[int, Any] = {0: reference()}
+    try:
+        futures = engine.submit([random_request_plain(rng, i) for i in range(12)])
+        for version in range(1, 4):
+            model = reference()
+            for parameter in model.parameters():
+                parameter.data.mul_(1 + 0.1 * version)
+            versions[version] = model
+            engine.update_weights([(n, p.data) for n, p in model.named_parameters()], PolicyVersion(version))
+        seen: set[int] = set()
+        for index, future in enumerate(futures):
+            done = future.result(timeout=60)
+            prompt = random_request_plain(random.Random(0), index, skip=index).token_ids
+            whole = torch.tensor(np.concatenate([prompt, done.token_ids]).astype(np.int64))
+            for version in set(done.versions.tolist()):
+                seen.add(version)
+                with torch.no_grad():
+                    table = versions[version](whole[None]).logits[0].log_softmax(-1)
+                expected = table[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0].numpy()
+                mine = done.versions == version
+                np.testing.assert_allclose(done.logprobs[mine], expected[mine], atol=1e-4)
+            assert (np.diff(done.versions) >= 0).all()
+        assert 3 in seen
+    finally:
+        engine.close()
+
+
+def random_request_plain(rng: random.Random, index: int, skip: int = 0) -> Request:
+    for _ in range(skip):
+        [rng.randrange(3, VOCAB) for _ in range(20)]
+    tokens = [rng.randrange(3, VOCAB) for _ in range(20)]
+    return Request(
+        id=str(index),
+        token_ids=np.array(tokens, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=40, temperature=1.0, ignore_eos=True, seed=index),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_requests_leave_no_growth_behind() -> None:
+    import gc
+    import resource
+
+    engine = make_engine(num_kv_blocks=200, max_num_seqs=64, max_batched_tokens=1024, check_every_step=False)
+    rng = random.Random(1)
+    try:
+        peaks = []
+        for start in range(0, 10_000, 500):
+            batch = [
+                Request(
+                    id=str(start + i),
+                    token_ids=np.array(
+                        [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))], dtype=np.int32
+                    ),
+                    sampling=SamplingParams(max_new_tokens=4, ignore_eos=True),
+                )
+                for i in range(500)
+            ]
+            engine.generate(batch, timeout_s=300)
+            gc.collect()
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        assert engine.stats().num_finished == 10_000
+        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+        assert peaks[-1] - peaks[4] < 20_000, f"resident memory grew from {peaks[4]} to {peaks[-1]} KiB"
+    finally:
+        engine.close()
