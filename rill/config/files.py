@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class RecipeValues:
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
-    """Where each dotted key was set: "file:line" or "command line"."""
+    """Where each dotted key was set: "file:line" or "command line". A table, which sets nothing by itself but has a
+    line, stands here as "[table]"."""
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RecipeValues:
@@ -67,18 +68,19 @@ class _Layer:
             if isinstance(below, str) and isinstance(value, dict):
                 below = lower[key] = {"type": below}
                 if dotted in self.provenance:
-                    self.provenance[f"{dotted}.type"] = self.provenance[dotted]
+                    self.provenance[f"{dotted}.type"] = self.provenance.pop(dotted)
             if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(below, value):
                 self._merge(below, value, source, f"{dotted}.")
                 continue
-            self._forget(dotted)
+            for old in [k for k in self.provenance if _is_inside(k, dotted)]:
+                del self.provenance[old]
             lower[key] = value
-            inside = (k for k in source if k == dotted or k.startswith(f"{dotted}."))
-            self.provenance.update({k: source[k] for k in inside})
+            self.provenance.update({k: source[k] for k in source if _is_inside(k, dotted)})
 
-    def _forget(self, dotted: str) -> None:
-        for key in [k for k in self.provenance if k == dotted or k.startswith(f"{dotted}.")]:
-            del self.provenance[key]
+
+def _is_inside(key: str, dotted: str) -> bool:
+    path = key.strip("[]")
+    return path == dotted or path.startswith(f"{dotted}.")
 
 
 def _changes_type(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> bool:
@@ -104,9 +106,25 @@ def _load_file(path: Path, including: tuple[Path, ...]) -> _Layer:
     result = _Layer({}, {})
     for name in includes:
         result.put_over(_load_file(path.parent / name, (*including, path)))
-    own = {key: f"{path}:{line}" for key, line in lines.items() if not key.startswith(f"{INCLUDE}.")}
+    tables = set(_tables(values, ""))
+    own = {
+        f"[{key}]" if key in tables else key: f"{path}:{line}"
+        for key, line in lines.items()
+        if not key.startswith(f"{INCLUDE}.")
+    }
     result.put_over(_Layer(values, own))
     return result
+
+
+def _tables(value: Any, prefix: str) -> Iterator[str]:
+    """The dotted paths of all tables, those inside arrays too."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        dotted = f"{prefix}{key}"
+        if isinstance(inner, dict):
+            yield dotted
+        if isinstance(inner, dict | list):
+            yield from _tables(inner, f"{dotted}.")
 
 
 def _read_text(path: Path, including: tuple[Path, ...]) -> str:
@@ -146,8 +164,18 @@ def _parse_overrides(overrides: Sequence[str]) -> _Layer:
                 )
             inner = below
         inner[path[-1]] = value
-        layer.provenance[".".join(path)] = COMMAND_LINE
+        layer.provenance.update(dict.fromkeys(_set_keys(value, ".".join(path)), COMMAND_LINE))
     return layer
+
+
+def _set_keys(value: Any, dotted: str) -> Iterator[str]:
+    """The keys that setting `dotted` to a value sets: a table sets what is in it."""
+    if not isinstance(value, dict):
+        yield dotted
+        return
+    yield f"[{dotted}]"
+    for key, inner in value.items():
+        yield from _set_keys(inner, f"{dotted}.{key}")
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:

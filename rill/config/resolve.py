@@ -44,12 +44,12 @@ def dump_config(config: BaseModel, provenance: Mapping[str, str] | None = None) 
 
 
 def source_of(key: str, provenance: Mapping[str, str]) -> str:
-    """Where a dotted key was set. A value inside an array or inline table counts as set where that was."""
-    while key:
-        if key in provenance:
-            return provenance[key]
-        key = key.rpartition(".")[0]
-    return DEFAULT
+    """Where a dotted key was set, or "default"."""
+    if key in provenance:
+        return provenance[key]
+    parent, _, name = key.rpartition(".")
+    # `engine = "vllm"` sets engine.type.
+    return provenance.get(parent, DEFAULT) if name == "type" else DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class _Report:
         return "\n".join(f"{head}{', or '.join(problems)}" for head, problems in lines.items())
 
     def _explain(self, kind: str, loc: Sequence[int | str], message: str, context: Any) -> tuple[str, str]:
+        if kind == "value_error" and isinstance(context["error"].__cause__, UnknownNameError):
+            loc = (*loc, "type")  # the part's name is wrong, not the table
         path, value = self._reach(loc, allow_missing=kind == "missing")
         key = ".".join(str(part) for part in path)
         where = self._where(key)
@@ -115,9 +117,12 @@ class _Report:
         return head, expected if expected == message else f"expected {expected}"
 
     def _where(self, key: str) -> str:
-        found = source_of(key, self._provenance)
-        found = self._source if found == DEFAULT else found
-        return f"{found}: " if found else ""
+        """The line of a key, else of the nearest table or value around it, else the whole recipe."""
+        found = self._provenance.get(key) or self._provenance.get(f"[{key}]")
+        while found is None and key:
+            key = key.rpartition(".")[0]
+            found = self._provenance.get(f"[{key}]") or self._provenance.get(key)
+        return f"{found or self._source}: " if found or self._source else ""
 
     def _reach(self, loc: Sequence[int | str], allow_missing: bool) -> tuple[list[int | str], Any]:
         """The part of `loc` that is in the values (pydantic appends the names of union members), and what is there."""
@@ -143,6 +148,7 @@ class _Report:
             return ""
         word = str(path[-1])
         near = difflib.get_close_matches(word, owner.model_fields, n=1)
+        near += [name for name in owner.model_fields if "".join(part[:1] for part in name.split("_")) == word]
         if near:
             return f" (did you mean {near[0]!r}?)"
         elsewhere = [

@@ -78,6 +78,8 @@ def key_lines(text: str) -> dict[str, int]:
         if lines[start].lstrip().startswith("[") and statement:
             table = _header(statement, lines[start].lstrip().startswith("[["), num_in_array)
             found.setdefault(table, start + 1)
+            if table.rpartition(".")[2] == "0":  # the first entry of an array stands for the array
+                found.setdefault(table.rpartition(".")[0], start + 1)
         else:
             for key in _dotted_keys(statement, table):
                 found.setdefault(key, start + 1)

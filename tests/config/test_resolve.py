@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rill.config import dump_config, load_recipe, resolve
-from rill.config.resolve import describe_keys
+from rill.config.resolve import describe_keys, source_of
 from rill.errors import ConfigError
 from tests.config.parts import NativeEngine, RemoteEngine, SmallRecipe
 
@@ -41,6 +41,10 @@ def test_a_misspelt_key_names_file_line_value_and_the_nearest_key(tmp_path: Path
 def test_a_misspelt_key_inside_a_chosen_part_is_compared_with_that_part(tmp_path: Path) -> None:
     message = mistake(tmp_path, VALID + "[engine]\ntype = 'native'\nblocksize = 8\n")
     assert message == "r.toml:5: engine.blocksize = 8: unknown key (did you mean 'block_size'?)"
+
+
+def test_initials_are_understood(tmp_path: Path) -> None:
+    assert mistake(tmp_path, VALID, "trainer.lr=1").endswith("unknown key (did you mean 'learning_rate'?)")
 
 
 def test_a_misspelt_key_in_a_list_of_parts_is_found(tmp_path: Path) -> None:
@@ -78,11 +82,11 @@ def test_a_wrong_choice_lists_the_choices(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_lists_the_parts(tmp_path: Path) -> None:
+    expected = "unknown engine 'nativ' (did you mean 'native'?): valid are native, remote"
     message = mistake(tmp_path, VALID + "[engine]\ntype = 'nativ'\n")
-    assert (
-        message
-        == "r.toml:3: engine: unknown engine 'nativ' (did you mean 'native'?): valid are native, remote"
-    )
+    assert message == f'r.toml:4: engine.type = "nativ": {expected}'
+    assert mistake(tmp_path, VALID, "engine=nativ") == f'command line: engine = "nativ": {expected}'
+    assert mistake(tmp_path, VALID, "engine.type=nativ") == f'command line: engine.type = "nativ": {expected}'
 
 
 def test_a_missing_key_says_what_it_is_for(tmp_path: Path) -> None:
@@ -118,8 +122,32 @@ def test_the_dump_shows_every_value_with_its_source_and_reads_back_as_the_same(t
     assert sources["address"] == f"{path}:5"
     assert sources["learning_rate"] == "command line"
     assert sources["schedule"] == "default"
+    assert sources["a"] == f"{path}:7"
     assert "# warmup is unset" in text
     assert resolve(SmallRecipe, tomllib.loads(text)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sources"),
+    [
+        ("[engine]\ntype = 'native'\n", [], {"engine.type": "r.toml:4", "engine.block_size": "default"}),
+        ("engine = 'native'\n", [], {"engine.type": "r.toml:3", "engine.block_size": "default"}),
+        ("engine = {type = 'native', block_size = 8}\n", [], {"engine.block_size": "r.toml:3"}),
+        ("[trainer]\nwarmup = 1\n", [], {"trainer.learning_rate": "default", "trainer.warmup": "r.toml:4"}),
+        ("[[judges]]\ntype = 'native'\n", [], {"judges": "r.toml:3"}),
+        ("", ["trainer={warmup=2}"], {"trainer.warmup": "command line", "trainer.learning_rate": "default"}),
+        ("[trainer]\nwarmup = 1\n", ["trainer={schedule='cosine'}"], {"trainer.warmup": "r.toml:4"}),
+    ],
+)
+def test_a_value_is_from_where_it_was_set_and_its_neighbours_are_defaults(
+    text: str, overrides: list[str], sources: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(VALID + text)
+    loaded = load_recipe(path, overrides)
+    resolve(SmallRecipe, loaded.values, loaded.provenance)
+    for key, source in sources.items():
+        assert source_of(key, loaded.provenance).replace(f"{tmp_path}/", "") == source
 
 
 def test_every_key_is_explained_through_chosen_parts(tmp_path: Path) -> None:
