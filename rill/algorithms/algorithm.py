@@ -11,7 +11,7 @@ N token, S sequence, G sample of one group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -222,6 +222,15 @@ class Algorithm:
         with torch.no_grad():
             return {**self.correction.statistics(checked, reduce), **self.loss.statistics(checked, reduce)}
 
+    def observe(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """Tell the KL controller how far the policy is from the reference, after a step on `num_samples`.
+
+        `metrics` are reduced over ranks, so that all ranks keep the same coefficient; without policy/kl_ref in
+        them nothing changes.
+        """
+        if self.config.kl.coefficient > 0 and "policy/kl_ref" in metrics:
+            self.kl_controller.update(metrics["policy/kl_ref"], num_samples)
+
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,7 +314,10 @@ class Algorithm:
             constant=self.config.aggregation_constant,
         )
         numerator = (weights_N * loss_N).sum()
-        metrics[name] = Metric(total=numerator.detach(), weight=denominator.detach())
+        if self.config.aggregation is Aggregation.TOKEN_SUM:  # a sum has no weight to report a mean by
+            metrics[name] = Metric.mean(loss_N, mask_N)
+        else:
+            metrics[name] = Metric(total=numerator.detach(), weight=denominator.detach())
         return LossSum(numerator=numerator, denominator=denominator, metrics=metrics)
 
     def _checked_batch(self, batch: TokenBatch) -> TokenBatch:

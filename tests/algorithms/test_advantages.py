@@ -154,10 +154,10 @@ def batch_of(rollouts, process=False):
     tensor = lambda name: torch.tensor([v for r in rollouts for v in r[name]], dtype=torch.float64)  # noqa: E731
     return AdvantageBatch(
         mask_N=tensor("mask"),
-        seq_N=torch.tensor([i for i, r in enumerate(rollouts) for _ in r["mask"]]),
+        seq_N=torch.tensor([i for i, r in enumerate(rollouts) for _ in r["mask"]], dtype=torch.int64),
         num_seqs=len(rollouts),
         rewards_S=torch.tensor([r["reward"] for r in rollouts], dtype=torch.float64),
-        group_S=torch.tensor([r["group"] for r in rollouts]),
+        group_S=torch.tensor([r["group"] for r in rollouts], dtype=torch.int64),
         greedy_rewards_S=torch.tensor([r["greedy"] for r in rollouts], dtype=torch.float64),
         token_rewards_N=tensor("process") if process else None,
         logprobs_N=tensor("logp"),
@@ -263,7 +263,7 @@ def test_over_the_batch_group_estimators_give_what_they_give_group_by_group(name
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])  # of 4 ranks one has no group
 def test_ranks_agree_with_one_process(name, num_ranks):
     rollouts = random_rollouts(9)
     algo = algorithm(name)

@@ -17,6 +17,7 @@ EVERY = [
     {"type": "mis", "low": 0.8, "high": 1.3, "level": "sequence", "renormalise": True},
     {"type": "mis", "low": 0.8, "high": 1.3, "normalise": True},
     {"type": "sequence_mask", "estimator": "k3", "reduction": "mean", "high": 0.08},
+    {"type": "lag_limit", "max_lag": 2},
     {"type": "chain", "parts": [{"type": "sequence_mask", "high": 0.08}, {"type": "tis", "high": 1.2}]},
 ]
 label = str
@@ -102,6 +103,8 @@ def test_a_correction_does_not_depend_on_the_split(correction, seed, cut):
 @pytest.mark.parametrize("correction", EVERY, ids=label)
 def test_without_mismatch_every_weight_is_1(correction):
     seqs = random_sequences(8, num_seqs=4, fresh=True)
+    for seq in seqs:
+        seq["lag"] = [0] * len(seq["lag"])
     expected, gradient = loss_of(algorithm("none"), [flat(seqs)])
     loss, found = loss_of(algorithm(correction), [flat(seqs)])
     assert loss == pytest.approx(expected)
@@ -127,6 +130,29 @@ def test_masking_without_renormalising_keeps_the_denominator():
     assert float(kept.denominator) == sum(sum(s["mask"]) for s in seqs)
     dropped = algorithm({**config, "renormalise": True}).policy_loss(flat(seqs))
     assert float(dropped.denominator) < float(kept.denominator)
+
+
+def test_old_tokens_are_refused_and_young_ones_of_the_same_sequence_kept():
+    seqs = random_sequences(4, num_seqs=4)
+    keep = [[float(lag <= 1) for lag in s["lag"]] for s in seqs]
+    expected, _ = reference.aggregate(
+        seqs, [reference.clip(s) for s in seqs], "token-mean", weights=keep, keep=keep
+    )
+    loss, gradient = loss_of(algorithm({"type": "lag_limit", "max_lag": 1}), [flat(seqs)])
+    assert loss == pytest.approx(expected)
+    assert gradient[torch.tensor([lag > 1 for s in seqs for lag in s["lag"]])].abs().sum() == 0
+
+
+def test_against_the_current_policy_reinforce_with_a_weight_is_aipo():
+    """min(π/μ, δ)·A·∇log π either way, and neither needs old log-probabilities."""
+    seqs = random_sequences(12, num_seqs=4)
+    tis = {"type": "tis", "policy": "current", "high": 1.2}
+    weighed = Algorithm(AlgorithmConfig(loss="reinforce", correction=tis, aggregation="token-mean"))
+    aipo = Algorithm(
+        AlgorithmConfig(loss={"type": "aipo", "delta": 1.2, "keep_gradient": True}, aggregation="token-mean")
+    )
+    assert weighed.needs == aipo.needs == frozenset()
+    assert torch.allclose(loss_of(weighed, [flat(seqs)])[1], loss_of(aipo, [flat(seqs)])[1])
 
 
 def test_a_loss_that_holds_the_ratio_refuses_a_correction_on_top():

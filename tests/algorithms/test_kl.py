@@ -94,7 +94,8 @@ def test_the_adaptive_controller_steers_towards_its_target():
 def test_the_coefficient_is_saved_and_loaded():
     kl = {"coefficient": 0.1, "controller": {"type": "adaptive", "target": 0.01, "horizon": 10}}
     first, second = grpo(kl=kl), grpo(kl=kl)
-    first.kl_controller.update(kl=0.5, num_samples=10)
+    first.observe({"policy/kl_ref": 0.5}, num_samples=10)
+    first.observe({"policy/loss": 0.5}, num_samples=10)
     second.load_state_dict(first.state_dict())
     assert second.kl_controller.coefficient == first.kl_controller.coefficient == pytest.approx(0.12)
     fixed = grpo(kl={"coefficient": 0.1})

@@ -9,6 +9,7 @@ CORRECTIONS = Registry(
         "tis": "rill.algorithms.corrections.tis:TruncatedIS",
         "mis": "rill.algorithms.corrections.mis:MaskedIS",
         "sequence_mask": "rill.algorithms.corrections.sequence_mask:SequenceMask",
+        "lag_limit": "rill.algorithms.corrections.lag_limit:LagLimit",
         "chain": "rill.algorithms.corrections.chain:Chain",
     },
 )

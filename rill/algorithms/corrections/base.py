@@ -1,6 +1,7 @@
 """What a correction is: a weight on each token's loss for having been sampled by μ and not by π_old.
 
-w = exp(log π_old − log μ). Weights carry no gradient; 0 drops the token. Inputs arrive sanitised, as for losses.
+w = exp(log π_old − log μ), or with π in place of π_old. Weights carry no gradient;
+0 drops the token. Inputs arrive sanitised, as for losses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from rill.algorithms.mismatch import MAX_LOG_RATIO, log_ratio
 from rill.algorithms.segments import seq_sum
 
 Level = Literal["token", "sequence"]
+Policy = Literal["old", "current"]
+"""Whose probability stands over μ's. old: π_old, beside a loss that holds π/π_old. current: π, beside a loss without
+a ratio (reinforce), where w alone carries the step off μ; needs no old log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +47,18 @@ class Correction(ABC):
         return {}
 
 
-def importance_weights(batch: TokenBatch, level: Level) -> Tensor:
+def importance_weights(batch: TokenBatch, level: Level, policy: Policy = "old") -> Tensor:
     """w_t = π_old/μ of the token, or of its whole sequence: exp Σ_{u∈s} (log π_old − log μ)_u. Detached."""
-    x_N = log_ratio(batch.old_logprobs_N, batch.rollout_logprobs_N).detach() * batch.mask_N
+    numerator_N = batch.old_logprobs_N if policy == "old" else batch.logprobs_N
+    x_N = log_ratio(numerator_N, batch.rollout_logprobs_N).detach() * batch.mask_N
     if level == "sequence":
         x_N = seq_sum(x_N, batch.seq_N, batch.num_seqs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[batch.seq_N]
     return x_N.exp()
+
+
+def weight_needs(policy: Policy, *, normalise: bool) -> frozenset[Need]:
+    needs = {Need.OLD_LOGPROBS} if policy == "old" else set()
+    return frozenset(needs | {Need.STATISTICS} if normalise else needs)
 
 
 def weight_metrics(weights_N: Tensor, mask_N: Tensor) -> dict[str, Metric]:

@@ -12,13 +12,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rill.algorithms.base import Need, Reduce, TokenBatch
+from rill.algorithms.base import Reduce, TokenBatch
 from rill.algorithms.corrections.base import (
     Correction,
     CorrectionWeights,
     Level,
+    Policy,
     importance_weights,
     weight_metrics,
+    weight_needs,
 )
 from rill.algorithms.corrections.tis import batch_mean_weight, mean_weight
 from rill.config.base import PartConfig
@@ -27,6 +29,8 @@ from rill.config.base import PartConfig
 class MaskedIS(Correction):
     class Config(PartConfig):
         type: Literal["mis"] = "mis"
+        policy: Policy = "old"
+        """Whose probability stands over μ's; see corrections.base."""
         level: Level = "token"
         """token: IcePop. sequence: the product of the sequence's ratios decides for all its tokens."""
         low: float = Field(0.5, ge=0)
@@ -49,8 +53,7 @@ class MaskedIS(Correction):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bounds = (config.low, config.high)
-        if config.normalise:
-            self.needs = self.needs | {Need.STATISTICS}
+        self.needs = weight_needs(config.policy, normalise=config.normalise)
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         weights_N = self.masked(batch)
@@ -63,7 +66,7 @@ class MaskedIS(Correction):
 
     def masked(self, batch: TokenBatch) -> Tensor:
         """w where lo ≤ w ≤ hi, else 0."""
-        raw_N = importance_weights(batch, self.config.level)
+        raw_N = importance_weights(batch, self.config.level, self.config.policy)
         is_inside_N = (raw_N >= self.config.low) & (raw_N <= self.config.high)
         value_N = raw_N if self.config.weigh else torch.ones_like(raw_N)
         return torch.where(is_inside_N, value_N, torch.zeros_like(raw_N))

@@ -11,13 +11,15 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.base import Need, Reduce, TokenBatch
+from rill.algorithms.base import Reduce, TokenBatch
 from rill.algorithms.corrections.base import (
     Correction,
     CorrectionWeights,
     Level,
+    Policy,
     importance_weights,
     weight_metrics,
+    weight_needs,
 )
 from rill.config.base import PartConfig
 
@@ -27,6 +29,8 @@ MEAN_WEIGHT = "correction/mean_weight"
 class TruncatedIS(Correction):
     class Config(PartConfig):
         type: Literal["tis"] = "tis"
+        policy: Policy = "old"
+        """Whose probability stands over μ's; see corrections.base."""
         level: Level = "token"
         """token: each token's own ratio. sequence: the product over the sequence, on each of its tokens."""
         high: float = Field(2.0, gt=0)
@@ -37,8 +41,7 @@ class TruncatedIS(Correction):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bounds = (1.0 / config.high, config.high)
-        if config.normalise:
-            self.needs = self.needs | {Need.STATISTICS}
+        self.needs = weight_needs(config.policy, normalise=config.normalise)
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         weights_N = self.truncated(batch)
@@ -48,7 +51,7 @@ class TruncatedIS(Correction):
 
     def truncated(self, batch: TokenBatch) -> Tensor:
         """min(w, hi)."""
-        return importance_weights(batch, self.config.level).clamp(max=self.config.high)
+        return importance_weights(batch, self.config.level, self.config.policy).clamp(max=self.config.high)
 
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
         if not self.config.normalise:
