@@ -76,9 +76,11 @@ class Broker:
 
     def _create(self, client: str, seq: int, payload: Any) -> Any:
         name, options = payload
-        if name in self.channels and not self.channels[name].is_closed:
+        if (
+            name in self.channels
+        ):  # names are used once: what is left of a closed channel still has its items' numbers
             raise ServiceError(
-                "ConfigError", f"a channel named {name!r} exists: choose another name or close it first"
+                "ConfigError", f"a channel named {name!r} exists or existed: choose another name"
             )
         self.channels[name] = ChannelState(name, options, name_of(client))
         return None

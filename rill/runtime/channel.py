@@ -129,7 +129,7 @@ class Channel:
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """Put one object. On a bounded channel returns when it is in; otherwise when it is on its way."""
-        self._put_all([(obj, weight)], key, timeout_s)
+        self._put_all([(obj, weight)], _checked_key(self.name, key), timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -145,6 +145,7 @@ class Channel:
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
+        key = _checked_key(self.name, key)
         if not self._is_bounded:
             self._put_all([(obj, weight)], key, timeout_s)
             return
@@ -159,7 +160,12 @@ class Channel:
             self._descriptor(ends, obj, 1.0 if weights is None else weights[n], None, self._deadline(None))
             for n, obj in enumerate(objects)
         ]
-        ends.context.hub.call("broker", "put_share", [self.name, key, rank, world_size, descriptors], _HUB_S)
+        ends.context.hub.call(
+            "broker",
+            "put_share",
+            [self.name, _checked_key(self.name, key), rank, world_size, descriptors],
+            _HUB_S,
+        )
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
@@ -177,7 +183,14 @@ class Channel:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
         ends, holder = _ends(self, current()), threading.get_ident()
         if keys is not None:
-            found = self._take_by(ends, holder, "keys", list(keys), self._deadline(timeout_s), in_loop=False)
+            found = self._take_by(
+                ends,
+                holder,
+                "keys",
+                [_checked_key(self.name, k) for k in keys],
+                self._deadline(timeout_s),
+                in_loop=False,
+            )
             return [ends.consumer.open(item, self._device) for item in found or ()]
         items = self._take_front(ends, holder, self._deadline(timeout_s), min_items=1, in_loop=False)
         assert items
@@ -200,7 +213,7 @@ class Channel:
                     raise
             (item,) = ends.consumer.accept(task, pending.result()[1], num_wanted=1, in_loop=False)
         if task is not None:
-            task.add_done_callback(ends.consumer.finish)
+            ends.consumer.finish_with(task)
         return ends.consumer.open(item, self._device)
 
     def take_batch(
@@ -212,7 +225,7 @@ class Channel:
         ends, holder = _ends(self, current()), threading.get_ident()
         deadline_s = self._deadline(timeout_s)
         if weight is not None:
-            items = self._take_by(ends, holder, "weight", weight, deadline_s, in_loop=True)
+            items = self._take_by(ends, holder, "weight", float(weight), deadline_s, in_loop=True)
         else:
             assert count is not None
             items = self._take_front(ends, holder, deadline_s, min_items=count, in_loop=True, is_exact=True)
@@ -258,7 +271,9 @@ class Channel:
             raise ConfigError(f'{self.name}: take_share(balance={balance!r}): "count" or "weight"')
         ends, holder = _ends(self, current()), threading.get_ident()
         pending = Pending()
-        ends.consumer.request_share(pending, holder, [key, rank, world_size, balance])
+        ends.consumer.request_share(
+            pending, holder, [_checked_key(self.name, key), rank, world_size, balance]
+        )
         answer = self._wait(ends, pending, self._deadline(timeout_s), ("cancel_share", key))
         items = ends.consumer.accept(holder, answer[1], num_wanted=len(answer[1]), in_loop=False)
         return [ends.consumer.open(item, self._device) for item in items]
@@ -357,6 +372,8 @@ class Channel:
         ends = _ends(self, current())
         ends.producer.seal()
         ends.context.hub.call("broker", "close", self.name, _HUB_S)
+        ends.context.services.pop(f"channel:{self.name}", None)
+        ends.consumer.close()
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -365,6 +382,7 @@ class Channel:
 
     def _descriptor(self, ends: _Ends, obj: Any, weight: float, key: Any, deadline_s: float) -> Descriptor:
         encoded = encode(obj)
+        weight = float(weight)
         if encoded.num_bytes <= INLINE_BYTES:
             inline: Any = encoded.header
             if encoded.buffers:
@@ -458,6 +476,7 @@ class _Ends:
     def close(self) -> None:
         self.producer.seal()
         self.consumer.put_back()
+        self.consumer.close()
 
 
 def _await(context: RuntimeContext, pending: Pending, deadline_s: float, what: str, channel: str) -> bool:
@@ -482,6 +501,16 @@ def _ends(channel: Channel, context: RuntimeContext) -> _Ends:
                 ends = _Ends(channel, context)
                 context.services[key] = ends
     return ends
+
+
+def _checked_key(channel: str, key: Any) -> Any:
+    if key is None or isinstance(key, (str, int, float, bool)):
+        return key
+    if isinstance(key, tuple):
+        return tuple(_checked_key(channel, part) for part in key)
+    raise ConfigError(
+        f"{channel}: a key is text, a number or a tuple of them; got {type(key).__name__}: {key!r}"
+    )
 
 
 def _rebuild(name: str, is_bounded: bool, device: str | None, timeout_s: float) -> Channel:

@@ -12,6 +12,7 @@ ended and every item of it is done, so that a dead consumer's items still find s
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -272,10 +273,7 @@ class ChannelState:
 
     def epochs_drained_before(self, event: int) -> int:
         """How many epochs were over at that event: where a consumer that came then begins."""
-        count = 0
-        while count < len(self.drained_at) and self.drained_at[count] <= event:
-            count += 1
-        return count
+        return bisect_right(self.drained_at, event)
 
 
 def as_key(key: Any) -> Any:

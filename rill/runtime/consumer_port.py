@@ -12,8 +12,10 @@ request, or by themselves within SETTLE_S.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ class ConsumerPort:
         self._buffer: deque[WireItem] = deque()
         self._is_loop_buffer = False
         self._held: dict[object, list[int]] = {}
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._done: list[int] = []
         self._released: deque[int] = deque()
         self._unsettled_since_s = 0.0
@@ -127,6 +130,16 @@ class ConsumerPort:
         """The holder is done with everything it has taken."""
         with self._lock:
             self._finish(holder)
+
+    def finish_with(self, task: asyncio.Task[Any]) -> None:
+        """The holder is a task: it is done with what it took when it ends."""
+        if task not in self._tasks:
+            self._tasks.add(task)
+            task.add_done_callback(self.finish)
+
+    def close(self) -> None:
+        """Nothing will be taken here any more."""
+        self._hub.remove_ticker(self._tick)
 
     def put_back(self) -> None:
         """Return what was read ahead: the holder has left its loop."""

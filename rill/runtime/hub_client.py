@@ -201,6 +201,10 @@ class HubClient:
         self._tickers.append(ticker)
         self._wake()
 
+    def remove_ticker(self, ticker: Callable[[float], float]) -> None:
+        """Undo `add_ticker`."""
+        self._tickers = [other for other in self._tickers if other != ticker]
+
     def wake(self) -> None:
         """Have the io thread look at its tickers now."""
         self._wake()
@@ -239,7 +243,6 @@ class HubClient:
         socket.setsockopt(zmq.IDENTITY, self.identity.encode())
         socket.setsockopt(zmq.LINGER, 300)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self.endpoint)
@@ -292,9 +295,29 @@ class HubClient:
             first_seq = self._next_seq
             requests = self._next_requests()
             if requests:
-                socket.send(self._encoder.encode(["s", first_seq, self._received_out, requests]))
+                socket.send(self._encode_requests(first_seq, requests))
                 has_sent = True
         return has_sent
+
+    def _encode_requests(self, first_seq: int, requests: list[tuple[str, Any]]) -> bytes:
+        try:
+            return self._encoder.encode(["s", first_seq, self._received_out, requests])
+        except (TypeError, OverflowError):
+            self._replace_unsendable(first_seq, requests)
+            return self._encoder.encode(["s", first_seq, self._received_out, requests])
+
+    def _replace_unsendable(self, first_seq: int, requests: list[tuple[str, Any]]) -> None:
+        """One request holds something that the wire has no form for: it fails, and an empty one takes its number."""
+        for n, (method, payload) in enumerate(requests):
+            try:
+                self._encoder.encode(payload)
+            except (TypeError, OverflowError) as error:
+                _log.error("%s: %s cannot be sent: %s", self.identity, method, error)
+                requests[n] = ("registry.sync", None)
+                self._sent[first_seq + n - self._first_sent].request = requests[n]
+                pending = self._pending.pop(first_seq + n, None)
+                if pending is not None:
+                    pending.finish(None, RunError(f"{method} cannot be sent to the hub: {error}"))
 
     def _next_requests(self) -> list[tuple[str, Any]]:
         requests: list[tuple[str, Any]] = []

@@ -90,6 +90,8 @@ class LockService:
         needed = self._machine.membership.devices_of(group) | frozenset(devices)
         turn = self._find_turn(group, client)
         if turn is None:
+            # A rank that comes again awaits nobody: its group's last turn is over.
+            self._turns = [t for t in self._turns if t.group != group or t.linger_until_s is None]
             turn = Turn(self._next_turn, group, needed, tuple(channels))
             self._next_turn += 1
             self._turns.append(turn)

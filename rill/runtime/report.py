@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Edge", "Report", "collect", "explain", "stuck", "waiting"]
 
 ASK_S = 2.0
+REPORT_FROM_S = 10.0
+"""Shorter deadlines are polls, and not worth asking every process what it is doing."""
 REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
 _lock = threading.Lock()
 
@@ -99,6 +101,8 @@ def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
     """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
     me = context.address.name
     message = f"{me} waited {limit_s:g} s for {what}"
+    if limit_s < REPORT_FROM_S:
+        return StuckError(message)
     return StuckError(explain(context, message, Edge(me, what, what, limit_s)))
 
 

@@ -1,0 +1,147 @@
+"""Producers and consumers that the channel and lock tests launch. They import nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rill.runtime.channel import Channel
+from rill.runtime.worker import Worker
+
+
+class Producer(Worker):
+    """Puts numbers, or arrays of a size."""
+
+    def produce(self, channel: Channel, count: int, *, size: int = 0, end: bool = False) -> list[int]:
+        numbers = [self.rank * 1_000_000 + n for n in range(count)]
+        for number in numbers:
+            channel.put(_payload(number, size))
+        if end:
+            channel.end()
+        return numbers
+
+    def produce_until_killed(self, channel: Channel, log: str, size: int = 0) -> None:
+        """Writes down what is safely put: after every flush."""
+        number = self.rank * 1_000_000 + os.getpid() * 100_000_000
+        with open(log, "a") as file:
+            while True:
+                batch = [number + n for n in range(7)]
+                number += 7
+                for value in batch:
+                    channel.put(_payload(value, size))
+                channel.flush()
+                file.write("".join(f"{value}\n" for value in batch))
+                file.flush()
+                time.sleep(0.002)
+
+    def put_share(self, channel: Channel, key: Any, numbers: list[int]) -> None:
+        part = [n for n in numbers if n % self.world_size == self.rank]
+        channel.put_share(key, part, rank=self.rank, world_size=self.world_size)
+
+
+class Consumer(Worker):
+    """Takes until the epoch ends."""
+
+    def consume(self, channel: Channel, delay_s: float = 0.0) -> list[int]:
+        taken = []
+        for item in channel:
+            taken.append(_number(item))
+            time.sleep(delay_s)
+        return taken
+
+    def consume_batches(self, channel: Channel) -> list[list[int]]:
+        return [[_number(item) for item in batch] for batch in channel.batches()]
+
+    def consume_and_log(self, channel: Channel, log: str, delay_s: float = 0.0) -> int:
+        """Writes an item's number down when it is finished, just before taking the next."""
+        count = 0
+        with open(log, "ab", buffering=0) as file:
+            for item in channel:
+                number = _number(item)
+                time.sleep(delay_s)
+                file.write(f"{number}\n".encode())
+                count += 1
+        return count
+
+    def take_and_die(self, channel: Channel, count: int) -> None:
+        for _ in range(count):
+            channel.take()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def take_share(self, channel: Channel, key: Any, balance: str = "count") -> list[int]:
+        return channel.take_share(key, rank=self.rank, world_size=self.world_size, balance=balance)
+
+    def take_forever(self, channel: Channel, timeout_s: float) -> None:
+        channel.take(timeout_s=timeout_s)
+
+    async def consume_with_tasks(self, channel: Channel, num_tasks: int) -> list[int]:
+        import asyncio
+
+        taken: list[int] = []
+
+        async def one() -> None:
+            taken.append(_number(await channel.take_async()))
+
+        await asyncio.gather(*(one() for _ in range(num_tasks)))
+        return taken + [_number(item) async for item in channel]
+
+
+class Stage(Worker):
+    """A worker with memory to bring in and out; it remembers when, and finds out if it is ever not alone."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.events: list[str] = []
+
+    def onload(self) -> None:
+        self.events.append("onload")
+        for device in self.devices:
+            owner = self.folder / f"device-{device.id}"
+            others = [p for p in self.folder.glob(f"device-{device.id}-*") if self.group_name not in p.name]
+            assert not others, f"{self.group_name} loads while {others} is on device {device.id}"
+            owner.with_name(f"{owner.name}-{self.group_name}-{self.rank}").touch()
+
+    def offload(self) -> None:
+        self.events.append("offload")
+        for device in self.devices:
+            (self.folder / f"device-{device.id}-{self.group_name}-{self.rank}").unlink()
+
+    def generate(self, prompts: Channel, rollouts: Channel) -> int:
+        count = 0
+        with self.device_lock(prompts, rollouts):
+            for prompt in prompts:
+                rollouts.put(prompt * 10)
+                count += 1
+        return count
+
+    def train(self, rollouts: Channel) -> int:
+        with self.device_lock(rollouts):
+            return sum(rollouts)
+
+    def hold(self, seconds: float, timeout_s: float = 20.0) -> float:
+        with self.device_lock(timeout_s=timeout_s):
+            now_s = time.monotonic()
+            time.sleep(seconds)
+        return now_s
+
+    def hold_and_die(self) -> None:
+        with self.device_lock:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def history(self) -> list[str]:
+        return self.events
+
+
+def _payload(number: int, size: int) -> Any:
+    if not size:
+        return number
+    import numpy as np
+
+    return np.full(size, number, dtype=np.int64)
+
+
+def _number(item: Any) -> int:
+    return item if isinstance(item, int) else int(item[-1])

@@ -1,0 +1,135 @@
+"""The hub without processes: clients that drive a Machine directly, and a hub process that tests may kill."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rill.runtime.hub import hub_command
+from rill.runtime.hub_machine import FAILURE, PUSH, REPLY, Machine
+
+
+class FakeHub:
+    """A Machine, its clients' numbering, and everything it ever said to them."""
+
+    def __init__(self) -> None:
+        self.machine = Machine()
+        self.journal: list[tuple[Any, ...]] = []
+        self._next_seq: dict[str, int] = {}
+        self._seen_out: dict[str, int] = {}
+        self.replies: dict[tuple[str, int], Any] = {}
+        self.failures: dict[tuple[str, int], list[str]] = {}
+        self.pushes: dict[str, list[tuple[str, Any]]] = {}
+        self.now_s = 100.0
+
+    def join(self, client: str, **info: Any) -> None:
+        self.send(client, "registry.join", {"pid": 1, "machine": "m"})
+        if info:
+            self.send(client, "registry.register", info)
+
+    def send(self, client: str, method: str, payload: Any) -> int:
+        """Apply one request; gives its number. Answers are in `replies` when there are any."""
+        seq = self._next_seq.get(client, 1)
+        self._next_seq[client] = seq + 1
+        self.now_s += 0.001
+        self.journal.append(("apply", client, seq, [[method, payload]], self.now_s))
+        self.machine.apply(client, seq, [[method, payload]], self.now_s)
+        self._collect()
+        return seq
+
+    def call(self, client: str, method: str, payload: Any) -> Any:
+        """Apply one request and give its reply, which must be there at once."""
+        return self.replies[(client, self.send(client, method, payload))]
+
+    def kill(self, client: str) -> None:
+        self.journal.append(("end", client, self.now_s))
+        self.machine.end_client(client, "killed", self.now_s)
+        self._collect()
+
+    def tick(self, by_s: float) -> None:
+        self.now_s += by_s
+        self.machine.tick(self.now_s)
+        self._collect()
+
+    def restart_from_snapshot(self) -> None:
+        self.machine = pickle.loads(pickle.dumps(self.machine))
+
+    def restart_from_journal(self) -> None:
+        """What a new hub process does."""
+        self.machine = Machine()
+        for kind, client, *rest in self.journal:
+            if kind == "apply":
+                self.machine.apply(client, *rest)
+            else:
+                self.machine.end_client(client, "killed", *rest)
+        self._collect()
+
+    def _collect(self) -> None:
+        for client, stream in self.machine.streams.items():
+            for out, kind, ref, body in stream.outbox:
+                if out <= self._seen_out.get(client, 0):
+                    continue
+                assert out == self._seen_out.get(client, 0) + 1
+                self._seen_out[client] = out
+                if kind == REPLY:
+                    assert (client, ref) not in self.replies, "a request was answered twice"
+                    self.replies[(client, ref)] = body
+                elif kind == FAILURE:
+                    self.failures[(client, ref)] = body
+                elif kind == PUSH:
+                    self.pushes.setdefault(client, []).append((ref, body))
+            stream.confirm(self._seen_out.get(client, 0))
+
+
+OPTIONS = {"capacity_items": None, "capacity_bytes": None, "granularity": 1, "producers": None}
+
+
+def descriptor(value: int, weight: float = 1.0, key: Any = None) -> list[Any]:
+    """An inline item that carries a number."""
+    return [weight, key, 8, str(value).encode(), None]
+
+
+def values_of(answer: Any) -> list[int]:
+    """The numbers in a take's answer."""
+    return [int(item[4]) for item in answer[1]]
+
+
+class HubProcess:
+    """A real hub that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.session_dir = folder / "s"
+        self.shm_dir = folder / "shm"
+        self.session_dir.mkdir()
+        self.shm_dir.mkdir()
+        self.endpoint = f"ipc://{self.session_dir}/hub.sock"
+        self.start()
+
+    def start(self) -> None:
+        command = hub_command(self.session_dir, self.endpoint, shm_dir=self.shm_dir)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.process = subprocess.Popen(command, env=env)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=10)
+
+
+@contextmanager
+def hub_process(folder: Path) -> Iterator[HubProcess]:
+    hub = HubProcess(folder)
+    try:
+        yield hub
+    finally:
+        hub.close()

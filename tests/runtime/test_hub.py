@@ -1,0 +1,216 @@
+"""The hub as a process: calls, deaths, and being killed itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
+from rill.runtime import hub_journal
+from rill.runtime.hub import HubClient
+from rill.runtime.hub_journal import HubJournal
+from rill.runtime.hub_machine import Machine
+from tests.runtime.hub_fakes import OPTIONS, HubProcess, descriptor, hub_process
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
+    with hub_process(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def client(hub: HubProcess) -> Iterator[HubClient]:
+    client = HubClient(hub.endpoint, "driver[0]#0")
+    yield client
+    client.close()
+
+
+def test_a_value_can_be_waited_for_before_it_is_published(hub: HubProcess, client: HubClient) -> None:
+    other = HubClient(hub.endpoint, "w[0]#0")
+    found: list[object] = []
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry", "fetch", "k", 20)))
+    waiter.start()
+    client.call("registry", "publish", ["k", {"port": 5}, True], 20)
+    waiter.join(20)
+    other.close()
+    assert found == [{"port": 5}]
+
+
+def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
+    client.call("broker", "create", ["c", OPTIONS], 20)
+    with pytest.raises(ConfigError, match="choose another name"):
+        client.call("broker", "create", ["c", OPTIONS], 20)
+
+
+def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(client: HubClient) -> None:
+    with pytest.raises(RunError, match="cannot be sent"):
+        client.call("registry", "publish", ["k", object(), False], 20)
+    client.call("registry", "publish", ["k", 1, False], 20)
+    assert client.call("registry", "fetch", "k", 20) == 1
+
+
+def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
+    with pytest.raises(RunError, match="no_such"):
+        client.call("broker", "no_such", None, 20)
+    assert "driver[0]#0" in client.query("registry", "members", None, 20)
+
+
+def test_a_wait_for_the_hub_has_a_deadline(tmp_path: Path) -> None:
+    nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0")
+    with pytest.raises(StuckError, match=r"registry\.sync within 0\.3 s"):
+        nobody.call("registry", "sync", None, 0.3)
+    nobody.close()
+
+
+def test_a_killed_process_is_noticed_at_once(hub: HubProcess, client: HubClient) -> None:
+    deaths: list[dict[str, object]] = []
+    client.on("peer_died", deaths.append)
+    client.call("registry", "sync", None, 20)
+    script = (
+        "import sys, time; from rill.runtime.hub import HubClient;"
+        f"HubClient({hub.endpoint!r}, 'w[0]#0').call('registry', 'sync', None, 20);"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    assert process.stdout is not None and process.stdout.readline()
+    killed_s = time.monotonic()
+    process.kill()
+    while not deaths and time.monotonic() < killed_s + 10:
+        time.sleep(0.005)
+    noticed_s = time.monotonic() - killed_s
+    process.wait()
+    process.stdout.close()
+    assert deaths[0]["name"] == "w[0]"
+    assert noticed_s < 2.0
+
+
+def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubClient) -> None:
+    first = HubClient(hub.endpoint, "w[0]#0")
+    first.call("registry", "sync", None, 20)
+    second = HubClient(hub.endpoint, "w[0]#1")
+    second.call("registry", "sync", None, 20)
+    with pytest.raises((PeerDiedError, RunError), match="takes this process for dead"):
+        first.call("registry", "sync", None, 20)
+    first.close()
+    second.close()
+
+
+def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client: HubClient) -> None:
+    """Three threads put while the hub is killed again and again: each item arrives once, in its thread's order."""
+    client.call("broker", "create", ["c", OPTIONS], 20)
+    num_each = 400
+
+    def produce(n: int) -> None:
+        for k in range(num_each):
+            client.call("broker", "put_wait", ["c", [descriptor(n * num_each + k)]], 30)
+
+    threads = [threading.Thread(target=produce, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        time.sleep(0.25)
+        hub.kill()
+        hub.start()
+    for thread in threads:
+        thread.join(50)
+    answer = client.call("broker", "take", ["c", 3 * num_each, 3 * num_each, False, []], 20)
+    values = [int(item[4]) for item in answer[1]]
+    assert sorted(values) == list(range(3 * num_each))
+    for n in range(3):
+        own = [v for v in values if v // num_each == n]
+        assert own == sorted(own)
+
+
+def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
+    hub: HubProcess, client: HubClient
+) -> None:
+    other = HubClient(hub.endpoint, "w[0]#0")
+    found: list[object] = []
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry", "fetch", "k", 30)))
+    waiter.start()
+    time.sleep(0.3)
+    hub.kill()
+    client.submit("registry.publish", ["k", 7, False])
+    hub.start()
+    waiter.join(30)
+    other.close()
+    assert found == [7]
+
+
+def test_a_process_that_died_while_the_hub_was_down_is_noticed(hub: HubProcess, client: HubClient) -> None:
+    script = (
+        "from rill.runtime.hub import HubClient; import time;"
+        f"HubClient({hub.endpoint!r}, 'w[0]#0').call('registry', 'sync', None, 20);"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    assert process.stdout is not None and process.stdout.readline()
+    hub.kill()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    hub.start()
+    deadline_s = time.monotonic() + 10
+    while "w[0]#0" in client.query("registry", "members", None, 20):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+# --- the journal ------------------------------------------------------------------------------------------
+
+
+def encoded(first_seq: int, *requests: list[object]) -> bytes:
+    import msgspec
+
+    return msgspec.msgpack.encode(["s", first_seq, 0, requests])
+
+
+def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
+    journal = HubJournal(tmp_path)
+    journal.recover(Machine)
+    journal.append("a[0]#0", encoded(1, ["registry.join", {}], ["registry.publish", ["k", 1, False]]), 1.0)
+    journal.commit()
+    journal.append("a[0]#0", encoded(3, ["registry.publish", ["k", 2, False]]), 2.0)
+    journal.commit()
+    journal.close()
+    log = tmp_path / "hub.0.log"
+    log.write_bytes(log.read_bytes()[:-3])
+    machine = HubJournal(tmp_path).recover(Machine)
+    assert machine.query("registry.values", "") == {"k": 1}
+    assert machine.expected("a[0]#0") == 3
+
+
+def test_compaction_keeps_the_state_and_drops_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_journal, "GROWN_BYTES", 2000)
+    journal = HubJournal(tmp_path)
+    machine = journal.recover(Machine)
+    num_compacted = 0
+    for n in range(200):
+        raw = encoded(n + 1, ["registry.publish", [f"k{n % 7}", n, False]])
+        journal.append("a[0]#0", raw, float(n))
+        machine.apply("a[0]#0", n + 1, [["registry.publish", [f"k{n % 7}", n, False]]], float(n))
+        machine.streams["a[0]#0"].confirm(10**9)
+        journal.commit()
+        if journal.is_grown:
+            journal.compact(machine)
+            num_compacted += 1
+    journal.close()
+    assert num_compacted > 0
+    assert len(list(tmp_path.glob("hub.*.log"))) == 1
+    again = HubJournal(tmp_path).recover(Machine)
+    assert again.query("registry.values", "") == machine.query("registry.values", "")
+    assert again.expected("a[0]#0") == 201

@@ -1,0 +1,323 @@
+"""Device locks: whose turn it is, what moves in and out, and figure 5's program on shared and on split devices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rill.errors import PeerDiedError, WorkerError
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from rill.runtime.lock_service import LINGER_S
+from rill.runtime.report import collect
+from tests.runtime.channel_workers import Stage
+from tests.runtime.hub_fakes import OPTIONS, FakeHub, descriptor
+
+pytestmark = pytest.mark.timeout(120)
+WAIT_S = 60.0
+
+# --- the rules, without processes -------------------------------------------------------------------------
+
+
+class Turns:
+    """Groups that ask for turns."""
+
+    def __init__(self, **devices_of: list[list[int]]) -> None:
+        self.hub = FakeHub()
+        self.hub.join("driver[0]#0")
+        self.turn: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
+        for group, ranks in devices_of.items():
+            for rank, devices in enumerate(ranks):
+                self.hub.join(
+                    f"{group}[{rank}]#0", group=group, rank=rank, world_size=len(ranks), devices=devices
+                )
+        for name in ("prompts", "rollouts"):
+            self.hub.call("driver[0]#0", "broker.create", [name, OPTIONS])
+
+    def ask(self, worker: str, *channels: str, resumed: bool = False) -> None:
+        devices = self.hub.machine.membership.members[f"{worker}#0"]["devices"]
+        self.asked[worker] = self.hub.send(f"{worker}#0", "locks.acquire", [devices, list(channels), resumed])
+
+    def is_in(self, worker: str) -> bool:
+        return (f"{worker}#0", self.asked[worker]) in self.hub.replies
+
+    def leave(self, worker: str) -> None:
+        turn = self.hub.replies[(f"{worker}#0", self.asked[worker])]
+        self.hub.send(f"{worker}#0", "locks.release", turn)
+
+    def is_asked_to_offload(self, worker: str) -> bool:
+        return any(topic == "evict" for topic, _ in self.hub.pushes.get(f"{worker}#0", ()))
+
+    def offload(self, worker: str) -> None:
+        self.hub.pushes.pop(f"{worker}#0", None)
+        self.hub.send(f"{worker}#0", "locks.offloaded", None)
+
+    def put(self, worker: str, channel: str) -> None:
+        self.hub.send(f"{worker}#0", "broker.put", [channel, [descriptor(1)]])
+
+    def take(self, worker: str, channel: str) -> None:
+        self.hub.send(f"{worker}#0", "broker.take", [channel, 1, 1, True, []])
+
+
+def test_groups_on_different_devices_never_wait_for_each_other() -> None:
+    turns = Turns(a=[[0]], b=[[1]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    assert turns.is_in("a[0]") and turns.is_in("b[0]")
+
+
+def test_a_group_gets_all_its_devices_or_none() -> None:
+    turns = Turns(a=[[0], [1]], b=[[1], [2]])
+    turns.ask("a[0]")
+    turns.ask("b[1]")  # device 2 is free, but b's turn needs device 1 too
+    assert turns.is_in("a[0]") and not turns.is_in("b[1]")
+    turns.ask("a[1]")
+    assert turns.is_in("a[1]")
+    turns.leave("a[0]")
+    assert not turns.is_in("b[1]")
+    turns.leave("a[1]")
+    assert turns.is_asked_to_offload("a[1]") and not turns.is_asked_to_offload(
+        "a[0]"
+    )  # b has no use for device 0
+    assert not turns.is_in("b[1]")
+    turns.offload("a[1]")
+    assert turns.is_in("b[1]")
+
+
+def test_coming_again_without_contention_moves_nothing() -> None:
+    turns = Turns(a=[[0]], b=[[0]])
+    for _ in range(3):
+        turns.ask("a[0]")
+        assert turns.is_in("a[0]")
+        turns.leave("a[0]")
+    assert not turns.is_asked_to_offload("a[0]")
+
+
+def test_waiting_groups_take_turns_in_the_order_they_came() -> None:
+    turns = Turns(a=[[0]], b=[[0]], c=[[0]])
+    for worker in ("a[0]", "b[0]", "c[0]"):
+        turns.ask(worker)
+    turns.leave("a[0]")
+    turns.ask("a[0]")
+    turns.offload("a[0]")
+    assert turns.is_in("b[0]") and not turns.is_in("c[0]")
+    turns.leave("b[0]")
+    turns.offload("b[0]")
+    assert turns.is_in("c[0]") and not turns.is_in("a[0]")
+
+
+def test_a_known_consumer_gets_the_devices_only_after_its_producer_has_put_and_let_go() -> None:
+    turns = Turns(rollout=[[0]], actor=[[0]])
+    turns.put("rollout[0]", "rollouts")
+    turns.take("actor[0]", "rollouts")  # roles are known now, and the channel is empty again
+    turns.ask("actor[0]", "rollouts")
+    assert not turns.is_in("actor[0]")
+    turns.put("driver[0]", "prompts")
+    turns.ask("rollout[0]", "prompts", "rollouts")
+    assert turns.is_in("rollout[0]")
+    turns.put("rollout[0]", "rollouts")
+    assert not turns.is_in("actor[0]")
+    turns.leave("rollout[0]")
+    turns.offload("rollout[0]")
+    assert turns.is_in("actor[0]")
+
+
+def test_a_holder_that_waits_for_a_group_without_devices_lends_them() -> None:
+    turns = Turns(rollout=[[0]], actor=[[0]])
+    turns.ask("actor[0]", "rollouts")  # nothing is known yet, and nobody else asks
+    assert turns.is_in("actor[0]")
+    turns.take("actor[0]", "rollouts")
+    assert not turns.is_asked_to_offload("actor[0]")
+    turns.put("driver[0]", "prompts")
+    turns.ask("rollout[0]", "prompts", "rollouts")
+    assert turns.is_asked_to_offload("actor[0]")
+    turns.offload("actor[0]")
+    assert turns.is_in("rollout[0]")
+    turns.put("rollout[0]", "rollouts")
+    turns.leave("rollout[0]")
+    turns.ask("actor[0]", "rollouts", resumed=True)
+    turns.offload("rollout[0]")
+    assert turns.is_in("actor[0]")
+
+
+def test_a_holder_that_waits_for_somebody_else_keeps_its_devices() -> None:
+    turns = Turns(rollout=[[0]], actor=[[0]])
+    turns.put("driver[0]", "prompts")
+    turns.ask("rollout[0]", "prompts", "rollouts")
+    turns.take("rollout[0]", "prompts")
+    turns.take("rollout[0]", "prompts")  # waits for the driver
+    turns.put("rollout[0]", "rollouts")
+    turns.ask("actor[0]", "rollouts")
+    assert not turns.is_asked_to_offload("rollout[0]")
+
+
+def test_a_dead_holder_frees_its_devices() -> None:
+    turns = Turns(a=[[0]], b=[[0]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.hub.kill("a[0]#0")
+    assert turns.is_in("b[0]")
+
+
+def test_a_turn_waits_a_moment_for_a_rank_that_is_late() -> None:
+    turns = Turns(a=[[0], [1]], b=[[0], [1]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.leave("a[0]")
+    assert not turns.is_asked_to_offload("a[0]")
+    turns.ask("a[1]")
+    assert turns.is_in("a[1]")
+    turns.leave("a[1]")
+    assert turns.is_asked_to_offload("a[0]")
+
+
+def test_a_rank_that_never_comes_is_not_awaited_for_long() -> None:
+    turns = Turns(a=[[0], [1]], b=[[0], [1]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.leave("a[0]")
+    turns.hub.tick(LINGER_S + 0.01)
+    assert turns.is_asked_to_offload("a[0]")
+
+
+def test_groups_that_fit_together_need_no_turns() -> None:
+    turns = Turns(a=[[0]], b=[[0]])
+    turns.hub.send("driver[0]#0", "locks.coreside", ["a", "b"])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    assert turns.is_in("a[0]") and turns.is_in("b[0]")
+    turns.leave("a[0]")
+    assert not turns.is_asked_to_offload("a[0]")
+
+
+def test_turns_survive_a_hub_restart() -> None:
+    turns = Turns(a=[[0]], b=[[0]])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.hub.restart_from_journal()
+    turns.leave("a[0]")
+    turns.offload("a[0]")
+    assert turns.is_in("b[0]")
+
+
+# --- with processes ---------------------------------------------------------------------------------------
+
+_names = (f"stage{n}" for n in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(devices=4, trace_dir=tmp_path_factory.mktemp("run")) as cluster:
+        yield cluster
+
+
+def launch(cluster: Cluster, placement: str, folder: Path):
+    return Stage.launch(cluster, name=next(_names), placement=placement, folder=str(folder))
+
+
+def run_figure_5(cluster: Cluster, rollout, actor, *, actor_first: bool) -> None:
+    """Three iterations of the paper's program: it says nothing of devices."""
+    name = next(_names)
+    prompts = Channel.create(cluster, f"{name}-prompts", timeout_s=WAIT_S)
+    rollouts = Channel.create(cluster, f"{name}-rollouts", timeout_s=WAIT_S)
+    for _ in range(3):
+        training = actor.train(rollouts) if actor_first else None
+        generating = rollout.generate(prompts, rollouts)
+        training = training or actor.train(rollouts)
+        for n in range(12):
+            prompts.put(n)
+        prompts.end()
+        assert sum(generating.wait(timeout_s=WAIT_S)) == 12
+        rollouts.end()
+        assert sum(training.wait(timeout_s=WAIT_S)) == 660
+
+
+@pytest.mark.parametrize("actor_first", [False, True])
+def test_figure_5_on_shared_devices_takes_turns(cluster: Cluster, tmp_path: Path, actor_first: bool) -> None:
+    rollout, actor = launch(cluster, "0-1", tmp_path), launch(cluster, "0-1", tmp_path)
+    run_figure_5(cluster, rollout, actor, actor_first=actor_first)
+    for history in rollout.history().wait() + actor.history().wait():
+        assert history[:2] == ["onload", "offload"] or history == ["onload"]
+        assert 3 <= history.count("onload") <= 5
+    rollout.close()
+    actor.close()
+
+
+def test_figure_5_on_split_devices_never_switches(cluster: Cluster, tmp_path: Path) -> None:
+    rollout, actor = launch(cluster, "0-1", tmp_path), launch(cluster, "2-3", tmp_path)
+    run_figure_5(cluster, rollout, actor, actor_first=True)
+    assert rollout.history().wait() + actor.history().wait() == [["onload"]] * 4
+    rollout.close()
+    actor.close()
+
+
+def test_the_trace_shows_who_held_which_device_when(tmp_path: Path) -> None:
+    with Cluster(devices=1, trace_dir=tmp_path / "run") as cluster:
+        rollout, actor = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
+        run_figure_5(cluster, rollout, actor, actor_first=False)
+        rollout_name, actor_name = f"{rollout.name}[0]", f"{actor.name}[0]"
+    spans = []
+    for path in (tmp_path / "run" / "trace").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record.get("kind") == "span" and record.get("lane") == "device 0":
+                spans.append((record["at_ns"], record["at_ns"] + record["duration_ns"], record["name"]))
+    spans.sort()
+    assert {name for _, _, name in spans} == {rollout_name, actor_name}
+    assert len(spans) >= 6
+    for (_, end_ns, _), (start_ns, _, _) in itertools.pairwise(spans):
+        assert end_ns <= start_ns, "two groups held the device at once"
+
+
+def test_a_killed_holder_frees_the_devices(cluster: Cluster, tmp_path: Path) -> None:
+    doomed, heir = launch(cluster, "0", tmp_path / "x"), launch(cluster, "0", tmp_path / "y")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    with pytest.raises(PeerDiedError):
+        doomed.hold_and_die().wait(timeout_s=WAIT_S)
+    heir.hold(0.0).wait(timeout_s=WAIT_S)
+    doomed.close()
+    heir.close()
+
+
+def test_the_hub_may_die_while_devices_are_held(cluster: Cluster, tmp_path: Path) -> None:
+    import psutil
+
+    one, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
+    first = one.hold(0.8)
+    time.sleep(0.2)
+    second = other.hold(0.0)
+    (hub,) = [p for p in psutil.Process().children(recursive=True) if "rill.runtime.hub" in p.cmdline()]
+    os.kill(hub.pid, signal.SIGKILL)
+    (began_s,), (then_s,) = first.wait(timeout_s=WAIT_S), second.wait(timeout_s=WAIT_S)
+    assert then_s >= began_s + 0.8
+    one.close()
+    other.close()
+
+
+def test_a_wait_for_devices_ends_at_its_deadline_and_names_the_holder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    one, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
+    holding = one.hold(1.5)
+    time.sleep(0.3)
+    waiting = other.hold(0.0, timeout_s=0.8)
+    time.sleep(0.2)
+    edges = collect(cluster.context).edges
+    assert (f"{other.name}[0]", f"{one.name}[0]", "devices [0]") in [
+        (e.waiter, e.needed, e.why) for e in edges
+    ]
+    with pytest.raises(WorkerError, match="waited 0.8 s for devices"):
+        waiting.wait(timeout_s=WAIT_S)
+    holding.wait(timeout_s=WAIT_S)
+    other.hold(0.0).wait(timeout_s=WAIT_S)
+    one.close()
+    other.close()

@@ -1,0 +1,75 @@
+"""The stuck-run report: who waits for whom, the ring, the picture, the stacks."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from rill.errors import StuckError, WorkerError
+from rill.runtime import report as report_module
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from rill.runtime.report import Edge, Report
+from rill.runtime.waits import dump, waiting
+from tests.runtime.channel_workers import Consumer, Producer
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def edge(waiter: str, needed: str) -> Edge:
+    return Edge(waiter, needed, f"channel {waiter}{needed}", 1.5)
+
+
+def test_a_ring_is_found_and_named() -> None:
+    report = Report(edges=[edge("x", "a"), edge("a", "b"), edge("b", "c"), edge("c", "a")])
+    assert sorted(report.cycle()) == ["a", "b", "c"]
+    assert "ring: " in report.summary()
+
+
+def test_a_chain_is_not_a_ring() -> None:
+    report = Report(edges=[edge("a", "b"), edge("b", "c"), edge("a", "c")])
+    assert report.cycle() == []
+
+
+def test_the_picture_is_well_formed_and_names_everybody() -> None:
+    report = Report(edges=[edge("a<1>", "b"), edge("b", "a<1>"), edge("c", "b")])
+    picture = ElementTree.fromstring(report.svg())
+    texts = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"a<1>", "b", "c"} <= texts
+
+
+def test_a_named_wait_is_visible_while_it_lasts() -> None:
+    with waiting("an answer from the moon", "moon"):
+        seen = dump()
+    assert seen["waits"][0][:2] == ["an answer from the moon", "moon"]
+    assert "test_a_named_wait" in "".join(seen["stacks"].values())
+    assert dump()["waits"] == []
+
+
+def test_a_stuck_take_reports_everybody_with_their_stacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report_module, "REPORT_FROM_S", 0.5)
+    monkeypatch.setenv(report_module.REPORT_DIR_VARIABLE, str(tmp_path))
+    with Cluster(devices=2) as cluster:
+        consumers = Consumer.launch(cluster, name="consumer", placement="0")
+        producers = Producer.launch(cluster, name="producer", placement="1")
+        prompts, answers = Channel.create(cluster, "prompts"), Channel.create(cluster, "answers")
+        producers.produce(answers, 1).wait(timeout_s=30)
+        answers.take()
+        waiting_worker = consumers.take_forever(prompts, 20.0)
+        with pytest.raises(StuckError) as stuck:
+            answers.take(timeout_s=1.0)
+        message = str(stuck.value)
+        assert "driver[0] waits for producer[0] on take on channel answers" in message
+        assert "consumer[0] waits for nobody yet on take on channel prompts" in message
+        path = Path(re.search(r"\S+\.md", message)[0])  # type: ignore[index]
+        text = path.read_text()
+        assert "take_forever" in text and "## consumer[0]" in text
+        ElementTree.fromstring(path.with_suffix(".svg").read_text())
+        prompts.close()
+        with pytest.raises(WorkerError, match="prompts"):
+            waiting_worker.wait(timeout_s=30)
