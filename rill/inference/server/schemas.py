@@ -171,7 +171,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
