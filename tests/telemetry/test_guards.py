@@ -16,7 +16,7 @@ def watch(folder: Path, max_lag: int = 0) -> GuardWatch:
 def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
     healthy = {
         "lag/max": 0.0,
-        "mismatch/mean": 1e-6,
+        "mismatch/abs_mean": 1e-6,
         "mismatch/ess": 1.0,
         "policy/entropy": 0.5,
         "reward/std": 0.4,
@@ -28,7 +28,7 @@ def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
     ("metric", "value", "patience", "name"),
     [
         ("lag/max", 1.0, 1, "lag"),
-        ("mismatch/mean", 0.5, 2, "mismatch"),
+        ("mismatch/abs_mean", 0.5, 2, "mismatch"),
         ("mismatch/ess", 0.2, 2, "effective samples"),
         ("policy/entropy", 0.0, 5, "entropy collapse"),
         ("reward/std", 0.0, 3, "no signal"),
@@ -55,4 +55,4 @@ def test_a_fault_that_went_away_and_came_back_is_named_again(tmp_path: Path) -> 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(GuardError, match="gradient"):
-        watch(tmp_path).check(3, {"gradient_norm": float("nan")})
+        watch(tmp_path).check(3, {"grad_norm": float("nan")})

@@ -49,10 +49,10 @@ def test_a_metric_costs_microseconds_at_most() -> None:
     metrics = Metrics()
     best_s = math.inf
     for _ in range(10):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2000):
             metrics.mean("reward", 0.5)
-        best_s = min(best_s, (time.perf_counter() - start) / 2000)
+        best_s = min(best_s, (time.thread_time() - start) / 2000)
     assert best_s < 2e-6
 
 
