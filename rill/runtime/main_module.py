@@ -41,8 +41,8 @@ def describe_main() -> MainModule:
 
 def install_main(described: MainModule) -> None:
     """In a worker: make `__main__` find the names of the driver's script when they are asked for."""
-    here = sys.modules["__main__"]
-    sys.modules[WORKER_MAIN] = here
+    here = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules[WORKER_MAIN] = here
     loading = False
 
     def load_and_find(attribute: str) -> Any:

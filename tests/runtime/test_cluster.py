@@ -157,6 +157,15 @@ def test_preloaded_modules_are_there_at_once() -> None:
             group.die(3).wait(10)
 
 
+def test_an_environment_for_the_interpreter_gives_a_fresh_process() -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        group = Echo.launch(cluster, name="fresh", threads=1, env={"PYTHONHASHSEED": "7", "COLOUR": "red"})
+        assert group.hash_of("text").wait(20) == Echo.launch(
+            cluster, name="twin", threads=1, env={"PYTHONHASHSEED": "7"}
+        ).hash_of("text").wait(20)
+        assert group.environment("COLOUR").wait(20) == [{"COLOUR": "red"}]
+
+
 def test_worker_output_is_kept_where_asked(tmp_path: Path) -> None:
     with Cluster(devices="cpu:1", log_dir=tmp_path) as cluster:
         group = Echo.launch(cluster, name="loud", threads=1)

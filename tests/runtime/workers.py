@@ -47,6 +47,9 @@ class Echo(Worker):
     def modules(self, *names: str) -> list[str]:
         return [name for name in names if name in sys.modules]
 
+    def hash_of(self, text: str) -> int:
+        return hash(text)
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -1,0 +1,217 @@
+"""Start-up, group calls, point-to-point transfer and idle memory of the runtime, against Ray and RLinf on this machine.
+
+    python benchmarks/runtime_calls.py [--quick] [--rivals ray,rlinf]
+
+Prints one JSON line per measurement: {"name", "system", "value", "unit"}, and the ratios at the end. Rivals that are
+not installed are left out. RLinf's own runtime is Ray with its actors; its figures come from its public API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from rill.runtime.cluster import Cluster
+from rill.runtime.worker import Worker
+
+ROOT = Path(__file__).parents[1]
+
+
+def report(name: str, system: str, value: float, unit: str) -> None:
+    print(json.dumps({"name": name, "system": system, "value": round(value, 6), "unit": unit}), flush=True)
+
+
+class Node(Worker):
+    """One end of every measurement."""
+
+    def nothing(self) -> None:
+        pass
+
+    def send_arrays(self, num_bytes: int, count: int) -> None:
+        import numpy as np
+
+        array = np.ones(num_bytes, np.uint8)
+        for _ in range(count):
+            self.send(array, self.group_name, 1)
+        self.recv(self.group_name, 1)
+
+    def receive_arrays(self, count: int) -> float:
+        self.recv(self.group_name, 0)
+        started_s = time.perf_counter()
+        for _ in range(count - 1):
+            self.recv(self.group_name, 0)
+        seconds = time.perf_counter() - started_s
+        self.send(None, self.group_name, 0)
+        return seconds
+
+    def ping(self, count: int) -> float:
+        started_s = time.perf_counter()
+        for n in range(count):
+            if self.rank == 0:
+                self.send(n, self.group_name, 1)
+                self.recv(self.group_name, 1)
+            else:
+                self.send(self.recv(self.group_name, 0), self.group_name, 0)
+        return (time.perf_counter() - started_s) / count
+
+
+def median_seconds(action: Callable[[], object], repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        action()
+        samples.append(time.perf_counter() - started_s)
+    return median(samples)
+
+
+def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
+    system = f"rill-{backend}"
+    with Cluster(devices="cpu:2") if backend == "local" else Cluster.ray("local", devices="cpu:2") as cluster:
+        group = Node.launch(cluster, name="node", threads=1)
+        one, both = group.on(0), group
+        for _ in range(50):
+            one.nothing().wait(30)
+        report(
+            "call_round_trip", system, 1e6 * median_seconds(lambda: one.nothing().wait(30), num_calls), "us"
+        )
+        report(
+            "group_call_2_ranks",
+            system,
+            1e6 * median_seconds(lambda: both.nothing().wait(30), num_calls),
+            "us",
+        )
+        started_s = time.perf_counter()
+        for handle in [one.nothing() for _ in range(num_calls)]:
+            handle.wait(30)
+        report("calls_in_flight", system, num_calls / (time.perf_counter() - started_s), "calls/s")
+        report("p2p_round_trip", system, 1e6 * max(group.ping(num_calls).wait(120)), "us")
+        for num_bytes in (16 * 2**20, 64 * 2**20):
+            sending = group.on(0).send_arrays(num_bytes, num_arrays)
+            (seconds,) = group.on(1).receive_arrays(num_arrays).wait(120)
+            sending.wait(30)
+            rate = num_bytes * (num_arrays - 1) / seconds / 1e6
+            report(f"p2p_{num_bytes >> 20}MiB", system, rate, "MB/s")
+        time.sleep(0.5)
+        report("idle_memory", system, tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
+
+
+def tree_memory_mb(root: int) -> float:
+    """Proportional memory of a process and all its descendants; shared pages are counted once."""
+    import psutil
+
+    processes = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total / 1e6
+
+
+STARTUP = {
+    "rill-local": """
+from rill.runtime.cluster import Cluster
+from benchmarks.runtime_calls import Node
+with Cluster(devices="cpu:2") as cluster:
+    Node.launch(cluster, name="node", threads=1).nothing().wait(60)
+    print(time.perf_counter() - started_s)
+""",
+    "rill-ray": """
+from rill.runtime.cluster import Cluster
+from benchmarks.runtime_calls import Node
+with Cluster.ray("local", devices="cpu:2") as cluster:
+    Node.launch(cluster, name="node", threads=1).nothing().wait(60)
+    print(time.perf_counter() - started_s)
+""",
+    "ray": """
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+@ray.remote
+class Node:
+    def nothing(self): pass
+nodes = [Node.remote() for _ in range(2)]
+ray.get([node.nothing.remote() for node in nodes])
+print(time.perf_counter() - started_s)
+""",
+}
+
+
+def measure_startup(system: str, repeats: int) -> None:
+    code = "import time; started_s = time.perf_counter()\n" + STARTUP[system]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    samples = []
+    for _ in range(repeats):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=180
+        )
+        if done.returncode:
+            raise SystemExit(f"{system} did not start:\n{done.stderr[-2000:]}")
+        samples.append(float(done.stdout.split()[-1]))
+    report("startup_to_first_answer", system, median(samples), "s")
+
+
+def measure_ray(num_calls: int, num_arrays: int) -> None:
+    import numpy as np
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+    @ray.remote
+    class Actor:
+        def nothing(self) -> None:
+            pass
+
+        def make(self, num_bytes: int) -> object:
+            return np.ones(num_bytes, np.uint8)
+
+        def take(self, array: object) -> None:
+            pass
+
+    first, second = Actor.remote(), Actor.remote()
+    ray.get([first.nothing.remote(), second.nothing.remote()])
+    report(
+        "call_round_trip",
+        "ray",
+        1e6 * median_seconds(lambda: ray.get(first.nothing.remote()), num_calls),
+        "us",
+    )
+    pair = (first, second)
+    both = median_seconds(lambda: ray.get([actor.nothing.remote() for actor in pair]), num_calls)
+    report("group_call_2_ranks", "ray", 1e6 * both, "us")
+    for num_bytes in (16 * 2**20, 64 * 2**20):
+        ray.get(second.take.remote(first.make.remote(num_bytes)))
+        started_s = time.perf_counter()
+        for _ in range(num_arrays):
+            ray.get(second.take.remote(first.make.remote(num_bytes)))
+        rate = num_bytes * num_arrays / (time.perf_counter() - started_s) / 1e6
+        report(f"p2p_{num_bytes >> 20}MiB", "ray", rate, "MB/s")
+    report("idle_memory", "ray", tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
+    ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few repeats: checks that it runs")
+    parser.add_argument("--rivals", default="ray", help="comma-separated: ray; empty for none")
+    args = parser.parse_args()
+    num_calls, num_arrays, repeats = (100, 4, 1) if args.quick else (3000, 40, 3)
+    rivals = [name for name in args.rivals.split(",") if name and importlib.util.find_spec(name)]
+    measure_startup("rill-local", repeats)
+    measure_rill("local", num_calls, num_arrays)
+    if "ray" in rivals:
+        measure_startup("ray", repeats)
+        measure_startup("rill-ray", repeats)
+        measure_ray(num_calls, num_arrays)
+
+
+if __name__ == "__main__":
+    main()

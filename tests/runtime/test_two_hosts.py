@@ -1,0 +1,114 @@
+"""Two hosts, as network namespaces joined by a cable, in one Ray cluster. Needs root and the `ip` command."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+TOKEN = secrets.token_hex(16)
+"""Ray's token authentication stays on; both hosts are given the same token."""
+HOSTS = {"rill-test-a": "10.213.0.1", "rill-test-b": "10.213.0.2"}
+
+
+def ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=True)
+
+
+def in_host(host: str, *command: str) -> list[str]:
+    return ["ip", "netns", "exec", host, *command]
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    first, second = HOSTS
+    _remove_hosts()
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        ip("link", "add", "rill-a", "netns", first, "type", "veth", "peer", "name", "rill-b", "netns", second)
+        for host, device in ((first, "rill-a"), (second, "rill-b")):
+            ip("-n", host, "addr", "add", f"{HOSTS[host]}/24", "dev", device)
+            ip("-n", host, "link", "set", device, "up")
+    except subprocess.CalledProcessError as error:
+        _remove_hosts()
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    yield list(HOSTS)
+    _remove_hosts()
+
+
+def _remove_hosts() -> None:
+    for host in HOSTS:
+        pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            subprocess.run(["kill", "-9", pid], capture_output=True)
+        ip("netns", "del", host, check=False)
+
+
+def start_ray(host: str, tmp: Path, *options: str) -> subprocess.Popen[bytes]:
+    ray = Path(sys.executable).with_name("ray")
+    command = in_host(
+        host, str(ray), "start", "--block", "--num-cpus=1", f"--node-ip-address={HOSTS[host]}", *options
+    )
+    log = open(tmp / f"{host}.log", "wb")
+    return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+
+
+def environment() -> dict[str, str]:
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+    }
+    return {**os.environ, **own}
+
+
+def test_groups_transfers_channels_and_deaths_work_across_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+    first, second = hosts
+    address = f"{HOSTS[first]}:6399"
+    temp = Path("/tmp/rill-test-ray")
+    shutil.rmtree(temp, ignore_errors=True)
+    head = start_ray(
+        first, tmp_path, "--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={temp}"
+    )
+    try:
+        wait_for_ray(first, address, 1)
+        other = start_ray(second, tmp_path, f"--address={address}")
+        wait_for_ray(first, address, 2)
+        script = Path(__file__).with_name("two_hosts_script.py")
+        command = in_host(first, sys.executable, str(script), address)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+        steps = done.stdout.split()
+        assert done.returncode == 0, f"{steps}\n{done.stderr[-4000:]}"
+        assert steps[-1] == "closed"
+        other.terminate()
+    finally:
+        head.terminate()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def wait_for_ray(host: str, address: str, num_nodes: int) -> None:
+    code = (
+        "import ray, sys, time\n"
+        f"for _ in range(60):\n"
+        "    try:\n"
+        f"        ray.init({address!r}, log_to_driver=False)\n"
+        f"        while sum(n['Alive'] for n in ray.nodes()) < {num_nodes}: time.sleep(0.3)\n"
+        "        sys.exit(0)\n"
+        "    except (ConnectionError, RuntimeError): time.sleep(0.5)\n"
+        "sys.exit(1)\n"
+    )
+    subprocess.run(in_host(host, sys.executable, "-c", code), env=environment(), check=True, timeout=90)
