@@ -31,6 +31,7 @@ from rill.errors import ConfigError, RunError
 from rill.runtime.broker import EPOCH_END, ITEMS, NOTHING
 from rill.runtime.consumer_port import ConsumerPort, WireItem
 from rill.runtime.context import RuntimeContext, current
+from rill.runtime.gpu_payload import gpu_export
 from rill.runtime.hub_client import Pending
 from rill.runtime.lock import lock_of
 from rill.runtime.producer_port import INLINE_BYTES, Descriptor, ProducerPort
@@ -75,11 +76,11 @@ class Lease:
 class Channel:
     """A handle. Equal in every process it is sent to."""
 
-    def __init__(self, name: str, *, is_bounded: bool, device: str | None, timeout_s: float) -> None:
+    def __init__(self, name: str, *, is_bounded: bool, offload: bool, timeout_s: float) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
         self.name = name
         self._is_bounded = is_bounded
-        self._device = device
+        self._offload = offload
         self._timeout_s = timeout_s
 
     @classmethod
@@ -92,14 +93,15 @@ class Channel:
         capacity_bytes: int | None = None,
         granularity: int = 1,
         producers: int | None = None,
-        device: str | None = None,
+        offload: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
         `granularity`: items that loops receive at a time; a plan sets it, worker code never mentions it.
-        `device`: where consumers get tensors that producers had on a GPU (None: on the CPU). `timeout_s`: deadline of
-        every wait that gives none of its own.
+        `offload`: GPU tensors wait in host memory and arrive on their consumer's own device; False leaves them on the
+        GPU, for consumers that see the same one. `producers`: how many processes end an epoch (see above).
+        `timeout_s`: deadline of every wait that gives none of its own.
         """
         for what, value in (("capacity_items", capacity_items), ("capacity_bytes", capacity_bytes)):
             if value is not None and value < 1:
@@ -115,10 +117,10 @@ class Channel:
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", [name, options], _HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
-        return cls(name, is_bounded=is_bounded, device=device, timeout_s=timeout_s)
+        return cls(name, is_bounded=is_bounded, offload=offload, timeout_s=timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.name, self._is_bounded, self._device, self._timeout_s)
+        return _rebuild, (self.name, self._is_bounded, self._offload, self._timeout_s)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -191,10 +193,10 @@ class Channel:
                 self._deadline(timeout_s),
                 in_loop=False,
             )
-            return [ends.consumer.open(item, self._device) for item in found or ()]
+            return [ends.consumer.open(item) for item in found or ()]
         items = self._take_front(ends, holder, self._deadline(timeout_s), min_items=1, in_loop=False)
         assert items
-        return ends.consumer.open(items[0], self._device)
+        return ends.consumer.open(items[0])
 
     async def take_async(self, timeout_s: float | None = None) -> Any:
         """As `take` on an event loop: what a task took is done when it takes again or ends."""
@@ -214,7 +216,7 @@ class Channel:
             (item,) = ends.consumer.accept(task, pending.result()[1], num_wanted=1, in_loop=False)
         if task is not None:
             ends.consumer.finish_with(task)
-        return ends.consumer.open(item, self._device)
+        return ends.consumer.open(item)
 
     def take_batch(
         self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
@@ -229,7 +231,7 @@ class Channel:
         else:
             assert count is not None
             items = self._take_front(ends, holder, deadline_s, min_items=count, in_loop=True, is_exact=True)
-        return [ends.consumer.open(item, self._device) for item in items or ()]
+        return [ends.consumer.open(item) for item in items or ()]
 
     def take_chosen(self, choose: Choice, timeout_s: float | None = None) -> list[Any]:
         """What `choose` picks of the queued items. It runs here, again and again until it picks something that is
@@ -244,7 +246,7 @@ class Channel:
                 ids = [info.id for info in chosen]
                 items = self._take_by(ends, holder, "ids", ids, deadline_s, in_loop=False)
                 if items is not None:
-                    return [ends.consumer.open(item, self._device) for item in items]
+                    return [ends.consumer.open(item) for item in items]
                 continue
             pending = Pending()
             hub.submit("broker.watch", [self.name, version], pending)
@@ -276,14 +278,14 @@ class Channel:
         )
         answer = self._wait(ends, pending, self._deadline(timeout_s), ("cancel_share", key))
         items = ends.consumer.accept(holder, answer[1], num_wanted=len(answer[1]), in_loop=False)
-        return [ends.consumer.open(item, self._device) for item in items]
+        return [ends.consumer.open(item) for item in items]
 
     def __iter__(self) -> Iterator[Any]:
         """Objects until the epoch ends."""
         ends, holder = _ends(self, current()), threading.get_ident()
         try:
             while items := self._take_front(ends, holder, self._deadline(None), min_items=0, in_loop=True):
-                yield ends.consumer.open(items[0], self._device)
+                yield ends.consumer.open(items[0])
         finally:
             ends.consumer.finish(holder)
             ends.consumer.put_back()
@@ -295,7 +297,7 @@ class Channel:
             while items := self._take_front(
                 ends, holder, self._deadline(None), min_items=0, in_loop=True, is_exact=True
             ):
-                yield [ends.consumer.open(item, self._device) for item in items]
+                yield [ends.consumer.open(item) for item in items]
         finally:
             ends.consumer.finish(holder)
 
@@ -304,7 +306,7 @@ class Channel:
         ends, task = _ends(self, current()), asyncio.current_task()
         try:
             while (item := await self._next_in_loop(ends, task)) is not None:
-                yield ends.consumer.open(item, self._device)
+                yield ends.consumer.open(item)
         finally:
             ends.consumer.finish(task)
             ends.consumer.put_back()
@@ -319,7 +321,7 @@ class Channel:
                 item = await self._next_in_loop(ends, lease)
                 if item is None:
                     return
-                lease.value = ends.consumer.open(item, self._device)
+                lease.value = ends.consumer.open(item)
                 yield lease
         finally:
             ends.consumer.put_back()
@@ -381,14 +383,18 @@ class Channel:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def _descriptor(self, ends: _Ends, obj: Any, weight: float, key: Any, deadline_s: float) -> Descriptor:
-        encoded = encode(obj)
+        export = None if self._offload else gpu_export()
+        encoded = encode(obj, device_hook=export)
         weight = float(weight)
-        if encoded.num_bytes <= INLINE_BYTES:
+        is_on_gpu = export is not None and bool(export.kept)
+        if encoded.num_bytes <= INLINE_BYTES and not is_on_gpu:
             inline: Any = encoded.header
             if encoded.buffers:
                 inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
             return [weight, key, encoded.num_bytes, inline, None]
         ref = ends.context.store.write(encoded, max(0.0, deadline_s - time.monotonic()))
+        if export is not None and is_on_gpu:
+            ends.context.store.pin(ref, export.kept)
         return [weight, key, encoded.num_bytes, None, ref]
 
     def _put_all(
@@ -471,7 +477,9 @@ class _Ends:
         self.context = context
         hub, store = context.hub, context.store
         self.producer = ProducerPort(hub, store, channel.name)
-        self.consumer = ConsumerPort(hub, store, channel.name, reads_ahead=not channel._is_bounded)
+        self.consumer = ConsumerPort(
+            hub, store, channel.name, reads_ahead=not channel._is_bounded, device=context.torch_device
+        )
 
     def close(self) -> None:
         self.producer.seal()
@@ -513,8 +521,8 @@ def _checked_key(channel: str, key: Any) -> Any:
     )
 
 
-def _rebuild(name: str, is_bounded: bool, device: str | None, timeout_s: float) -> Channel:
-    return Channel(name, is_bounded=is_bounded, device=device, timeout_s=timeout_s)
+def _rebuild(name: str, is_bounded: bool, offload: bool, timeout_s: float) -> Channel:
+    return Channel(name, is_bounded=is_bounded, offload=offload, timeout_s=timeout_s)
 
 
 def finish_call(context: RuntimeContext) -> None:

@@ -37,7 +37,10 @@ WireItem = tuple[int, float, Any, int, Any, Any]  # id, weight, key, num_bytes, 
 class ConsumerPort:
     """Thread-safe. A holder is whoever takes: a thread, or a task of an event loop."""
 
-    def __init__(self, hub: HubClient, store: Store, name: str, *, reads_ahead: bool) -> None:
+    def __init__(
+        self, hub: HubClient, store: Store, name: str, *, reads_ahead: bool, device: str | None = None
+    ) -> None:
+        self._device = device
         self._hub = hub
         self._store = store
         self._name = name
@@ -117,14 +120,14 @@ class ConsumerPort:
         self._hub.submit(f"broker.{method}", [self._name, *payload, pending.seq])
         return True
 
-    def open(self, item: WireItem, device: str | None) -> Any:
-        """The object itself."""
+    def open(self, item: WireItem) -> Any:
+        """The object itself; tensors that were on a GPU arrive on this process's device."""
         item_id, _, _, _, inline, ref = item
         if ref is None:
             if isinstance(inline, bytes):
-                return decode(inline, ())
-            return decode(inline[0], [bytearray(part) for part in inline[1:]], device=device)
-        return self._store.read(ref, lambda: self._release(item_id), device=device)
+                return decode(inline, (), device=self._device)
+            return decode(inline[0], [bytearray(part) for part in inline[1:]], device=self._device)
+        return self._store.read(ref, lambda: self._release(item_id), device=self._device)
 
     def finish(self, holder: object) -> None:
         """The holder is done with everything it has taken."""

@@ -29,7 +29,7 @@ class Exporter:
 
         self.num_exported += 1
         _, arguments = reduce_tensor(tensor)
-        return _import_copy, (gpu, arguments)
+        return import_copy, (gpu, arguments)
 
 
 def exporter_for(me: WorkerAddress, peer: WorkerAddress) -> Exporter | None:
@@ -43,7 +43,7 @@ _DEVICE_ARGUMENT = 6
 """The place of the device's number in the arguments of torch's rebuild_cuda_tensor."""
 
 
-def _import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
+def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
     """Open the sender's memory as this process sees the GPU, and copy out of it."""
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor

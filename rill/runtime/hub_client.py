@@ -177,7 +177,9 @@ class HubClient:
         future: asyncio.Future[None] = loop.create_future()
 
         def arrived(_: Pending) -> None:
-            loop.call_soon_threadsafe(_set_if_open, future)
+            # The loop may have ended with its caller; its answer then finds nobody, and this thread must live on.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_set_if_open, future)
 
         return Pending(arrived), future
 

@@ -70,6 +70,7 @@ class Store:
         self._mapped_bytes = 0
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
+        self._pinned: dict[tuple[str, int], object] = {}
         self._guards: dict[int, weakref.ref[Any]] = {}
 
     # --- writing ------------------------------------------------------------------------------------------
@@ -98,14 +99,16 @@ class Store:
                 if segment is None:
                     continue
                 self._free_slots.setdefault(segment.slot_bytes, []).append((name, offset))
+                self._pinned.pop((name, offset), None)
                 self._free_bytes += segment.slot_bytes
                 self._used_bytes -= segment.slot_bytes
             self._trim(max(POOL_BYTES, self._used_bytes))
             self._freed.notify_all()
 
-    def discard(self, ref: Ref) -> None:
-        """Take back a payload whose descriptor never went anywhere."""
-        self.free([(ref[2], ref[3])])
+    def pin(self, ref: Ref, keep: object) -> None:
+        """Keep something alive for as long as this payload may be read: memory on a GPU, say."""
+        with self._lock:
+            self._pinned[(ref[2], ref[3])] = keep
 
     # --- reading ------------------------------------------------------------------------------------------
 

@@ -89,6 +89,37 @@ class Consumer(Worker):
         return taken + [_number(item) async for item in channel]
 
 
+class GpuWorker(Worker):
+    """Puts and takes tensors on its own device."""
+
+    def produce(self, channel: Channel, count: int, size: int) -> None:
+        import torch
+
+        for n in range(count):
+            channel.put({"n": n, "x": torch.full((size,), float(n), device=self.device)})
+        torch.cuda.synchronize()
+        channel.flush()
+
+    def consume(self, channel: Channel, count: int) -> list[tuple[str, bool, float]]:
+        """(device, whether the values are right, seconds) of each item."""
+        import torch
+
+        seen = []
+        for _ in range(count):
+            started_s = time.perf_counter()
+            item = channel.take()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started_s
+            seen.append((str(item["x"].device), bool((item["x"] == item["n"]).all()), seconds))
+        channel.done()
+        return seen
+
+    def memory(self) -> int:
+        import torch
+
+        return int(torch.cuda.memory_allocated())
+
+
 class Stage(Worker):
     """A worker with memory to bring in and out; it remembers when, and finds out if it is ever not alone."""
 

@@ -7,18 +7,21 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rill.errors import ChannelClosedError, ConfigError, PeerDiedError, StuckError, UnpicklableError
 from rill.runtime.channel import Channel, ItemInfo
 from rill.runtime.cluster import Cluster
-from tests.runtime.channel_workers import Consumer, Producer
+from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60.0
@@ -47,8 +50,6 @@ def channel(cluster: Cluster) -> Channel:
 
 
 def hub_pid(cluster: Cluster) -> int:
-    import psutil
-
     for process in psutil.Process().children(recursive=True):
         if "rill.runtime.hub" in process.cmdline():
             return process.pid
@@ -255,6 +256,24 @@ def test_several_tasks_of_one_worker_take_and_finish_their_own_items(channel: Ch
     assert sorted(taken) == list(range(12))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [True, False])
+def test_gpu_tensors_arrive_on_their_consumers_device(offload: bool) -> None:
+    with Cluster() as cluster:
+        producer = GpuWorker.launch(cluster, name="producer", placement="cuda:0")
+        consumer = GpuWorker.launch(cluster, name="consumer", placement="cuda:0")
+        channel = Channel.create(cluster, "c", offload=offload)
+        before = producer.memory().wait()[0]
+        producer.produce(channel, 5, 1 << 22).wait(timeout_s=WAIT_S)
+        assert (producer.memory().wait()[0] - before > 4 << 24) != offload
+        (seen,) = consumer.consume(channel, 5).wait(timeout_s=WAIT_S)
+        assert [(device, is_right) for device, is_right, _ in seen] == [("cuda:0", True)] * 5
+        deadline_s = time.monotonic() + 10
+        while producer.memory().wait()[0] > before + (1 << 20):
+            assert time.monotonic() < deadline_s, "the producer keeps finished items"
+            time.sleep(0.05)
+
+
 # --- kill -9 ----------------------------------------------------------------------------------------------
 
 
@@ -283,6 +302,38 @@ def test_killing_the_hub_in_the_middle_changes_nothing(
     produced = producing.wait(timeout_s=WAIT_S)
     taken = consuming.wait(timeout_s=WAIT_S)
     assert sorted(n for part in taken for n in part) == sorted(n for part in produced for n in part)
+
+
+def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither processes nor shared memory nor files, although items are queued and half taken."""
+    script = """
+from rill.runtime.cluster import Cluster
+from rill.runtime.channel import Channel
+from tests.runtime.channel_workers import Consumer, Producer
+import psutil, time
+if __name__ == "__main__":
+    cluster = Cluster(devices=2)
+    channel = Channel.create(cluster, "c")
+    producer = Producer.launch(cluster, name="p", placement="0")
+    consumer = Consumer.launch(cluster, name="c", placement="1")
+    producer.produce(channel, 50, size=50_000).wait(timeout_s=60)
+    consumer.consume(channel, 0.05)
+    children = [p.pid for p in psutil.Process().children(recursive=True)]
+    print(cluster.session.shm_dir, cluster.session.session_dir, *children, flush=True)
+    time.sleep(60)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env, text=True)
+    assert driver.stdout is not None
+    shm_dir, session_dir, *pids = driver.stdout.readline().split()
+    assert any(Path(shm_dir).glob("p*"))
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    deadline_s = time.monotonic() + 15
+    while Path(shm_dir).exists() or Path(session_dir).exists() or any(map(psutil.pid_exists, map(int, pids))):
+        assert time.monotonic() < deadline_s, "something is left"
+        time.sleep(0.05)
 
 
 def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
