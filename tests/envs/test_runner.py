@@ -55,6 +55,18 @@ async def later(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     return 0.5
 
 
+running = most_running = 0
+
+
+async def counts_itself(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    global running, most_running
+    running += 1
+    most_running = max(most_running, running)
+    await asyncio.sleep(0.01)
+    running -= 1
+    return 1.0
+
+
 async def never(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     await asyncio.sleep(60)
     return 1.0
@@ -188,3 +200,12 @@ def test_many_scores_share_few_processes(run: Any) -> None:
     scored = runner.score_all([(PROMPT, answered("x" * n)) for n in range(40)])
     runner.close()
     assert [t.reward for t in scored] == [float(n) for n in range(40)]
+
+
+def test_no_more_scores_run_at_once_than_allowed() -> None:
+    from tests.envs import test_runner as this  # the module that the runner imported by name
+
+    runner = RewardRunner(config(function("counts_itself")), ScoringConfig(max_concurrent=3))
+    scored = runner.score_all([(PROMPT, answered("x"))] * 12)
+    runner.close()
+    assert [t.reward for t in scored] == [1.0] * 12 and this.most_running == 3

@@ -85,7 +85,7 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._processes: RewardProcesses | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._closed = False
+        self._places: tuple[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] | None = None
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward, its parts and, if a term failed, its error."""
@@ -117,7 +117,6 @@ class RewardRunner:
             return {term.label: stats for term, stats in zip(self.terms, self._stats, strict=True)}
 
     def close(self) -> None:
-        self._closed = True
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
@@ -151,11 +150,13 @@ class RewardRunner:
                 assert not isinstance(value, Awaitable)
                 return value
             case Isolation.ASYNC:
-                awaitable = reward.score(*arguments)
-                assert isinstance(awaitable, Awaitable)
-                return await asyncio.wait_for(awaitable, timeout_s)
+                async with self._place(index):
+                    awaitable = reward.score(*arguments)
+                    assert isinstance(awaitable, Awaitable)
+                    return await asyncio.wait_for(awaitable, timeout_s)
             case Isolation.THREAD:
-                return await asyncio.wait_for(_in_daemon_thread(reward, arguments), timeout_s)
+                async with self._place(index):
+                    return await asyncio.wait_for(_in_daemon_thread(reward, arguments), timeout_s)
             case Isolation.PROCESS:
                 threads, processes = self._process_places()
                 loop = asyncio.get_running_loop()
@@ -163,6 +164,14 @@ class RewardRunner:
 
     def _timeout_s(self, index: int) -> float:
         return self.terms[index].config.timeout_s or self.config.timeout_s
+
+    def _place(self, index: int) -> asyncio.Semaphore:
+        """Bounds the scores of one term in flight. Semaphores belong to an event loop, so there is a set for each."""
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            limit = self.config.max_concurrent
+            self._places = (loop, [asyncio.Semaphore(limit) for _ in self.terms])
+        return self._places[1][index]
 
     def _process_places(self) -> tuple[ThreadPoolExecutor, RewardProcesses]:
         """One thread per process: a score that waits for a place waits in the executor's queue, without a deadline

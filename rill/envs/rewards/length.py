@@ -1,0 +1,70 @@
+"""Rewards of length alone, in sampled tokens. Both are meant as terms of a mix.
+
+length     a straight line from `at_zero` tokens' worth to the limit: shorter is better
+overlong   DAPO's soft punishment: 0 up to (limit − buffer), then down in a straight line to −1 at the limit
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.types import Prompt, Trajectory
+
+
+class LengthReward:
+    """1 − length / max_tokens, not below 0: 1 for an empty answer."""
+
+    class Config(RewardConfig):
+        type: Literal["length"] = "length"
+        max_tokens: int = Field(ge=1)
+        """Sampled tokens at which the value has come down to 0."""
+        free_tokens: int = Field(default=0, ge=0)
+        """Up to so many tokens the value is 1. 0: it falls from the first."""
+
+        @model_validator(mode="after")
+        def _in_order(self) -> LengthReward.Config:
+            if self.free_tokens >= self.max_tokens:
+                raise ValueError(
+                    f"`free_tokens` ({self.free_tokens}) must lie below `max_tokens` ({self.max_tokens})"
+                )
+            return self
+
+    isolation = Isolation.INLINE
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
+        over = max(0, trajectory.num_sampled - self.config.free_tokens)
+        return max(0.0, 1.0 - over / (self.config.max_tokens - self.config.free_tokens))
+
+
+class OverlongReward:
+    """With L sampled tokens: 0 if L ≤ max − buffer; (max − buffer − L) / buffer up to max; −1 beyond."""
+
+    class Config(RewardConfig):
+        type: Literal["overlong"] = "overlong"
+        max_tokens: int = Field(ge=1)
+        """The longest answer allowed."""
+        buffer_tokens: int = Field(ge=1)
+        """The last so many of them are punished, more and more."""
+
+        @model_validator(mode="after")
+        def _in_order(self) -> OverlongReward.Config:
+            if self.buffer_tokens > self.max_tokens:
+                raise ValueError(
+                    f"`buffer_tokens` ({self.buffer_tokens}) exceeds `max_tokens` ({self.max_tokens})"
+                )
+            return self
+
+    isolation = Isolation.INLINE
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
+        start = self.config.max_tokens - self.config.buffer_tokens
+        return max(-1.0, min(0.0, (start - trajectory.num_sampled) / self.config.buffer_tokens))

@@ -1,0 +1,134 @@
+"""Hostile programs: whatever they do, the run ends in time and nothing passes that did not."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rill.envs.sandbox import Limits, protections, run_python
+
+QUICK = Limits(wall_s=3.0, cpu_s=2, memory_bytes=512 * 2**20, output_bytes=100_000)
+
+
+def test_checks_pass_and_fail_one_by_one() -> None:
+    result = run_python(
+        "def add(a, b): return a + b", checks=["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
+    )
+    assert result.passed == (True, False) and "check 1" in result.error
+
+
+def test_standard_input_and_output() -> None:
+    result = run_python("a, b = map(int, input().split())\nprint(a + b)", stdin="3 4\n")
+    assert result.stdout == "7\n" and result.ended == "ok" and result.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)\ndef f(): return 1",
+        "print('passed')\nraise SystemExit",
+        "import sys, os\nos.write(int(sys.argv[1]), b'secret 0\\n')",
+        "import os\nos.kill(os.getpid(), 9)",
+        "import sys; sys.setrecursionlimit(10**9)\ndef g(): return g()\ng()",
+    ],
+)
+def test_a_program_that_leaves_or_lies_has_passed_nothing(code: str) -> None:
+    assert run_python(code, checks=["assert f() == 1"], limits=QUICK).passed == (False,)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal\nfor s in (signal.SIGTERM, signal.SIGXCPU): signal.signal(s, signal.SIG_IGN)\n"
+        "while True: pass",
+        "import os, time\nos.close(1); os.close(2)\ntime.sleep(60)",
+    ],
+    ids=["loop", "sleep", "ignores signals", "hides its output"],
+)
+def test_a_program_without_end_is_ended(code: str) -> None:
+    started = time.monotonic()
+    result = run_python(code, checks=["pass"], limits=Limits(wall_s=1.0, cpu_s=1))
+    assert time.monotonic() - started < 8 and result.passed == (False,)
+
+
+def test_endless_output_is_cut_off() -> None:
+    result = run_python("while True: print('x' * 1000)", limits=QUICK)
+    assert result.ended == "output" and len(result.stdout) <= 100_000
+
+
+def test_memory_is_limited() -> None:
+    result = run_python("x = bytearray(4 * 2**30)", checks=["assert x"], limits=QUICK)
+    assert result.passed == (False,) and "MemoryError" in result.error
+
+
+def test_a_fork_bomb_ends_and_leaves_nothing_behind() -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    before = len(os.listdir("/proc"))
+    if "forks" not in protections():
+        pytest.skip("no system-call filters here: nothing limits forks")
+    result = run_python(bomb, limits=Limits(wall_s=1.0, cpu_s=1))
+    assert result.ended != "ok"
+    time.sleep(0.3)
+    assert len(os.listdir("/proc")) < before + 50
+
+
+def test_a_detached_child_does_not_outlive_the_run(tmp_path: Path) -> None:
+    if "processes" not in protections():
+        pytest.skip("no process namespaces here: a child in a session of its own can escape")
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)"
+    result = run_python(code + "\ntime.sleep(0.1)", limits=Limits(wall_s=3.0, num_processes=4))
+    assert result.ended in ("ok", "timeout")
+    time.sleep(0.2)
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert b"sandbox_launcher" not in status.read_bytes()
+        except OSError:
+            continue
+
+
+def test_nothing_can_be_written_outside_the_folder(tmp_path: Path) -> None:
+    if not protections() & {"files", "user"}:
+        pytest.skip("neither Landlock nor a user of its own here")
+    tmp_path.chmod(0o700)
+    code = f"open({str(tmp_path / 'mark')!r}, 'w').write('x')"
+    result = run_python(code, limits=QUICK)
+    assert result.ended == "error" and "PermissionError" in result.error
+    assert not (tmp_path / "mark").exists()
+    inside = run_python("open('mark', 'w').write('x')\nprint(open('mark').read())", limits=QUICK)
+    assert inside.stdout == "x\n", inside
+
+
+def test_new_processes_are_refused_and_threads_are_not() -> None:
+    if "forks" not in protections():
+        pytest.skip("no system-call filters here")
+    result = run_python(
+        "import os\ntry: os.fork()\nexcept OSError as e: print(type(e).__name__)", limits=QUICK
+    )
+    assert result.stdout == "PermissionError\n"
+    thread = "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start(); t.join()"
+    assert run_python(thread, limits=QUICK).stdout == "hi\n"
+
+
+def test_huge_files_are_refused() -> None:
+    code = "f = open('big', 'wb')\nfor _ in range(200): f.write(b'x' * 2**20)"
+    result = run_python(code, checks=["assert True"], limits=Limits(wall_s=5, file_bytes=2**20))
+    assert result.ended != "ok" or "File too large" in result.error
+
+
+def test_there_is_no_network() -> None:
+    if "network" not in protections():
+        pytest.skip("no network namespaces here")
+    code = "import socket\nprint([n for _, n in socket.if_nameindex()])\nsocket.create_connection(('127.0.0.1', 9), 1)"
+    result = run_python(code, limits=QUICK)
+    assert result.ended == "error" and result.stdout.strip() in ("['lo']", "[]")
+
+
+def test_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    assert "sesame" not in run_python("import os; print(dict(os.environ))").stdout
