@@ -62,8 +62,8 @@ def start_ray(host: str, tmp: Path, *options: str) -> subprocess.Popen[bytes]:
     command = in_host(
         host, str(ray), "start", "--block", "--num-cpus=1", f"--node-ip-address={HOSTS[host]}", *options
     )
-    log = open(tmp / f"{host}.log", "wb")
-    return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
+    with open(tmp / f"{host}.log", "wb") as log:
+        return subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
 
 
 def environment() -> dict[str, str]:

@@ -86,10 +86,8 @@ def main(address: str) -> None:
         print("met", flush=True)
 
         waiting = group.on(0).wait_for(1)
-        try:
-            group.on(1).die().wait(30)
-        except PeerDiedError as error:
-            assert "exit code 9" in str(error)
+        death = group.on(1).die().outcomes(30)[0].error
+        assert isinstance(death, PeerDiedError) and "exit code 9" in str(death), death
         outcome = waiting.outcomes(30)[0]
         assert outcome.error is not None and "host[1]" in str(outcome.error), outcome
         group.relaunch(1)
