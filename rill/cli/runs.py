@@ -14,7 +14,7 @@ from rill.telemetry.chrome import export_chrome
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
 
-REWARD_NAMES = ("reward/mean", "reward", "train/reward")
+REWARD = "reward/mean"
 _STYLES = {
     RunStatus.RUNNING.value: "cyan",
     RunStatus.FINISHED.value: "green",
@@ -149,11 +149,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def _last_reward(rows: list[MetricRow]) -> float | None:
-    for row in reversed(rows):
-        for name in REWARD_NAMES:
-            if name in row.values:
-                return row.values[name]
-    return None
+    """Of the latest step that has one: evaluation writes steps of its own."""
+    return next((row.values[REWARD] for row in reversed(rows) if REWARD in row.values), None)
 
 
 def _last_time_s(rows: list[MetricRow]) -> float:

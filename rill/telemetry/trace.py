@@ -235,7 +235,18 @@ class _Tracer:
                 record["duration_ns"] = duration_ns
             if rest:
                 record["attributes"] = rest
-        return encode_line(record)
+        try:
+            return encode_line(record)
+        except Exception as error:  # noqa: BLE001 - boundary: attributes are any caller's objects
+            unwritable = {"unwritable": f"{type(error).__name__}: {error}"}
+            record = {
+                "kind": kind,
+                "name": name,
+                "at_ns": record["at_ns"],
+                "lane": lane,
+                "attributes": unwritable,
+            }
+            return encode_line({**record, "duration_ns": duration_ns} if kind == "span" else record)
 
 
 def shared_clock_offset_ns(folder: Path) -> int:

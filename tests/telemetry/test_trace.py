@@ -182,6 +182,27 @@ def test_a_full_disk_stops_the_trace_and_not_the_run(
     assert caplog.text.count("tracing stops") == 1
 
 
+class Moody:
+    def __str__(self) -> str:
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize(
+    "value", [{(1, 2): 3}, "\ud800", Moody(), 1 << 80], ids=["keys", "surrogate", "str", "big"]
+)
+def test_an_attribute_that_cannot_be_written_costs_itself_and_not_the_trace(
+    value: object, tmp_path: Path
+) -> None:
+    trace.configure(tmp_path, "driver")
+    with trace.span("odd", value=value):
+        pass
+    trace.instant("after")
+    trace.shutdown()
+    found = events(tmp_path)
+    assert found["odd"].kind == "span"
+    assert "after" in found
+
+
 def test_a_resumed_process_appends_to_its_file(tmp_path: Path) -> None:
     for life in ("first", "second"):
         trace.configure(tmp_path, "driver")
