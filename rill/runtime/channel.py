@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import ConfigError, RunError
-from rill.runtime.broker import EPOCH_END, ITEMS, NOTHING
 from rill.runtime.consumer_port import ConsumerPort, WireItem
 from rill.runtime.context import RuntimeContext, current
 from rill.runtime.gpu_payload import gpu_export
+from rill.runtime.grants import EPOCH_END, ITEMS, NOTHING
 from rill.runtime.hub_client import Pending
 from rill.runtime.lock import lock_of
 from rill.runtime.producer_port import INLINE_BYTES, Descriptor, ProducerPort

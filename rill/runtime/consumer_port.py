@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.broker import EPOCH_END, ITEMS
+from rill.runtime.grants import EPOCH_END, ITEMS
 from rill.runtime.hub_client import HubClient, Pending
 from rill.runtime.wire import decode
 

@@ -240,7 +240,7 @@ class LockService:
         """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
         if holder.state != HELD or holder.lending or holder.asked or not holder.inside:
             return
-        blocked_on = self._machine.broker.blocked_on()
+        blocked_on = self._machine.broker.view.blocked_on()
         if not all(client in blocked_on for client in holder.inside):
             return
         waited = set().union(*(blocked_on[client] for client in holder.inside))
@@ -255,7 +255,7 @@ class LockService:
     def _readiness(self, turn: Turn) -> int:
         if turn.is_resumed or not turn.channels:
             return READY
-        roles = [self._machine.broker.role_of(turn.group, channel) for channel in turn.channels]
+        roles = [self._machine.broker.view.role_of(turn.group, channel) for channel in turn.channels]
         inputs = [role for role in roles if not role.is_producer]
         if not inputs or any(role.has_data for role in inputs):
             return READY
@@ -264,7 +264,7 @@ class LockService:
         return UNKNOWN
 
     def _works_on(self, turn: Turn, channel: str) -> bool:
-        role = self._machine.broker.role_of(turn.group, channel)
+        role = self._machine.broker.view.role_of(turn.group, channel)
         return channel in turn.channels or role.is_producer or role.is_consumer
 
     def _conflict(self, one: Turn, other: Turn) -> bool:

@@ -57,7 +57,7 @@ class Shares:
             share.num_producers = world_size
         if share.num_producers != world_size or rank in share.parts or not 0 <= rank < world_size:
             for descriptor in descriptors:
-                self._broker.free_ref(descriptor[4])
+                self._broker.ledger.free_ref(descriptor[4])
             raise ServiceError(
                 "ConfigError",
                 f"put_share({key!r}, rank={rank}, world_size={world_size}) by {name_of(client)}: this key has"
@@ -157,7 +157,7 @@ class Shares:
                     item.share = (key, rank)
         for rank, (client, seq, _) in sorted(share.waits.items()):
             items = [item for item in share.cut[rank] if item.state == QUEUED]
-            self._broker.lease_share(name, client, items)
+            self._broker.grants.lease_share(name, client, items)
             share.taken.add(rank)
             self._machine.reply(client, seq, [0, [item.wire() for item in items], 1])
         share.waits.clear()

@@ -368,7 +368,13 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
                 num_consumer_kills += 1
                 consumers.relaunch(rank)
                 consuming[rank] = consumers.on(rank).consume_and_log(channel, str(done_log), 0.0005)
-        os.kill(producers.addresses()[0].pid, signal.SIGKILL)
+        last = producers.addresses()[0]
+        os.kill(last.pid, signal.SIGKILL)
+        deadline_s = (
+            time.monotonic() + WAIT_S
+        )  # what it had sent counts before its death, not after the epoch's end
+        while last.identity in cluster.context.hub.query("registry", "members", None, WAIT_S):
+            assert time.monotonic() < deadline_s
         channel.end()
         for handle in consuming.values():
             handle.wait(timeout_s=WAIT_S)
