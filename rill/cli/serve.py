@@ -19,7 +19,8 @@ from rill.config.files import parse_override
 from rill.errors import ConfigError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.server import ServerConfig, create_app, serve
-from rill.inference.server.router import Router, RouterConfig
+from rill.inference.server.replica_set import RouterConfig
+from rill.inference.server.router import Router
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

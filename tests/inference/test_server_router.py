@@ -20,7 +20,8 @@ from rill.inference.base import Delta, PauseMode, Request
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica import ReplicaEngine
-from rill.inference.server.router import Router, RouterConfig
+from rill.inference.server.replica_set import RouterConfig
+from rill.inference.server.router import Router
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine

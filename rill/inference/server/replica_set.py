@@ -1,0 +1,314 @@
+"""The replicas of a router: started, watched, started again, and all told the same.
+
+    caretaker thread: asks every replica for its stats, ends those that do not answer, starts dead ones again
+    on_all:           the same call on every ready replica at once; one that dies meanwhile catches up when it is back
+
+What is the same for all (weights, pause, released memory) is remembered, so that a replica that comes late can be
+brought to where the others are before it takes a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rill.config import Config, PartConfig
+from rill.errors import EngineError, PeerDiedError, RillError, StuckError, WeightSyncError
+from rill.inference.base import Feature, MemoryLevel, NamedTensors, PauseMode
+from rill.inference.checkpoint import Checkpoint
+from rill.inference.server.replica import ReplicaEngine
+from rill.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+
+class RouterConfig(Config):
+    num_replicas: int = Field(default=1, ge=1)
+    """Processes, each with an engine of its own."""
+    devices: list[str] = []
+    """CUDA_VISIBLE_DEVICES of each replica, e.g. ["0", "1"]. Empty: replicas see what the parent sees."""
+    max_retries: int = Field(default=3, ge=0)
+    """How often one request may lose its replica before it fails. 0: no retry."""
+    health_interval_s: float = Field(default=5.0, gt=0)
+    """Between two health checks, in seconds."""
+    health_timeout_s: float = Field(default=30.0, gt=0)
+    """A replica that does not answer for this long is ended and started again, in seconds."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """How long loading may take; also how long a request waits for any replica, in seconds."""
+    max_failed_starts: int = Field(default=3, ge=1)
+    """A replica that fails to start this often in a row is given up."""
+    load_gap: int = Field(default=32, ge=0)
+    """Prefixes are ignored when the busiest replica has this many more requests than the idlest."""
+
+
+class SlotState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    GIVEN_UP = "given up"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one replica, whatever process fills it."""
+
+    index: int
+    state: SlotState = SlotState.STARTING
+    engine: ReplicaEngine | None = None
+    num_in_flight: int = 0
+    num_failed_starts: int = 0
+    num_starts: int = 0
+
+    @property
+    def running(self) -> ReplicaEngine:
+        """The engine of a slot that is ready."""
+        assert self.engine is not None
+        return self.engine
+
+
+@dataclass(slots=True)
+class _Control:
+    """What a replica that joins later must be told to be like the others."""
+
+    pause: PauseMode | None = None
+    release: MemoryLevel | None = None
+    updates: list[tuple[Checkpoint, PolicyVersion, bool]] = field(default_factory=list)
+    """The last whole update and the partial ones after it."""
+
+
+class ReplicaSet:
+    """Returns from construction when all replicas are loaded. `lock` guards the slots' states and counts."""
+
+    def __init__(
+        self,
+        engine: PartConfig,
+        config: RouterConfig,
+        *,
+        on_ready: Callable[[], None],
+        on_death: Callable[[int], None],
+        on_round: Callable[[], None],
+    ) -> None:
+        """`on_ready`: a replica is back. `on_death`: it is gone. `on_round`: after every health check."""
+        self.config = config
+        self._engine_config = engine
+        self._on_ready, self._on_death, self._on_round = on_ready, on_death, on_round
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self.slots = [Slot(index) for index in range(config.num_replicas)]
+        self._control = _Control()
+        self.version = PolicyVersion(0)
+        self.features: frozenset[Feature] = frozenset()
+        self.max_context = 0
+        self.is_closed = False
+        self._spill = tempfile.TemporaryDirectory(
+            prefix="rill-weights-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        )
+        self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
+        self._start_all()
+        self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
+
+    def start_caretaker(self) -> None:
+        """Once the owner is ready for the callbacks."""
+        self._caretaker.start()
+
+    @property
+    def is_hopeless(self) -> bool:
+        """No replica is alive, and none will be started again."""
+        with self.lock:
+            return all(s.state is SlotState.GIVEN_UP for s in self.slots)
+
+    def ready(self) -> list[Slot]:
+        with self.lock:
+            return [s for s in self.slots if s.state is SlotState.READY]
+
+    def ready_or_fail(self) -> list[Slot]:
+        ready = self.ready()
+        if not ready:
+            raise EngineError("no replica is alive")
+        return ready
+
+    def find_dead(self) -> None:
+        """Look for replicas whose process has ended; called when a request lost its own."""
+        with self.lock:
+            for slot in self.slots:
+                if slot.state is SlotState.READY and slot.running.is_dead:
+                    self._set_dead(slot)
+
+    def close(self) -> None:
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+            engines = [s.engine for s in self.slots if s.engine is not None]
+        for engine in engines:
+            engine.close()
+        self._caretaker.join(10.0)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._spill.cleanup()
+
+    # --- control -----------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
+        self._control.pause = mode
+        self.on_all(lambda engine: engine.pause(mode, timeout_s))
+
+    def resume(self) -> None:
+        self._control.pause = None
+        self.on_all(lambda engine: engine.resume())
+
+    def release(self, level: MemoryLevel) -> None:
+        self.on_all(lambda engine: engine.release(level))
+        self._control.release = level
+
+    def restore(self) -> None:
+        self._control.release = None
+        self.on_all(lambda engine: engine.restore())
+
+    def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
+        """All replicas read the same files at once. The files stay until the next whole update, for late joiners."""
+        if version <= self.version:
+            raise WeightSyncError(f"version {version} is not newer than {self.version}")
+        checkpoint = tensors
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = Checkpoint.write(tensors, Path(self._spill.name) / f"{version}.safetensors")
+        update = (checkpoint, version, partial)
+        self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
+        with self.lock:
+            dropped = [] if partial else self._control.updates
+            self._control.updates = [*(self._control.updates if partial else []), update]
+            self.version = version
+        for old, _, _ in dropped:
+            for shard in old.shards:
+                if shard.parent == Path(self._spill.name):
+                    shard.unlink(missing_ok=True)
+
+    # --- care --------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        futures = [self._pool.submit(self._start, slot) for slot in self.slots]
+        errors = [e for f in futures if (e := f.exception(self.config.start_timeout_s + 30.0)) is not None]
+        if errors:
+            for slot in self.slots:
+                if slot.engine is not None:
+                    slot.engine.kill()
+            self._spill.cleanup()
+            raise errors[0]
+        engines = [slot.running for slot in self.slots]
+        self.features = frozenset.intersection(*(e.features for e in engines))
+        self.max_context = min(e.max_context for e in engines)
+        self.version = engines[0].version
+        for slot in self.slots:
+            slot.state = SlotState.READY
+
+    def _start(self, slot: Slot) -> None:
+        environment = {}
+        if self.config.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self.config.devices[slot.index % len(self.config.devices)]
+        slot.num_starts += 1
+        slot.engine = ReplicaEngine(
+            self._engine_config,
+            name=f"replica-{slot.index}-{slot.num_starts}",
+            environment=environment,
+            start_timeout_s=self.config.start_timeout_s,
+        )
+
+    def _take_care(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self.is_closed or any(s.state is SlotState.DEAD for s in self.slots),
+                    self.config.health_interval_s,
+                )
+                if self.is_closed:
+                    return
+                dead = [s for s in self.slots if s.state is SlotState.DEAD]
+                for slot in dead:
+                    slot.state = SlotState.STARTING
+            for slot in dead:
+                threading.Thread(target=self._restart, args=(slot,), daemon=True).start()
+            self._check_health()
+            self._on_round()
+
+    def _check_health(self) -> None:
+        def check(slot: Slot) -> None:
+            try:
+                slot.running.ping(self.config.health_timeout_s)
+            except StuckError as error:
+                log.warning("%s: ended, because %s", slot.running.name, error)
+                slot.running.kill()
+                raise PeerDiedError(str(error)) from error
+
+        for (slot,) in self.each(check, [(s,) for s in self.ready()], PeerDiedError):
+            with self.lock:
+                self._set_dead(slot)
+
+    def _restart(self, slot: Slot) -> None:
+        try:
+            self._start(slot)
+            self._catch_up(slot)
+        except RillError as error:
+            slot.num_failed_starts += 1
+            log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
+            given_up = slot.num_failed_starts >= self.config.max_failed_starts
+            with self._changed:
+                slot.state = SlotState.GIVEN_UP if given_up else SlotState.DEAD
+                self._changed.notify_all()
+            return
+        with self.lock:
+            slot.state = SlotState.READY
+            slot.num_failed_starts = 0
+        log.info("replica %d is back", slot.index)
+        self._on_ready()
+
+    def _catch_up(self, slot: Slot) -> None:
+        """Make a fresh replica like the others: weights first, then pause and released memory."""
+        engine = slot.running
+        for checkpoint, version, partial in self._control.updates:
+            engine.update_weights(checkpoint, version, partial=partial)
+        if engine.version != self.version:
+            raise WeightSyncError(f"the replica has version {engine.version}, the others {self.version}")
+        if self._control.pause is not None:
+            engine.pause(self._control.pause)
+        if self._control.release is not None:
+            engine.release(self._control.release)
+
+    def _set_dead(self, slot: Slot) -> None:
+        if slot.state is SlotState.READY:
+            slot.state = SlotState.DEAD
+            self._on_death(slot.index)
+            self._changed.notify_all()
+
+    # --- all replicas ------------------------------------------------------------------------------------
+
+    def on_all(self, act: Callable[[ReplicaEngine], None]) -> None:
+        """On every ready replica at once. One that dies meanwhile catches up when it is back."""
+        for (slot,) in self.each(
+            lambda slot: act(slot.running), [(s,) for s in self.ready_or_fail()], PeerDiedError
+        ):
+            with self.lock:
+                self._set_dead(slot)
+
+    def each(
+        self, act: Callable[..., None], arguments: list[tuple[Any, ...]], *tolerated: type[Exception]
+    ) -> list[tuple[Any, ...]]:
+        """Run in parallel; return the arguments whose run ended in a tolerated error, raise any other."""
+        futures = [self._pool.submit(act, *args) for args in arguments]
+        failed, errors = [], []
+        for args, future in zip(arguments, futures, strict=True):
+            error = future.exception()
+            if isinstance(error, tolerated):
+                failed.append(args)
+            elif error is not None:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return failed
