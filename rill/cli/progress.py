@@ -25,7 +25,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "held-out", "{:.1%}"),
     ("length/response", "tokens/answer", "{:.1f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
-    ("mismatch/mean", "mismatch", "{:.2e}"),
+    ("mismatch/abs_mean", "mismatch", "{:.2e}"),
     ("lag/max", "lag", "{:.0f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("time/rollout_wait_s", "rollout s", "{:.2f}"),

@@ -67,7 +67,7 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
         ),
         Guard(
             name="mismatch",
-            metric="mismatch/mean",
+            metric="mismatch/abs_mean",
             is_off=lambda value: value > mismatch_limit * (1 + 10 * max_lag),
             expected=f"at most {mismatch_limit * (1 + 10 * max_lag):.3g} nats",
             meaning="Engine and trainer disagree about the same tokens: stale weights, another temperature or "
@@ -118,7 +118,7 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
         ),
         Guard(
             name="gradient",
-            metric="gradient_norm",
+            metric="grad_norm",
             is_off=lambda value: not math.isfinite(value),
             expected="finite",
             meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",

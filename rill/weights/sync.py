@@ -25,7 +25,7 @@ from pydantic import Field
 from rill.config import Config
 from rill.errors import WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import NamedTensors, Publisher, Receiver, WeightManifest
+from rill.weights.base import NamedTensors, Receiver, WeightManifest
 from rill.weights.canary import Canary, CanaryReport
 from rill.weights.resharding import ShardSpec
 
@@ -47,6 +47,14 @@ class PullTarget(Protocol):
     def score(self, sequences: Sequence[TokenIds]) -> Future[list[Floats]]:
         """Log-probabilities for the canary."""
         ...
+
+
+class PublishingSide(Protocol):
+    """The trainer's end, wherever it runs; rill.weights.base.Publisher is one."""
+
+    def publish(self, named_tensors: NamedTensors, version: PolicyVersion) -> WeightManifest: ...
+
+    def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None: ...
 
 
 class WeightSyncConfig(Config):
@@ -87,7 +95,7 @@ class WeightSync:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: PublishingSide,
         targets: Sequence[PullTarget],
         config: WeightSyncConfig | None = None,
         *,

@@ -7,8 +7,10 @@ take part in every call, because parameters are sharded over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.config import PartConfig
@@ -21,10 +23,9 @@ from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
 from rill.training.sft import SFTTrainer
-from rill.types import PolicyVersion, Sample
-from rill.weights.base import WeightManifest, open_publisher, take_part
+from rill.types import NOT_SAMPLED, Floats, PolicyVersion, Sample, TokenIds, Trajectory
+from rill.weights import WeightManifest, open_publisher, take_part
 from rill.workflows.batch_advantages import with_batch_advantages
-from rill.workflows.canary import Publication, canary_sample
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import put_all, rendezvous_of
@@ -37,7 +38,6 @@ class ActorWorker(Worker):
         self.trainer = PolicyTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
         self.sync = sync
         self.publisher = open_publisher(sync.transport) if self.rank == 0 else None
-        self._canary = canary_sample(self.trainer.engine.module.vocab_size)
         self._warmup: SupervisedSteps | None = None
 
     def onload(self) -> None:
@@ -86,22 +86,26 @@ class ActorWorker(Worker):
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion) -> Publication | None:
-        """Gather the weights, put them where engines reach them, and answer the canary. Rank 0 returns it."""
+    def publish(self, version: PolicyVersion) -> WeightManifest | None:
+        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know."""
         with self.device_lock():
-            manifest = self._publish(version)
-            logprobs = None
-            if self.sync.canary:
-                logprobs = self.trainer.logprobs([self._canary], temperature=1.0)[0]
-        if manifest is None:
-            return None
-        return Publication(manifest=manifest, tokens=self._canary.trajectory.token_ids, logprobs=logprobs)
+            if self.publisher is None:
+                take_part(self.trainer.named_weights())
+                return None
+            return self.publisher.publish(self.trainer.named_weights(), version)
 
-    def _publish(self, version: PolicyVersion) -> WeightManifest | None:
-        if self.publisher is None:
-            take_part(self.trainer.named_weights())
-            return None
-        return self.publisher.publish(self.trainer.named_weights(), version)
+    def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
+        """Take part in the engines' pulls, for transports where both ends move at once."""
+        if self.publisher is not None:
+            self.publisher.serve(manifest, timeout_s)
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[Floats]:
+        """The trainer's own log-probabilities at temperature 1, for the canary."""
+        with self.device_lock():
+            return self.trainer.logprobs([_as_sample(tokens) for tokens in sequences], temperature=1.0)
+
+    def vocab_size(self) -> int:
+        return self.trainer.engine.module.vocab_size
 
     # --- files --------------------------------------------------------------------------------------------
 
@@ -116,6 +120,22 @@ class ActorWorker(Worker):
     def export(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.export(folder)
+
+
+def _as_sample(token_ids: TokenIds) -> Sample:
+    """Tokens dressed as a sample, so that a trainer can score them."""
+    length = len(token_ids)
+    trajectory = Trajectory(
+        id="canary",
+        group_id="canary",
+        prompt_id="canary",
+        token_ids=token_ids,
+        logprobs=np.zeros(length, np.float32),
+        versions=np.full(length, NOT_SAMPLED, np.int32),
+        loss_mask=np.ones(length, np.bool_),
+        turn_ids=np.zeros(length, np.int32),
+    )
+    return Sample(trajectory=trajectory, advantages=np.zeros(length, np.float32))
 
 
 class SupervisedSteps:

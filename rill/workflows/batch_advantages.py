@@ -46,4 +46,5 @@ def _flat(columns: Sequence[Floats]) -> Tensor:
 
 
 def _cut(flat_N: Tensor, lengths: Sequence[int]) -> list[Floats]:
-    return [part.numpy().astype(np.float32) for part in flat_N.detach().cpu().split(list(lengths))]
+    parts = torch.split(flat_N.detach().cpu(), list(lengths))
+    return [part.numpy().astype(np.float32) for part in parts]

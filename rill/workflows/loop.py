@@ -131,9 +131,9 @@ class Loop:
             with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
                 figures = self.parts.train_step(plan)
             synced_at = time.monotonic()
-            feeder.trained()
             with trace.span("sync", lane="loop"):
-                figures = {**figures, **self.parts.fleet.publish(self._version)}
+                figures = {**figures, **self.parts.fleet.publish(PolicyVersion(plan.version + 1))}
+            feeder.trained()  # after the engines have the weights: what is admitted now is made with them
             ended = time.monotonic()
         times = {
             "time/step_s": ended - began,
@@ -143,7 +143,7 @@ class Loop:
             "throughput/tokens_per_s": plan.num_tokens / (ended - began),
             "throughput/samples_per_s": plan.num_samples / (ended - began),
         }
-        self._report({**summarise(collected, self._version), **figures, **times}, evaluate=False)
+        self._report({**summarise(collected, plan.version), **figures, **times}, evaluate=False)
         if config.checkpoint_every and self.admission.version % config.checkpoint_every == 0:
             self._save()
 
@@ -193,13 +193,13 @@ class Loop:
 
 
 def summarise(collected: Collected, version: PolicyVersion) -> dict[str, float]:
-    """Figures of a batch from its outcomes: each group counts by its number of samples."""
+    """Figures of a batch trained from `version`; each group counts by its number of samples."""
     outcomes = collected.outcomes
     weight = sum(len(outcome.lengths) for outcome in outcomes)
     figures: dict[str, float] = {}
     for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
         figures[name] = sum(o.metrics.get(name, 0.0) * len(o.lengths) for o in outcomes) / weight
-    lags = [int(version) - 1 - int(outcome.oldest_version) for outcome in outcomes]
+    lags = [int(version) - int(outcome.oldest_version) for outcome in outcomes]
     figures["lag/mean"] = sum(lags) / len(lags)
     figures["lag/max"] = float(max(lags))
     figures["groups/kept"] = float(len(outcomes))

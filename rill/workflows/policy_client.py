@@ -8,6 +8,7 @@ batch an engine sees does not depend on timing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from concurrent.futures import Future
 from dataclasses import replace
@@ -58,8 +59,9 @@ class PolicyClient:
 def _settle_from_thread(
     loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Completion], future: Future[Completion]
 ) -> None:
-    """Runs in the engine's thread."""
-    loop.call_soon_threadsafe(_settle, answer, future)
+    """Runs in the engine's thread. A loop that ended early (an episode failed) no longer wants its answers."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, answer, future)
 
 
 def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:

@@ -19,16 +19,17 @@ from rill.training.value import ValueTrainer
 from rill.workflows.assembly import RLConfig, RLSetup, as_table, open_cluster
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Observer
+from rill.workflows.sections import Seats
 from rill.workflows.stages import CriticWorker, ReferenceWorker
 
 
 class PlacementConfig(Config):
     """[placement]: device ids of each group. Groups that name the same devices share them and take turns."""
 
-    rollout: str = "all"
-    actor: str = "all"
-    critic: str = "all"
-    reference: str = "all"
+    rollout: Seats = "all"
+    actor: Seats = "all"
+    critic: Seats = "all"
+    reference: Seats = "all"
 
 
 class PPOWorkflow:

@@ -17,15 +17,16 @@ from rill.training.score import ScoreModel
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Observer, TrainStep
+from rill.workflows.sections import Seats
 from rill.workflows.stages import ReferenceWorker
 
 
 class PlacementConfig(Config):
     """[placement]: device ids of each group. Groups that name the same devices share them and take turns."""
 
-    rollout: str = "all"
-    actor: str = "all"
-    reference: str = "all"
+    rollout: Seats = "all"
+    actor: Seats = "all"
+    reference: Seats = "all"
     """Used only where the algorithm has a KL term."""
 
 

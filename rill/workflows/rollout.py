@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +27,8 @@ from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
-from rill.telemetry import trace
-from rill.types import Group, PolicyVersion, Prompt, Sample, SamplingParams, Trajectory
-from rill.weights.base import open_receiver
-from rill.workflows.canary import Publication, compare
+from rill.types import Floats, Group, PolicyVersion, Prompt, Sample, SamplingParams, TokenIds, Trajectory
+from rill.weights import WeightManifest, open_receiver
 from rill.workflows.groups import group_metrics, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
@@ -54,16 +52,6 @@ class RolloutConfig(Config):
     """Groups per step and engine whose text is kept for the rollout viewer. 0: off."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """What an engine answers when it has been offered new weights."""
-
-    version: PolicyVersion
-    """The version it now answers with; the old one where the update waits for the engine's turn on its device."""
-    canary_difference: float | None
-    """Mean |log π_engine − log π_trainer| over the canary's tokens; None: not compared."""
-
-
 class RolloutWorker(Worker):
     def __init__(
         self,
@@ -84,24 +72,17 @@ class RolloutWorker(Worker):
         tokenizer = load_tokenizer(model)
         self.env = open_environment(config.env, tokenizer)
         self.log = RolloutLog(Path(run_dir), f"{self.group_name}-{self.rank}", tokenizer, config.log_groups)
-        self._is_resident = True
         self._updating = threading.Lock()
-        self._pending: Publication | None = None
 
-    # --- device memory, called by the device lock ---------------------------------------------------------
+    # --- device memory, called by the device lock. Host memory is not scarce: a CPU engine stays. --------
 
     def onload(self) -> None:
-        with self._updating:
+        if self.device != "cpu":
             self.engine.restore()
-            self._is_resident = True
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._apply(pending)
 
     def offload(self) -> None:
-        with self._updating:
+        if self.device != "cpu":
             self.engine.release(MemoryLevel.WEIGHTS)
-            self._is_resident = False
 
     # --- generating ---------------------------------------------------------------------------------------
 
@@ -200,22 +181,18 @@ class RolloutWorker(Worker):
     # --- weights ------------------------------------------------------------------------------------------
 
     @concurrent
-    def update(self, publication: Publication, interrupt: bool) -> SyncReport:
-        """Take new weights now, or at the next turn on the device where another group holds it."""
-        with self._updating:
-            if not self._is_resident:
-                self._pending = publication
-                return SyncReport(version=self.engine.version, canary_difference=None)
-            return self._apply(publication, interrupt)
-
-    def _apply(self, publication: Publication, interrupt: bool = True) -> SyncReport:
-        manifest = publication.manifest
-        lane = f"{self.group_name}[{self.rank}]"
-        with trace.span("update weights", lane=lane, version=manifest.version):
+    def update(self, manifest: WeightManifest, interrupt: bool) -> PolicyVersion:
+        """Take new weights between two steps of the engine; running sequences continue under them."""
+        with self.device_lock(), self._updating:
             self.engine.pause(PauseMode.INTERRUPT if interrupt else PauseMode.FINISH, self.sync.timeout_s)
             try:
                 self.engine.update_weights(self.receiver.pull(manifest), manifest.version)
-                difference = compare(self.engine, publication, self.sync.canary_tolerance)
             finally:
                 self.engine.resume()
-        return SyncReport(version=manifest.version, canary_difference=difference)
+            return self.engine.version
+
+    @concurrent
+    def score(self, sequences: Sequence[TokenIds]) -> list[Floats]:
+        """For the canary."""
+        with self.device_lock():
+            return self.engine.score(sequences)

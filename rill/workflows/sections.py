@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rill.config import Config, OneOf, PartConfig
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
+
+Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+"""Device ids of a group, as rill.runtime.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
 
 
 class SamplingConfig(Config):
@@ -92,9 +95,9 @@ class SyncConfig(Config):
     canary: bool = True
     """After each sync compare engine and trainer log-probabilities on fixed tokens."""
     canary_tolerance: float = Field(0.0, ge=0)
-    """Largest mean difference allowed, in nats. 0: chosen by the engine's dtype."""
+    """Largest mean difference allowed, in nats. 0: chosen by the precision of the weights."""
     timeout_s: float = Field(300.0, gt=0)
-    """An engine that has not taken new weights by then is kept out of service."""
+    """An engine that has not taken new weights by then is out of service until it has."""
 
 
 class WarmupConfig(Config):

@@ -453,8 +453,17 @@ class NativeEngine:
         self._preempt_all()
         self._scheduler.blocks.flush()
         self._runner.wait_for(fence)
-        was_unavailable = self._unavailable
-        self._unavailable = f"the update to version {version} failed"
+        try:
+            self._take_weights(tensors, version, partial=partial)
+        except BaseException:
+            # Only now: a request that arrives while an update goes well waits for it like any other command.
+            self._unavailable = f"the update to version {version} failed"
+            raise
+        self._version = version
+        if not partial:
+            self._unavailable = None
+
+    def _take_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool) -> None:
         if version <= self._version:
             raise WeightSyncError(
                 f"the engine has version {self._version} and was given {version}: versions only grow"
@@ -466,8 +475,6 @@ class NativeEngine:
         else:
             copy_weights(self._runner, tensors, partial=partial)
         self._runner.finish_update()
-        self._version = version
-        self._unavailable = was_unavailable if partial else None
 
     def _preempt_all(self) -> None:
         for seq in list(self._scheduler.running):
