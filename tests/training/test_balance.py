@@ -111,6 +111,16 @@ def test_micro_batches_that_meet_in_a_collective_cost_alike():
     assert waits < 1.05 * float(cost(lengths).sum()) / 8
 
 
+def test_a_rank_that_needs_fewer_micro_batches_spreads_its_share():
+    """A long tail lets some ranks pack tighter; filling up theirs would leave the others waiting in every pass."""
+    cost = CostModel.of_transformer(num_parameters=1_500_000_000, num_layers=28, hidden_size=1536)
+    for seed in (100, 101, 102):
+        lengths = log_normal(256, seed)
+        plan = micro_batches(lengths, 8, 16_384, cost=cost)
+        waits = sum(max(float(cost([lengths[i] for i in m]).sum()) for m in column) for column in zip(*plan))
+        assert waits < 1.02 * float(cost(lengths).sum()) / 8
+
+
 def test_a_sequence_over_the_budget_is_named():
     with pytest.raises(
         InvalidSampleError, match="sequence maze-7 has 101 tokens, the micro-batch budget is 100"
