@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -50,9 +51,13 @@ def channel(cluster: Cluster) -> Channel:
 
 
 def hub_pid(cluster: Cluster) -> int:
-    for process in psutil.Process().children(recursive=True):
-        if "rill.runtime.hub" in process.cmdline():
-            return process.pid
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:  # it may be between two lives
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "rill.runtime.hub" in process.cmdline():
+                    return process.pid
+        time.sleep(0.02)
     raise AssertionError("no hub")
 
 
