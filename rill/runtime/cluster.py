@@ -40,7 +40,7 @@ from rill.runtime.mailbox import Frames, Mailbox
 from rill.runtime.main_module import describe_main
 from rill.runtime.parcel import pack_inline
 from rill.runtime.placement import Placement, Seat, resolve
-from rill.runtime.process import Event, Exited, Start
+from rill.runtime.process import Event, Exited, Start, allow_many_files
 from rill.runtime.report import explain
 from rill.runtime.session import open_session
 from rill.runtime.store_host import StoreHostSpec
@@ -109,6 +109,7 @@ class Cluster:
         self.session = open_session()
         self._log_dir = Path(log_dir) if log_dir is not None else self.session.session_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        allow_many_files()
         self._main = describe_main()
         self._backend = backend or LocalBackend(devices, frozenset(labels))
         opened = self._backend.open(
@@ -226,8 +227,6 @@ class Cluster:
         self._wait_ended([state.ranks[n] for n in running], timeout_s)
         for n in running:
             self._end_rank(state, n)
-        for rank in state.ranks:
-            self._forget(rank)
         self._next_incarnation[group] = 1 + max(rank.incarnation for rank in state.ranks)
 
     def diagnose(self, message: str, timeout_s: float) -> StuckError:
@@ -445,6 +444,7 @@ class Cluster:
             has_greeted = rank.member is not None
             handle = group.ready[n]
             self._changed.notify_all()
+        self._forget(rank)
         told = "its group was closed" if was_asked_for else reason
         self.context.directory.report_death(key, told)
         if not was_asked_for:

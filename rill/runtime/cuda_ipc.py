@@ -6,6 +6,7 @@ the GPU go through the host (wire.py without a hook).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -25,10 +26,8 @@ class Exporter:
         gpu = self._me.gpus[tensor.device.index or 0] if self._me.gpus else -1
         if tensor.device.type != "cuda" or gpu not in self._peer.gpus:
             return _on_host, (tensor.cpu(),)
-        from torch.multiprocessing.reductions import reduce_tensor
-
         self.num_exported += 1
-        _, arguments = reduce_tensor(tensor)
+        _, arguments = _reductions().reduce_tensor(tensor)
         return import_copy, (gpu, arguments)
 
 
@@ -46,14 +45,17 @@ _DEVICE_ARGUMENT = 6
 def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
     """Open the sender's memory as this process sees the GPU, and copy out of it."""
     import torch
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     here = current().address.gpus.index(gpu)
     arguments = (*arguments[:_DEVICE_ARGUMENT], here, *arguments[_DEVICE_ARGUMENT + 1 :])
-    theirs = rebuild_cuda_tensor(*arguments)
+    theirs = _reductions().rebuild_cuda_tensor(*arguments)
     copied = theirs.clone()
     torch.cuda.current_stream(copied.device).synchronize()  # the receipt lets the sender change its memory
     return copied
+
+
+def _reductions() -> Any:
+    return importlib.import_module("torch.multiprocessing.reductions")
 
 
 def _on_host(tensor: Any) -> Any:

@@ -84,6 +84,10 @@ class Directory:
             known = self._known.get((group, int(rank)))
             if known is not None and known.identity == identity:
                 del self._known[group, int(rank)]
+            else:
+                known = None
+        if known is not None:
+            self._context.mailbox.forget(known.endpoint_from(self._context.node_id))
         for listener in self._listeners:
             listener(identity, reason)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from rill.errors import RillError, StuckError
 from rill.runtime.call import Outcome, Reply
 from rill.runtime.context import WorkerAddress
+from rill.runtime.waits import waiting
 
 DEFAULT_WAIT_S = 3600.0
 
@@ -38,7 +39,10 @@ class Handle:
         """The results in the order of ranks. Raises WorkerError or PeerDiedError as soon as one rank failed,
         and StuckError past the deadline."""
         with self._changed:
-            in_time = self._changed.wait_for(lambda: self._failed or self._num_left == 0, timeout_s)
+            in_time = self._failed or self._num_left == 0
+            if not in_time:
+                with waiting(f"results of {self.method}", self._waits_on()):
+                    in_time = self._changed.wait_for(lambda: self._failed or self._num_left == 0, timeout_s)
         if not in_time:
             raise self._stuck(timeout_s)
         outcomes = [self._open(index) for index in range(len(self._slots)) if self._slots[index] is not None]
@@ -114,6 +118,10 @@ class Handle:
         if self._num_left:
             raise StuckError(f"{self.method} still runs on {', '.join(self._missing())}: wait for it first")
         return [self._open(index) for index in range(len(self._slots))]
+
+    def _waits_on(self) -> str:
+        """For the stuck-run report: the first rank that has not answered."""
+        return next(t.name for t, slot in zip(self.targets, self._slots, strict=True) if slot is None)
 
     def _missing(self) -> list[str]:
         return [target.name for target, slot in zip(self.targets, self._slots, strict=True) if slot is None]

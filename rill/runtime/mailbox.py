@@ -40,6 +40,7 @@ class Mailbox:
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._peers_lock = threading.Lock()
+        self._gone: set[str] = set()
         self._closed = False
         self._stop_endpoint = f"inproc://stop-{id(self)}"
         self._stop = self.context.socket(zmq.PAIR)
@@ -64,9 +65,11 @@ class Mailbox:
             peer.send(frames, copy)
 
     def forget(self, endpoint: str) -> None:
-        """Drop the connection to a peer that is gone, and what is queued for it."""
+        """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
         with self._peers_lock:
             peer = self._peers.pop(endpoint, None)
+            if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
+                self._gone.add(endpoint)
         if peer is not None:
             peer.close(linger_ms=0)
 
@@ -96,7 +99,7 @@ class Mailbox:
 
     def _connect(self, endpoint: str) -> _Peer | None:
         with self._peers_lock:
-            if self._closed:
+            if self._closed or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 self._peers[endpoint] = _Peer(self.context, endpoint)

@@ -25,9 +25,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import os
 import pickle
+import resource
 import select
 import shutil
 import signal
@@ -142,6 +144,13 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: a run has some per worker. Children inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -202,6 +211,9 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
         for module in (WORKER_MAIN, *self.spec.preload):
             importlib.import_module(module)
+        # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
+        gc.collect()
+        gc.freeze()
         while os.getppid() == self.parent_pid:
             watched: list[socket.socket | int] = [self.control, self.wake_read]
             readable, _, _ = select.select(watched, [], [], TICK_S)
@@ -317,6 +329,7 @@ def main(fd: int) -> None:
     control.set_inheritable(False)
     spec = receive_message(control)
     assert isinstance(spec, AgentSpec)
+    allow_many_files()
     with hold_session(Path(spec.session_dir)):
         Agent(spec, control).run()
 

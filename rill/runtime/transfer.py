@@ -34,6 +34,7 @@ from rill.runtime.cuda_ipc import exporter_for
 from rill.runtime.directory import Directory, remaining_s
 from rill.runtime.mailbox import Frames
 from rill.runtime.stream import Incoming, send_chunks
+from rill.runtime.waits import waiting
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
@@ -61,8 +62,9 @@ class Rendezvous:
 class Pending(Generic[T]):
     """The result of an `_async` call."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, on: str) -> None:
         self.what = what
+        self._on = on
         self._arrived = threading.Event()
         self._open: Callable[[], T] | None = None
         self._error: RillError | None = None
@@ -72,7 +74,10 @@ class Pending(Generic[T]):
 
     def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> T:
         """The value; raises what went wrong, StuckError past the deadline."""
-        if not self._arrived.wait(timeout_s):
+        if not self._arrived.is_set():
+            with waiting(self.what, self._on):
+                self._arrived.wait(timeout_s)
+        if not self._arrived.is_set():
             raise StuckError(f"{self.what} did not end within {timeout_s:g} s")
         if self._error is not None:
             raise self._error
@@ -137,7 +142,7 @@ class Transfer:
 
     def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Pending[None]:
         """As `send`, from another thread; `obj` must not be changed before the result says it is sent."""
-        pending: Pending[None] = Pending(f"{self._me.name}: send to {group}[{rank}]")
+        pending: Pending[None] = Pending(f"{self._me.name}: send to {group}[{rank}]", f"{group}[{rank}]")
         deadline_s = time.monotonic() + DEFAULT_WAIT_S
         with self._changed:
             self._async_sends.append((pending, lambda: self._send(obj, group, rank, tag, deadline_s)))
@@ -261,10 +266,10 @@ class Transfer:
 
     def recv_async(self, group: str, rank: int, *, into: Any = None, tag: str = "") -> Pending[Any]:
         """A place in the line for the next object from a worker."""
-        pending: Pending[Any] = Pending(f"{self._me.name}: recv from {group}[{rank}]")
+        pending: Pending[Any] = Pending(f"{self._me.name}: recv from {group}[{rank}]", f"{group}[{rank}]")
         source = (group, rank, tag)
         if into is not None:
-            pending = _FillingPending(pending.what, into)
+            pending = _FillingPending(pending.what, f"{group}[{rank}]", into)
         with self._changed:
             arrivals = self._arrivals.get(source)
             if arrivals:
@@ -348,7 +353,7 @@ class Transfer:
     def _wait_on(
         self, window: _Window, peer: WorkerAddress, ready: Callable[[], bool], deadline_s: float, what: str
     ) -> None:
-        with self._changed:
+        with self._changed, waiting(f"send to {peer.name}", peer.name):
             in_time = self._changed.wait_for(
                 lambda: window.death is not None or ready(), remaining_s(deadline_s)
             )
@@ -434,8 +439,8 @@ class Transfer:
 class _FillingPending(Pending[Any]):
     """A receive into memory that the caller brought."""
 
-    def __init__(self, what: str, into: Any) -> None:
-        super().__init__(what)
+    def __init__(self, what: str, on: str, into: Any) -> None:
+        super().__init__(what, on)
         self._into = into
 
     def fulfil(self, open_value: Callable[[], Any]) -> None:
