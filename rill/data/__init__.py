@@ -2,10 +2,13 @@
 
 from rill.data.base import DATASETS, Dataset, DatasetConfig, Split, StreamDataset, open_dataset
 from rill.data.chat import PromptEncoder
+from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.loader import Loader, LoaderConfig, PromptSource, StreamLoader, open_loader
 from rill.data.sft import SFTEncoder, SFTExample
 
 __all__ = [
+    "Curriculum",
+    "CurriculumConfig",
     "DATASETS",
     "Dataset",
     "DatasetConfig",

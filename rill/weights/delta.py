@@ -4,7 +4,7 @@ After an optimizer step most weights move by little: the high bytes of old XOR n
 equal bytes of all elements beside one another (planes) lets any compressor see that. Untouched blocks (frozen layers,
 adapters, experts without tokens) cost one bit each.
 
-    payload = header │ one bit per block │ compressed( planes( (new XOR old) of the changed blocks ) )
+    payload = header │ one bit per block │ compressed( planes( (new XOR old) of the changed blocks ) ) │ CRC-32
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from rill.errors import MissingExtraError, WeightSyncError
 
 HEADER = struct.Struct("<4sBBIQQ")  # magic, codec, plane width, block bytes, bucket bytes, compressed bytes
+TAIL = struct.Struct("<I")  # CRC-32 of all before it
 MAGIC = b"RDLT"
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,13 +43,15 @@ def encode(new_B: Tensor, old_B: Tensor, *, width: int, block_bytes: int, codec:
     planes = np.ascontiguousarray(blocks[changed].reshape(-1, width).T)
     packed = _compress(planes.tobytes(), codec)
     header = HEADER.pack(MAGIC, _CODEC_IDS[codec], width, block_bytes, new_B.numel(), len(packed))
-    return header + np.packbits(changed).tobytes() + packed
+    payload = header + np.packbits(changed).tobytes() + packed
+    return payload + TAIL.pack(zlib.crc32(payload))
 
 
 def decode(payload: bytes, old_B: Tensor) -> Tensor:
     """A new buffer; old_B is left as it is."""
-    if len(payload) < HEADER.size:
-        raise WeightSyncError(f"a weight difference of {len(payload)} bytes is cut off")
+    payload, tail = payload[: -TAIL.size], payload[-TAIL.size :]
+    if len(payload) < HEADER.size or TAIL.unpack(tail)[0] != zlib.crc32(payload):
+        raise WeightSyncError(f"a weight difference of {len(payload)} bytes is cut off or damaged")
     magic, codec_id, width, block_bytes, num_bytes, packed_bytes = HEADER.unpack_from(payload)
     codec = next((c for c, i in _CODEC_IDS.items() if i == codec_id), None)
     if (

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from rill.errors import WeightSyncError
 
@@ -26,6 +27,8 @@ class ShardSpec:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered where it is sharded. Collective: every rank of the mesh must call it."""
+    if type(tensor) in (Tensor, Parameter):
+        return tensor  # also spares runs without sharding the import below, which takes seconds
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):

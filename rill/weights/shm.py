@@ -14,11 +14,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
-import struct
-import tempfile
-import uuid
-import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -36,10 +31,7 @@ from rill.weights.base import (
     WeightManifest,
     with_source,
 )
-
-STAMP = struct.Struct("<q")
-NOT_READABLE = -1
-SHARED_MEMORY = Path("/dev/shm")
+from rill.weights.slots import SlotStamps
 
 
 class ShmTransport:
@@ -62,39 +54,38 @@ class ShmPublisher(Publisher):
 
     def __init__(self, config: ShmTransport.Config) -> None:
         super().__init__(config)
-        parent = config.folder or (str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else tempfile.gettempdir())
-        self._folder = Path(parent) / f"rill-weights-{uuid.uuid4().hex[:12]}"
-        self._folder.mkdir(parents=True)
+        self._stamps = SlotStamps.create(config.folder)
+        self._folder = Path(self._stamps.folder)
         self._maps: dict[str, mmap.mmap] = {}
         self._num_published = 0
-        # Segments outlive a process that is not closed in order; a finalizer covers the ordinary ends.
-        self._cleanup = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    @property
+    def _slot(self) -> int:
+        return self._num_published % 2
 
     def begin(self, version: PolicyVersion) -> None:
-        del version
-        self._slot = self._num_published % 2
-        _write_stamp(self._folder / f"slot{self._slot}.stamp", NOT_READABLE)
+        self._stamps.clear(self._slot)
 
     def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
-        path = self._folder / f"slot{self._slot}-{index:05d}"
+        path = self._folder / f"{self._slot}-{index:05d}"
         known = self._maps.get(path.name)
         if known is None or len(known) != num_bytes:
             known = self._maps[path.name] = _create(path, num_bytes)
         return torch.frombuffer(known, dtype=torch.uint8)
 
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
-        return with_source(bucket, f"slot{self._slot}-{bucket.index:05d}")
+        return with_source(bucket, f"{self._slot}-{bucket.index:05d}")
 
     def location(self, version: PolicyVersion) -> str:
         return str(self._folder)
 
     def finish(self, manifest: WeightManifest) -> WeightManifest:
-        _write_stamp(self._folder / f"slot{self._slot}.stamp", int(manifest.version))
+        self._stamps.set(self._slot, manifest.version)
         self._num_published += 1
         return manifest
 
     def close(self) -> None:
-        self._cleanup()
+        self._stamps.close()
         self._maps.clear()
 
 
@@ -103,10 +94,10 @@ class ShmReceiver(Receiver):
 
     def __init__(self, config: ShmTransport.Config) -> None:
         super().__init__(config)
-        self._maps: dict[tuple[str, int, int], mmap.mmap] = {}
+        self._maps: dict[str, tuple[int, mmap.mmap]] = {}
 
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
-        self._check_stamp(manifest, bucket)
+        self._check_slot(manifest, bucket)
         path = Path(manifest.location) / bucket.source
         try:
             status = path.stat()
@@ -115,29 +106,23 @@ class ShmReceiver(Receiver):
                 f"{path} is gone: the publisher has ended, or runs on another machine (`shm` serves one machine; "
                 'use "http" or "distributed" between machines)'
             ) from None
-        key = (str(path), status.st_ino, status.st_size)
-        if key not in self._maps:
+        known = self._maps.get(str(path))
+        if known is None or known[0] != status.st_ino or len(known[1]) != status.st_size:
             if status.st_size == 0:
                 return torch.empty(0, dtype=torch.uint8)
             with path.open("r+b") as file:
-                self._maps[key] = mmap.mmap(file.fileno(), status.st_size)
-        return torch.frombuffer(self._maps[key], dtype=torch.uint8)
+                known = self._maps[str(path)] = (status.st_ino, mmap.mmap(file.fileno(), status.st_size))
+        return torch.frombuffer(known[1], dtype=torch.uint8)
 
     def bucket_taken(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
-        self._check_stamp(manifest, bucket)
+        self._check_slot(manifest, bucket)
 
     def close(self) -> None:
         self._maps.clear()
 
-    def _check_stamp(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
+    def _check_slot(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
         slot, _, _ = bucket.source.partition("-")
-        stamp = _read_stamp(Path(manifest.location) / f"{slot}.stamp")
-        if stamp != int(manifest.version):
-            holds = "nothing readable" if stamp == NOT_READABLE else f"version {stamp}"
-            raise WeightSyncError(
-                f"version {manifest.version}: {slot} of {manifest.location} holds {holds}: the publisher has gone on "
-                "to newer weights; pull the newest manifest"
-            )
+        SlotStamps(manifest.location).check(int(slot), manifest.version)
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
@@ -153,15 +138,3 @@ def _create(path: Path, num_bytes: int) -> mmap.mmap:
                 "enlarge it (containers: --shm-size), or set `folder` of the shm transport to a roomier place"
             ) from error
         return mmap.mmap(file.fileno(), num_bytes)
-
-
-def _write_stamp(path: Path, value: int) -> None:
-    path.write_bytes(STAMP.pack(value))
-
-
-def _read_stamp(path: Path) -> int:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return NOT_READABLE
-    return int(STAMP.unpack(data)[0]) if len(data) == STAMP.size else NOT_READABLE

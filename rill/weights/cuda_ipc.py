@@ -1,0 +1,145 @@
+"""Same GPU (or peers with access to each other): handles travel, bytes stay on the device.
+
+The publisher gathers into device buckets that it owns and hands out their CUDA IPC handles; a receiver maps them,
+verifies them on the device and copies device to device. Two sets take turns, as in shared memory, and a stamp in host
+shared memory tells a reader that was overtaken.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rill.errors import UnsupportedError, WeightSyncError
+from rill.types import PolicyVersion
+from rill.weights.base import (
+    BucketSpec,
+    Publisher,
+    Receiver,
+    TensorSpec,
+    TransportConfig,
+    WeightManifest,
+)
+from rill.weights.slots import SlotStamps
+
+
+class CudaIpcTransport:
+    class Config(TransportConfig):
+        type: Literal["cuda_ipc"] = "cuda_ipc"
+        bucket_bytes: int = 256 * 2**20
+        """Device copies are fast: larger buckets, fewer handles."""
+
+    @staticmethod
+    def publisher(config: Config) -> CudaIpcPublisher:
+        return CudaIpcPublisher(config)
+
+    @staticmethod
+    def receiver(config: Config) -> CudaIpcReceiver:
+        return CudaIpcReceiver(config)
+
+
+class CudaIpcPublisher(Publisher):
+    transport = "cuda_ipc"
+
+    def __init__(self, config: CudaIpcTransport.Config) -> None:
+        super().__init__(config)
+        _require_cuda()
+        self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._handles: dict[int, bytes] = {}
+        self._num_published = 0
+        self._stamps = SlotStamps.create()
+
+    @property
+    def _slot(self) -> int:
+        return self._num_published % 2
+
+    def begin(self, version: PolicyVersion) -> None:
+        self._stamps.clear(self._slot)
+
+    def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
+        buffers = self._slots[self._slot]
+        target = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+        if index < len(buffers) and buffers[index].numel() == num_bytes and buffers[index].device == target:
+            return buffers[index]
+        fresh = torch.empty(num_bytes, dtype=torch.uint8, device=target)
+        buffers[index : index + 1] = [fresh]
+        return fresh
+
+    def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
+        key = buffer_B.data_ptr()
+        if key not in self._handles:
+            # A handle is made once per buffer: each one that torch makes holds a reference until it is received.
+            self._handles[key] = _export(buffer_B)
+        return BucketSpec(
+            index=bucket.index,
+            num_bytes=bucket.num_bytes,
+            checksum=bucket.checksum,
+            sampled_checksum=bucket.sampled_checksum,
+            source=str(self._slot),
+            handle=self._handles[key],
+        )
+
+    def location(self, version: PolicyVersion) -> str:
+        return self._stamps.folder
+
+    def finish(self, manifest: WeightManifest) -> WeightManifest:
+        torch.cuda.synchronize()  # the handle carries no order: all copies must have ended before it is used
+        self._stamps.set(self._slot, manifest.version)
+        self._num_published += 1
+        return manifest
+
+    def close(self) -> None:
+        self._stamps.close()
+        self._handles.clear()
+        self._slots = ([], [])
+
+
+class CudaIpcReceiver(Receiver):
+    transport = "cuda_ipc"
+
+    def __init__(self, config: CudaIpcTransport.Config) -> None:
+        super().__init__(config)
+        _require_cuda()
+        self._mapped: dict[bytes, Tensor] = {}
+
+    def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
+        SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+        if bucket.handle not in self._mapped:
+            try:
+                self._mapped[bucket.handle] = _import(bucket.handle)
+            except RuntimeError as error:
+                raise WeightSyncError(
+                    f"bucket {bucket.index} cannot be mapped from the publisher's GPU: {error}; both ends must see the "
+                    'same device, in different processes (in one process use "inproc")'
+                ) from error
+        return self._mapped[bucket.handle]
+
+    def bucket_taken(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
+        # The consumer's copies run on the device; wait for them before the publisher may write here again.
+        torch.cuda.current_stream().synchronize()
+        SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+def _export(buffer_B: Tensor) -> bytes:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    rebuild, arguments = reduce_tensor(buffer_B)  # type: ignore[no-untyped-call]
+    return pickle.dumps((rebuild, arguments))
+
+
+def _import(handle: bytes) -> Tensor:
+    rebuild, arguments = pickle.loads(handle)
+    tensor: Any = rebuild(*arguments)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError('the cuda_ipc transport needs a CUDA device: use "shm" on this machine')
