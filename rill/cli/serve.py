@@ -36,7 +36,9 @@ class ServeConfig(Config):
     """The engine and its model."""
     server: ServerConfig = ServerConfig()
     router: RouterConfig = RouterConfig()
-    """Only used with more than one replica."""
+    """Only used with more than one replica, or with `isolate`."""
+    isolate: bool = False
+    """Give a single engine a process of its own too: HTTP and tokenizing then cost it no time."""
     tokenizer: str | None = None
     """A tokenizer folder, or "chars". Unset: the model's own."""
     chat_template: str | None = None
@@ -57,6 +59,9 @@ def serve_model(
     ] = None,
     engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
     replicas: Annotated[int, typer.Option(help="Processes, each with an engine.")] = 1,
+    isolate: Annotated[
+        bool, typer.Option("--isolate", help="A process of its own for a single engine too.")
+    ] = False,
 ) -> None:
     """Serve a model over the OpenAI API. Keys come from RILL_API_KEYS (commas between) and RILL_ADMIN_KEY.
 
@@ -67,7 +72,14 @@ def serve_model(
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
     """
     config = build_config(
-        model, settings or [], port=port, host=host, name=name, engine=engine, num_replicas=replicas
+        model,
+        settings or [],
+        port=port,
+        host=host,
+        name=name,
+        engine=engine,
+        num_replicas=replicas,
+        isolate=isolate,
     )
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(name)s: %(message)s")
     if host not in ("127.0.0.1", "localhost", "::1") and not config.server.api_keys:
@@ -84,11 +96,13 @@ def build_config(
     name: str | None = None,
     engine: str = "native",
     num_replicas: int = 1,
+    isolate: bool = False,
 ) -> ServeConfig:
     values: dict[str, Any] = {
         "engine": {"type": engine, "model": {"path": model}},
         "server": {"port": port, "host": host, "model_name": name or Path(model).name},
         "router": {"num_replicas": num_replicas},
+        "isolate": isolate,
     }
     if keys := [key for key in os.environ.get(CLIENT_KEYS_VARIABLE, "").split(",") if key]:
         values["server"]["api_keys"] = keys
@@ -121,7 +135,7 @@ def run(config: ServeConfig) -> None:
 
 
 def _build_engine(config: ServeConfig) -> Engine:
-    if config.router.num_replicas > 1:
+    if config.router.num_replicas > 1 or config.isolate:
         return Router(config.engine, config.router)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     return engine

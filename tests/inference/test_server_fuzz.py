@@ -71,7 +71,7 @@ def test_every_route_at_length(case: Any, url: str) -> None:
 
 
 @_SCHEMA.include(path=GENERATION).parametrize()
-@bounded(10)
+@bounded(6)
 def test_generation_routes_refuse_or_answer(case: Any, url: str) -> None:
     check(case, url)
 
@@ -83,7 +83,7 @@ def test_text_routes_refuse_or_answer(case: Any, url: str) -> None:
 
 
 @_SCHEMA.include(path=ADMIN).parametrize()
-@bounded(4)
+@bounded(3)
 def test_administration_refuses_or_answers(case: Any, url: str) -> None:
     check(case, url)
 

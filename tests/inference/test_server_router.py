@@ -17,9 +17,9 @@ import torch
 
 from rill.errors import EngineError, PeerDiedError, RequestError, WeightSyncError
 from rill.inference.base import Delta, PauseMode, Request
+from rill.inference.replica import ReplicaEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.prefix_index import PrefixIndex
-from rill.inference.server.replica import ReplicaEngine
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
 from rill.models.tokenizer import build_char_tokenizer

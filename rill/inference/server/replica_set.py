@@ -26,7 +26,7 @@ from rill.config import Config, PartConfig
 from rill.errors import EngineError, PeerDiedError, RillError, StuckError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.server.replica import ReplicaEngine
+from rill.inference.replica import ReplicaEngine
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)

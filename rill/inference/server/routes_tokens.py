@@ -6,6 +6,7 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
@@ -115,15 +116,16 @@ def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) 
 
 def _choice(piece: Piece) -> dict[str, Any]:
     ids = piece.token_ids.tolist()
-    content: list[dict[str, Any]] = [
-        {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+    # Written as text: one dictionary per token would cost more than everything else here together.
+    entries = ",".join(
+        f'{{"token":"token_id:{token_id}","logprob":{logprob},"bytes":null,"top_logprobs":[]}}'
         for token_id, logprob in zip(ids, finite(piece.logprobs), strict=True)
-    ]
+    )
     return {
         "index": piece.index,
         "token_ids": ids,
         "token_versions": piece.versions.tolist(),
-        "logprobs": {"content": content},
+        "logprobs": {"content": msgspec.Raw(f"[{entries}]".encode())},
         "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
         "routed_experts": None if piece.completion is None else _experts(piece.completion),
     }

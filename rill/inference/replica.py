@@ -30,7 +30,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.server.replica_process import End, replica_main
+from rill.inference.replica_process import End, replica_main
 from rill.types import Floats, PolicyVersion, TokenIds
 
 _CALL_TIMEOUT_S = 120.0
