@@ -16,7 +16,6 @@ import atexit
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -31,26 +30,24 @@ from rill.runtime import context as runtime_context
 from rill.runtime.backend import Backend, LocalBackend
 from rill.runtime.call import CallBook, encode_arguments
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
-from rill.runtime.device import Device, Node, number, torch_device, visible_devices_env
+from rill.runtime.device import Device, Node, number
 from rill.runtime.group import ClassRef, Member, WorkerGroup
 from rill.runtime.handle import Handle
-from rill.runtime.host import HELLO, INIT, STOP, Hello, HostSpec, thread_env
+from rill.runtime.host import HELLO, INIT, STOP, Hello
+from rill.runtime.launcher import Launcher
 from rill.runtime.local import NodeClient
 from rill.runtime.mailbox import Frames, Mailbox
-from rill.runtime.main_module import describe_main
 from rill.runtime.parcel import pack_inline
 from rill.runtime.placement import Placement, Seat, resolve
-from rill.runtime.process import Event, Exited, Start, allow_many_files
+from rill.runtime.process import Event, Exited, allow_many_files
 from rill.runtime.report import explain
 from rill.runtime.session import open_session
-from rill.runtime.store_host import StoreHostSpec
 from rill.runtime.transfer import free_port
-from rill.runtime.worker import Seating, Worker
+from rill.runtime.worker import Worker
 
 W = TypeVar("W", bound=Worker)
 
 KILL_WAIT_S = 10.0
-HUB_KEY = "hub"
 REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 
@@ -105,12 +102,10 @@ class Cluster:
         self._keys: dict[str, tuple[_Group, int]] = {}
         self._next_incarnation: dict[str, int] = {}
         self._is_closed = False
-        self._trace_dir = str(trace_dir) if trace_dir is not None else None
         self.session = open_session()
         self._log_dir = Path(log_dir) if log_dir is not None else self.session.session_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         allow_many_files()
-        self._main = describe_main()
         self._backend = backend or LocalBackend(devices, frozenset(labels))
         opened = self._backend.open(
             self.session, tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost
@@ -119,11 +114,15 @@ class Cluster:
         self.devices: tuple[Device, ...] = number(opened.devices)
         first = opened.nodes[0].node
         is_spread = len(self._nodes) > 1
-        self._hub_tcp = f"tcp://{first.host}:{free_port(first.host)}" if is_spread else ""
+        hub_tcp = f"tcp://{first.host}:{free_port(first.host)}" if is_spread else ""
         self.context = self._make_context(first)
-        self._start_hub()
-        for client in opened.nodes if is_spread else ():
-            self._start_store_server(client)
+        self._launcher = Launcher(
+            self.context,
+            hub_tcp=hub_tcp,
+            log_dir=self._log_dir,
+            trace_dir=str(trace_dir) if trace_dir is not None else None,
+        )
+        self._start_services()
         self.context.open()
         self.context.mailbox.start()
         self.context.directory.publish(self.context.address, 1)
@@ -284,52 +283,11 @@ class Cluster:
             num_nodes=len(self._nodes),
         )
 
-    def _start_hub(self) -> None:
-        from rill.runtime.hub import hub_command
-
-        command = hub_command(
-            self.session.session_dir,
-            self.context.hub_endpoint,
-            tcp=self._hub_tcp,
-            shm_dir=self.session.shm_dir,
-        )
-        request = Start(
-            key=HUB_KEY,
-            entry="",
-            argv=tuple(command),
-            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            log_path=str(self._log_dir / "hub.log"),
-            restart=True,
-        )
-        self._nodes[self.context.node_id].start(request)
-
-    def _start_store_server(self, client: NodeClient) -> None:
-        """A process per node serves its payloads to the others, so that no worker's death loses them."""
-        spec = StoreHostSpec(
-            session_id=self.session.session_id,
-            session_dir=client.session_dir,
-            shm_dir=client.shm_dir,
-            node_id=client.node.node_id,
-            host=client.node.host,
-            num_nodes=len(self._nodes),
-            hub_endpoint=self._hub_endpoint_for(client.node),
-        )
-        request = Start(
-            key=f"store-{client.node.node_id}",
-            entry="rill.runtime.store_host:main",
-            payload=pickle.dumps(spec),
-            log_path=self._log_path(client, "store.log"),
-            restart=True,
-        )
-        client.start(request)
-
-    def _hub_endpoint_for(self, node: Node) -> str:
-        return self.context.hub_endpoint if node.node_id == self.context.node_id else self._hub_tcp
-
-    def _log_path(self, client: NodeClient, name: str) -> str:
-        if client.node.node_id == self.context.node_id:
-            return str(self._log_dir / name)
-        return str(Path(client.session_dir) / "logs" / name)
+    def _start_services(self) -> None:
+        """The hub here, and where there are several nodes a store server on each."""
+        self._nodes[self.context.node_id].start(self._launcher.hub())
+        for client in self._nodes.values() if len(self._nodes) > 1 else ():
+            client.start(self._launcher.store_server(client))
 
     def _start_rank(self, group: _Group, n: int) -> None:
         rank = group.ranks[n]
@@ -337,48 +295,23 @@ class Cluster:
         node = self._node(rank.seat.node_id)
         seats_on_node = sum(1 for other in group.ranks if other.seat.node_id == rank.seat.node_id)
         num_threads = group.threads or max(1, (os.cpu_count() or 1) // seats_on_node)
-        env = {**thread_env(num_threads), **visible_devices_env(rank.seat.devices), **group.env}
         handle = Handle(f"{group.name}.__init__", [rank.placeholder])
         handle.explain_with(self.diagnose)
         with self._lock:
             group.ready[n] = handle
             rank.is_running = True
             self._keys[key] = (group, n)
-        request = Start(
-            key=key,
-            entry="rill.runtime.host:main",
-            payload=pickle.dumps(self._host_spec(group, rank, node, num_threads)),
-            env=env,
-            log_path=self._log_path(node, f"{group.name}-{n}-{rank.incarnation}.log"),
-        )
-        node.start(request)
-
-    def _host_spec(self, group: _Group, rank: _Rank, client: NodeClient, num_threads: int) -> HostSpec:
-        seat, node = rank.seat, client.node
-        seating = Seating(
-            group_name=group.name,
-            rank=seat.rank,
+        request = self._launcher.worker(
+            node,
+            key,
+            rank.seat,
+            group=group.name,
             world_size=len(group.ranks),
-            devices=seat.devices,
-            device=torch_device(seat.devices),
-        )
-        return HostSpec(
-            session_id=self.session.session_id,
-            session_dir=client.session_dir,
-            shm_dir=client.shm_dir,
-            node_id=node.node_id,
-            host=node.host,
-            num_nodes=len(self._nodes),
-            hub_endpoint=self._hub_endpoint_for(node),
-            driver=self.context.address,
-            seating=seating,
             incarnation=rank.incarnation,
             num_threads=num_threads,
-            main=self._main,
-            sys_path=list(sys.path),
-            trace_dir=self._trace_dir,
-            socket_name=f"w{len(self._keys)}",
+            env=group.env,
         )
+        node.start(request)
 
     def _end_rank(self, group: _Group, n: int) -> None:
         """Kill a rank's process if it runs, and wait until the agent says so."""
@@ -418,19 +351,20 @@ class Cluster:
                 for key, (group, n) in self._keys.items()
                 if group.ranks[n].seat.node_id == node_id and group.ranks[n].placeholder.identity == key
             ]
+        if not self._is_closed:
+            self._reopen(node_id)  # first, so that whoever sees its rank dead can relaunch it
         for key in lost:
             self._rank_ended(key, reason)
-        if self._is_closed:
-            return
+
+    def _reopen(self, node_id: str) -> None:
         del self._nodes[node_id]
         try:
-            self._nodes[node_id] = self._backend.reopen(node_id)
+            client = self._nodes[node_id] = self._backend.reopen(node_id)
         except RunError:
             return  # the node is gone for good: launches on it say so
-        if node_id == self.context.node_id:
-            self._start_hub()
-            if self._hub_tcp:
-                self._start_store_server(self._nodes[node_id])
+        client.start(self._launcher.hub())
+        if len(self._nodes) > 1:
+            client.start(self._launcher.store_server(client))
 
     def _rank_ended(self, key: str, reason: str) -> None:
         with self._lock:

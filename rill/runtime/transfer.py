@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rill.errors import PeerDiedError, RillError, StuckError, UserError
 from rill.runtime import wire
@@ -33,18 +33,14 @@ from rill.runtime.context import WorkerAddress
 from rill.runtime.cuda_ipc import exporter_for
 from rill.runtime.directory import Directory, remaining_s
 from rill.runtime.mailbox import Frames
+from rill.runtime.pending import DEFAULT_WAIT_S, FillingPending, Pending
 from rill.runtime.stream import Incoming, send_chunks
-from rill.runtime.waits import waiting
+from rill.runtime.window import Windows
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
 
-T = TypeVar("T")
-
 TRANSFER, RECEIPT, CHUNK, CREDIT = b"xfer", b"rcpt", b"chnk", b"cred"
-DEFAULT_WAIT_S = 600.0
-WINDOW_BYTES = 256 * 1024 * 1024
-"""A sender runs ahead of its peer's receives by at most this much, or by one object."""
 
 Source: TypeAlias = tuple[str, int, str]
 """Group, rank and tag."""
@@ -59,51 +55,6 @@ class Rendezvous:
     world_size: int
 
 
-class Pending(Generic[T]):
-    """The result of an `_async` call."""
-
-    def __init__(self, what: str, on: str) -> None:
-        self.what = what
-        self._on = on
-        self._arrived = threading.Event()
-        self._open: Callable[[], T] | None = None
-        self._error: RillError | None = None
-
-    def done(self) -> bool:
-        return self._arrived.is_set()
-
-    def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> T:
-        """The value; raises what went wrong, StuckError past the deadline."""
-        if not self._arrived.is_set():
-            with waiting(self.what, self._on):
-                self._arrived.wait(timeout_s)
-        if not self._arrived.is_set():
-            raise StuckError(f"{self.what} did not end within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._open is not None
-        value = self._open()
-        self._open = lambda: value
-        return value
-
-    def fulfil(self, open_value: Callable[[], T]) -> None:
-        self._open = open_value
-        self._arrived.set()
-
-    def fail(self, error: RillError) -> None:
-        self._error = error
-        self._arrived.set()
-
-
-@dataclass(slots=True)
-class _Window:
-    """What one peer has not received yet."""
-
-    unreceived_bytes: int = 0
-    death: str | None = None
-    credits: int = 0
-
-
 class Transfer:
     """This process's end of every transfer. Thread-safe."""
 
@@ -114,7 +65,7 @@ class Transfer:
         self._changed = threading.Condition()
         self._arrivals: dict[Source, deque[Callable[[], Any]]] = {}
         self._posted: dict[Source, deque[Pending[Any]]] = {}
-        self._windows: dict[str, _Window] = {}
+        self._windows = Windows(self._me.name)
         self._streams: dict[tuple[str, int], Incoming] = {}
         self._stream_ids = itertools.count()
         self._async_sends: deque[tuple[Pending[None], Callable[[], None]]] = deque()
@@ -173,7 +124,7 @@ class Transfer:
         encoded = wire.encode(obj)
         near = [peer for peer in peers if peer.node_id == self._context.node_id]
         for peer in peers:
-            self._enter_window(peer, encoded.num_bytes, deadline_s)
+            self._windows.enter(peer, encoded.num_bytes, deadline_s)
         if near:
             frames = self._context.parcels.pack(encoded, near)
             for peer in near:
@@ -192,14 +143,14 @@ class Transfer:
         near = peer.node_id == self._context.node_id
         exporter = exporter_for(self._me, peer)
         encoded = wire.encode(obj, device_hook=exporter.export if exporter is not None else None)
-        self._enter_window(peer, encoded.num_bytes, deadline_s)
+        self._windows.enter(peer, encoded.num_bytes, deadline_s)
         if not near and encoded.num_bytes > CHUNK_MIN_BYTES:
             self._stream(peer, tag, encoded, deadline_s)
             return
         self._post(peer, tag, encoded.num_bytes, self._context.parcels.pack(encoded, [peer]))
         if exporter is not None and exporter.num_exported:
             self._count("cuda_ipc")
-            self._wait_received(peer, deadline_s)  # the receiver copies out of our device memory
+            self._windows.wait_empty(peer, deadline_s)  # the receiver copies out of our device memory
 
     def _post(self, peer: WorkerAddress, tag: str, num_bytes: int, frames: Frames) -> None:
         self._count("shared_memory" if frames[0] else "message")
@@ -227,15 +178,14 @@ class Transfer:
             encoded.header,
         ]
         self._context.mailbox.post(endpoint, start)
-        window = self._window(peer)
 
         def post_chunk(index: int, offset: int, chunk: memoryview) -> None:
-            self._await_credit(window, peer, deadline_s)
+            self._windows.take_credit(peer, deadline_s)
             head = pickle.dumps((self._me.identity, stream_id, index, offset))
             self._context.mailbox.post(endpoint, [CHUNK, head, chunk], copy=False)
 
         send_chunks(encoded.buffers, post_chunk)
-        self._await_all_credits(window, peer, deadline_s)  # the chunks were views of the caller's memory
+        self._windows.wait_all_credits(peer, deadline_s)  # the chunks were views of the caller's memory
 
     def _send_queued(self) -> None:
         while True:
@@ -269,7 +219,7 @@ class Transfer:
         pending: Pending[Any] = Pending(f"{self._me.name}: recv from {group}[{rank}]", f"{group}[{rank}]")
         source = (group, rank, tag)
         if into is not None:
-            pending = _FillingPending(pending.what, f"{group}[{rank}]", into)
+            pending = FillingPending(pending.what, f"{group}[{rank}]", into)
         with self._changed:
             arrivals = self._arrivals.get(source)
             if arrivals:
@@ -318,51 +268,6 @@ class Transfer:
                 return True
             return False
 
-    # --- window -------------------------------------------------------------------------------------------
-
-    def _window(self, peer: WorkerAddress) -> _Window:
-        with self._changed:
-            return self._windows.setdefault(peer.identity, _Window(credits=CHUNKS_IN_FLIGHT))
-
-    def _enter_window(self, peer: WorkerAddress, num_bytes: int, deadline_s: float) -> None:
-        window = self._window(peer)
-        self._wait_on(
-            window,
-            peer,
-            lambda: window.unreceived_bytes == 0 or window.unreceived_bytes + num_bytes <= WINDOW_BYTES,
-            deadline_s,
-            "to receive what was sent before",
-        )
-        with self._changed:
-            window.unreceived_bytes += num_bytes
-
-    def _wait_received(self, peer: WorkerAddress, deadline_s: float) -> None:
-        window = self._window(peer)
-        self._wait_on(window, peer, lambda: window.unreceived_bytes == 0, deadline_s, "to receive")
-
-    def _await_credit(self, window: _Window, peer: WorkerAddress, deadline_s: float) -> None:
-        self._wait_on(window, peer, lambda: window.credits > 0, deadline_s, "to take a chunk")
-        with self._changed:
-            window.credits -= 1
-
-    def _await_all_credits(self, window: _Window, peer: WorkerAddress, deadline_s: float) -> None:
-        self._wait_on(
-            window, peer, lambda: window.credits == CHUNKS_IN_FLIGHT, deadline_s, "to take the last chunk"
-        )
-
-    def _wait_on(
-        self, window: _Window, peer: WorkerAddress, ready: Callable[[], bool], deadline_s: float, what: str
-    ) -> None:
-        with self._changed, waiting(f"send to {peer.name}", peer.name):
-            in_time = self._changed.wait_for(
-                lambda: window.death is not None or ready(), remaining_s(deadline_s)
-            )
-            death = window.death
-        if death is not None:
-            raise PeerDiedError(f"{self._me.name}: send to {peer.name}, which is gone: {death}")
-        if not in_time:
-            raise StuckError(f"{self._me.name}: send waited for {peer.name} {what} until its deadline")
-
     # --- events, on the inbox thread --------------------------------------------------------------------------
 
     def _on_transfer(self, frames: Frames) -> None:
@@ -379,11 +284,7 @@ class Transfer:
         self._context.mailbox.post(endpoint, [RECEIPT, pickle.dumps((self._me.identity, num_bytes))])
 
     def _on_receipt(self, frames: Frames) -> None:
-        identity, num_bytes = pickle.loads(frames[0])
-        with self._changed:
-            if identity in self._windows:
-                self._windows[identity].unreceived_bytes -= num_bytes
-                self._changed.notify_all()
+        self._windows.received(*pickle.loads(frames[0]))
 
     def _on_chunk(self, frames: Frames) -> None:
         identity, stream_id, index, offset = pickle.loads(frames[0])
@@ -408,18 +309,13 @@ class Transfer:
         return value
 
     def _on_credit(self, frames: Frames) -> None:
-        identity = pickle.loads(frames[0])
-        with self._changed:
-            if identity in self._windows:
-                self._windows[identity].credits += 1
-                self._changed.notify_all()
+        self._windows.credited(pickle.loads(frames[0]))
 
     def _on_death(self, identity: str, reason: str) -> None:
         name, _, _ = identity.rpartition("#")
         group, _, rank = name.rstrip("]").rpartition("[")
+        self._windows.peer_died(identity, reason)
         with self._changed:
-            if identity in self._windows:
-                self._windows[identity].death = reason
             lost = [source for source in self._posted if source[:2] == (group, int(rank))]
             waiting = [pending for source in lost for pending in self._posted.pop(source)]
             for key in [key for key in self._streams if key[0] == identity]:
@@ -436,35 +332,8 @@ class Transfer:
             self._routes[route] = self._routes.get(route, 0) + 1
 
 
-class _FillingPending(Pending[Any]):
-    """A receive into memory that the caller brought."""
-
-    def __init__(self, what: str, on: str, into: Any) -> None:
-        super().__init__(what, on)
-        self._into = into
-
-    def fulfil(self, open_value: Callable[[], Any]) -> None:
-        super().fulfil(lambda: self._fill(open_value()))
-
-    def _fill(self, value: Any) -> Any:
-        into = self._into
-        if type(value) is not type(into) or value.shape != into.shape or value.dtype != into.dtype:
-            raise UserError(f"{self.what}: cannot fill {_describe(into)} with {_describe(value)}")
-        if hasattr(into, "copy_"):
-            into.copy_(value)
-        else:
-            into[...] = value
-        return into
-
-
 CHUNK_MIN_BYTES = 1024 * 1024
-CHUNKS_IN_FLIGHT = 8
 _BROADCAST = "\0broadcast"
-
-
-def _describe(value: Any) -> str:
-    has_shape = hasattr(value, "shape") and hasattr(value, "dtype")
-    return f"{type(value).__name__}{tuple(value.shape)} {value.dtype}" if has_shape else type(value).__name__
 
 
 def free_port(host: str) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
     from rill.runtime.group import WorkerGroup
     from rill.runtime.placement import Placement
-    from rill.runtime.transfer import Pending, Rendezvous
+    from rill.runtime.pending import Pending
+    from rill.runtime.transfer import Rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,0 +1,127 @@
+"""What a cluster's processes are told at their start: the requests that go to the agents.
+
+`Cluster` decides what runs where and when; this file knows what each kind of process needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rill.runtime.context import RuntimeContext
+from rill.runtime.device import Node, torch_device, visible_devices_env
+from rill.runtime.host import HostSpec, thread_env
+from rill.runtime.hub import hub_command
+from rill.runtime.local import NodeClient
+from rill.runtime.main_module import describe_main
+from rill.runtime.placement import Seat
+from rill.runtime.process import Start
+from rill.runtime.store_host import StoreHostSpec
+from rill.runtime.worker import Seating
+
+HUB_KEY = "hub"
+
+
+class Launcher:
+    """Makes start requests for one session. `context` is the driver's."""
+
+    def __init__(
+        self, context: RuntimeContext, *, hub_tcp: str, log_dir: Path, trace_dir: str | None
+    ) -> None:
+        self._context = context
+        self._hub_tcp = hub_tcp
+        self._log_dir = log_dir
+        self._trace_dir = trace_dir
+        self._main = describe_main()
+        self._socket_numbers = itertools.count(1)
+
+    def hub(self) -> Start:
+        """The control plane, on the driver's node."""
+        context = self._context
+        command = hub_command(
+            context.session_dir, context.hub_endpoint, tcp=self._hub_tcp, shm_dir=context.shm_dir
+        )
+        return Start(
+            key=HUB_KEY,
+            entry="",
+            argv=tuple(command),
+            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            log_path=str(self._log_dir / "hub.log"),
+            restart=True,
+        )
+
+    def store_server(self, client: NodeClient) -> Start:
+        """A process per node serves its payloads to the others, so that no worker's death loses them."""
+        spec = StoreHostSpec(
+            session_id=self._context.session_id,
+            session_dir=client.session_dir,
+            shm_dir=client.shm_dir,
+            node_id=client.node.node_id,
+            host=client.node.host,
+            num_nodes=self._context.num_nodes,
+            hub_endpoint=self._hub_endpoint_for(client.node),
+        )
+        return Start(
+            key=f"store-{client.node.node_id}",
+            entry="rill.runtime.store_host:main",
+            payload=pickle.dumps(spec),
+            log_path=self._log_path(client, "store.log"),
+            restart=True,
+        )
+
+    def worker(
+        self,
+        client: NodeClient,
+        key: str,
+        seat: Seat,
+        *,
+        group: str,
+        world_size: int,
+        incarnation: int,
+        num_threads: int,
+        env: Mapping[str, str],
+    ) -> Start:
+        """One rank of a group."""
+        seating = Seating(
+            group_name=group,
+            rank=seat.rank,
+            world_size=world_size,
+            devices=seat.devices,
+            device=torch_device(seat.devices),
+        )
+        spec = HostSpec(
+            session_id=self._context.session_id,
+            session_dir=client.session_dir,
+            shm_dir=client.shm_dir,
+            node_id=client.node.node_id,
+            host=client.node.host,
+            num_nodes=self._context.num_nodes,
+            hub_endpoint=self._hub_endpoint_for(client.node),
+            driver=self._context.address,
+            seating=seating,
+            incarnation=incarnation,
+            num_threads=num_threads,
+            main=self._main,
+            sys_path=list(sys.path),
+            trace_dir=self._trace_dir,
+            socket_name=f"w{next(self._socket_numbers)}",
+        )
+        return Start(
+            key=key,
+            entry="rill.runtime.host:main",
+            payload=pickle.dumps(spec),
+            env={**thread_env(num_threads), **visible_devices_env(seat.devices), **env},
+            log_path=self._log_path(client, f"{group}-{seat.rank}-{incarnation}.log"),
+        )
+
+    def _hub_endpoint_for(self, node: Node) -> str:
+        return self._context.hub_endpoint if node.node_id == self._context.node_id else self._hub_tcp
+
+    def _log_path(self, client: NodeClient, name: str) -> str:
+        if client.node.node_id == self._context.node_id:
+            return str(self._log_dir / name)
+        return str(Path(client.session_dir) / "logs" / name)
