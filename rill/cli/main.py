@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rill.cli.train:app", "Train a model from a recipe, or go on with a run"),
     "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
+    "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any local model, on a task"),
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),

@@ -32,6 +32,9 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("time/train_s", "train s", "{:.2f}"),
     ("time/sync_s", "sync s", "{:.2f}"),
     ("warmup/loss", "warm-up loss", "{:.3f}"),
+    ("sft/loss", "loss", "{:.4f}"),
+    ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("eval/loss", "held-out loss", "{:.4f}"),
 )
 """Figure, what a person calls it, how it is written."""
 

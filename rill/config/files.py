@@ -48,6 +48,14 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RecipeValu
     return RecipeValues(name=path.stem, path=path, values=layer.values, provenance=layer.provenance)
 
 
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], name: str) -> RecipeValues:
+    """Values that come from no recipe file, with overrides laid on top."""
+    layer = _Layer(dict(values), {})
+    if overrides:
+        layer.put_over(_parse_overrides(overrides))
+    return RecipeValues(name=name, path=Path(name), values=layer.values, provenance=layer.provenance)
+
+
 @dataclass(slots=True)
 class _Layer:
     """Values and where each came from; later layers are put over earlier ones."""

@@ -60,7 +60,7 @@ def _metrics(run: Run) -> dict[str, Any]:
         steps.add(row.step)
         for name, value in row.values.items():
             series[name]["x"].append(row.step)
-            series[name]["y"].append(round(value, 6))
+            series[name]["y"].append(float(f"{value:.5g}"))
     return {"steps": sorted(steps), "series": series}
 
 

@@ -30,7 +30,7 @@ from rill.workflows.evaluation import Evaluator
 from rill.workflows.fleet import Fleet
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
-from rill.workflows.sections import ClusterConfig, EvalConfig, LoopConfig, SyncConfig, WarmupConfig
+from rill.workflows.sections import ClusterConfig, EvalConfig, LoopConfig, SyncConfig, WarmupConfig, as_table
 from rill.workflows.warmup import warm_up
 
 W = TypeVar("W", bound=Worker)
@@ -96,6 +96,11 @@ def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     if config.type == "ray":
         return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
     return Cluster(devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
+
+
+def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
+    """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
+    return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
 
 
 class RLSetup:
@@ -188,9 +193,7 @@ class RLSetup:
 
     @property
     def _threads(self) -> int:
-        """The cores, divided among the device slots, since sharers of a slot take turns."""
-        slots = max(1, len(self.cluster.devices))
-        return self.config.cluster.threads or max(1, (os.cpu_count() or 1) // slots)
+        return threads_of(self.config.cluster, self.cluster)
 
     def _warm_up(self) -> None:
         if not self._is_warm:
@@ -207,10 +210,3 @@ class RLSetup:
 
     def _held_out(self) -> list[Prompt]:
         return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))
-
-
-def as_table(value: Any) -> Any:
-    """A copy that may be written to; a bare name is short for a table with that `type`."""
-    if isinstance(value, str):
-        return {"type": value}
-    return dict(value) if isinstance(value, dict) else value

@@ -16,10 +16,10 @@ from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
-from rill.workflows.assembly import RLConfig, RLSetup, as_table, open_cluster
+from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Observer
-from rill.workflows.sections import Seats
+from rill.workflows.sections import Seats, as_table
 from rill.workflows.stages import CriticWorker, ReferenceWorker
 
 

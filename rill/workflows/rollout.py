@@ -33,6 +33,7 @@ from rill.workflows.groups import group_metrics, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
 from rill.workflows.rollout_log import RolloutLog
+from rill.workflows.scoring import rewards_of
 from rill.workflows.sections import EvalConfig, SamplingConfig, SyncConfig
 
 
@@ -98,7 +99,10 @@ class RolloutWorker(Worker):
         limit = config.max_new_tokens or self.config.sampling.max_new_tokens
         sampling = self.config.sampling.params(temperature=config.temperature, max_new_tokens=limit)
         with self.device_lock():
-            return asyncio.run(self._evaluate(mine, sampling, config.samples))
+            rewards = asyncio.run(
+                rewards_of(self.engine, self.env, mine, sampling, config.samples, self.seed + 1)
+            )
+        return {prompt.id: row for prompt, row in zip(mine, rewards, strict=True)}
 
     async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
         policy = PolicyClient(self.engine, seed=self.seed)
@@ -162,21 +166,6 @@ class RolloutWorker(Worker):
             group_id=job.id,
             sampling=sampling,
         )
-
-    async def _evaluate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, num_samples: int
-    ) -> dict[str, list[float]]:
-        policy = PolicyClient(self.engine, seed=self.seed + 1)
-
-        async def one(prompt: Prompt, number: int) -> float:
-            name = f"eval/{prompt.id}/{number}"
-            trajectory = await self.env.rollout(
-                prompt, policy.episode(name), trajectory_id=name, group_id=prompt.id, sampling=sampling
-            )
-            return trajectory.reward
-
-        rewards = await asyncio.gather(*(one(p, n) for p in prompts for n in range(num_samples)))
-        return {p.id: list(rewards[i * num_samples : (i + 1) * num_samples]) for i, p in enumerate(prompts)}
 
     # --- weights ------------------------------------------------------------------------------------------
 

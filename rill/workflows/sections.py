@@ -108,3 +108,10 @@ class WarmupConfig(Config):
     """Examples per step."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the warm-up; RL uses the trainer's own."""
+
+
+def as_table(value: Any) -> Any:
+    """A copy that may be written to; a bare name is short for a table with that `type`."""
+    if isinstance(value, str):
+        return {"type": value}
+    return dict(value) if isinstance(value, dict) else value

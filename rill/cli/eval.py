@@ -1,0 +1,78 @@
+"""`rill eval`: pass@k with confidence intervals of a run's model, or of any local model, on a task."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rill.cli.console import say, say_json, say_table
+from rill.config.files import with_overrides
+from rill.config.resolve import resolve
+from rill.errors import UserError
+from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.workflows.evaluation import summarise_rewards
+from rill.workflows.scoring import ScoringConfig, score
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run (its trained model), or a local model folder.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
+    task: Annotated[str, typer.Option("--task", help="A dataset's name. A run's own where unset.")] = "",
+    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Evaluate a model on held-out problems.
+
+    \b
+    Examples:
+      rill eval demo                                        the demo's model on its own task
+      rill eval demo samples=8 sampling.temperature=1.0     pass@1, @2, @4, @8
+      rill eval ./my-model --task arithmetic data.digits=[3,3] env.reward.answer=last_number
+    """
+    given = with_overrides(_starting_point(model, task, root), overrides or [], model)
+    config = resolve(ScoringConfig, given.values, given.provenance)
+    figures = summarise_rewards(score(config))
+    if as_json:
+        say_json(figures)
+        return
+    rows = [
+        [
+            name.removeprefix("eval/"),
+            f"{value:.3f}",
+            f"{figures[f'{name}_low']:.3f} – {figures[f'{name}_high']:.3f}",
+        ]
+        for name, value in figures.items()
+        if f"{name}_low" in figures
+    ]
+    say(f"{int(figures['eval/prompts'])} prompts, mean reward {figures['eval/reward']:.3f}")
+    say_table(["figure", "value", "95 % interval"], rows)
+
+
+def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
+    """From a run: its model, task and environment. From a folder: the model, and the task that was named."""
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        if not task:
+            raise UserError(
+                f"{model} is a model: say what to evaluate it on with --task (see `rill recipes`)"
+            )
+        return {"model": {"path": str(folder)}, "data": {"type": task}, "env": {"type": "single_turn"}}
+    run = Run.open(model, root=root)
+    trained = run.path / "model"
+    if not trained.is_dir():
+        raise UserError(f"run {run.name} has left no model yet: it exports one when it ends")
+    saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
+    rollout = saved.get("rollout", {})
+    sampling = {**rollout.get("sampling", {}), "temperature": 0.0}
+    return {
+        "model": {"path": str(trained)},
+        "data": {"type": task} if task else saved["data"],
+        "env": rollout.get("env", {"type": "single_turn"}),
+        "sampling": sampling,
+    }

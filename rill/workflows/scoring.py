@@ -1,0 +1,91 @@
+"""Evaluation outside a run: one engine in this process, a task's held-out problems, pass@k. Behind `rill eval`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from rill.config import Config, OneOf, PartConfig
+from rill.data.base import DATASETS, Split, open_indexed, prompts_of
+from rill.envs.base import ENVIRONMENTS, Environment, open_environment
+from rill.inference.base import ENGINES, Engine
+from rill.models.loading import ModelConfig, load_tokenizer
+from rill.types import Prompt, SamplingParams
+from rill.workflows.policy_client import PolicyClient
+from rill.workflows.sections import SamplingConfig, as_table
+
+
+class ScoringConfig(Config):
+    """What to evaluate, on what, how."""
+
+    model: ModelConfig
+    engine: Annotated[PartConfig, OneOf(ENGINES)]
+    """Its model is the one above unless it names its own."""
+    data: Annotated[PartConfig, OneOf(DATASETS)]
+    split: Split = Split.HELD_OUT
+    env: Annotated[PartConfig, OneOf(ENVIRONMENTS)]
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    num_prompts: int = Field(256, ge=1)
+    samples: int = Field(1, ge=1)
+    """Completions per prompt."""
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "model" in values:
+            engine = as_table(values.get("engine", "native"))
+            values = {**values, "engine": {"model": values["model"], **engine}}
+        return values
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> ScoringConfig:
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise ValueError("several samples at temperature 0 are all the same: set sampling.temperature")
+        return self
+
+
+def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = None) -> list[list[float]]:
+    """Rewards: one row to a prompt. `on_done(finished, total)` is called after every completion."""
+    prompts = list(prompts_of(open_indexed(config.data, config.split), config.num_prompts))
+    environment = open_environment(config.env, load_tokenizer(config.model))
+    engine: Engine = ENGINES.load(config.engine.type)(config.engine)
+    try:
+        sampling = config.sampling.params()
+        return asyncio.run(
+            rewards_of(engine, environment, prompts, sampling, config.samples, config.seed, on_done)
+        )
+    finally:
+        environment.close()
+        engine.close()
+
+
+async def rewards_of(
+    engine: Engine,
+    environment: Environment,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    num_samples: int,
+    seed: int,
+    on_done: Callable[[int, int], None] | None = None,
+) -> list[list[float]]:
+    """Put every prompt to the engine `num_samples` times, all at once."""
+    policy = PolicyClient(engine, seed=seed)
+    num_done = 0
+
+    async def one(prompt: Prompt, number: int) -> float:
+        nonlocal num_done
+        name = f"eval/{prompt.id}/{number}"
+        trajectory = await environment.rollout(
+            prompt, policy.episode(name), trajectory_id=name, group_id=prompt.id, sampling=sampling
+        )
+        num_done += 1
+        if on_done is not None:
+            on_done(num_done, len(prompts) * num_samples)
+        return trajectory.reward
+
+    flat = await asyncio.gather(*(one(prompt, n) for prompt in prompts for n in range(num_samples)))
+    return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
