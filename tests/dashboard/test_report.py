@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rill.dashboard.report import collect, write_report
+from rill.errors import UserError
+from rill.telemetry import trace
+from rill.telemetry.jsonl import LineFile, encode_line
+from rill.telemetry.metrics import MetricLog
+from rill.telemetry.run import Run
+
+HOSTILE = "</script><script>document.title='owned'</script><!--"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.create("r", root=tmp_path, config_toml="seed = 0\n")
+    log = MetricLog(run.path)
+    for step in range(3):
+        log.write(step, {"reward/mean": 0.1 * step, "mismatch/abs_mean": 1.7e-7})
+    log.close()
+    trace.configure(run.path, "driver")
+    with trace.span("step", lane="loop", step=1):
+        pass
+    trace.shutdown()
+    group = {
+        "version": 1, "group": "g1", "prompt_id": "p", "task": "t", "answer": "4", "dropped": None,
+        "samples": [{
+            "id": "g1/0", "reward": 1.0, "parts": {}, "stop": "eos", "error": None, "tokens": ["2+2=", HOSTILE],
+            "logprobs": [0.0, -0.5], "sampled": [0, 1], "versions": [-1, 1], "num_tokens": 2,
+        }],
+    }  # fmt: skip
+    LineFile(run.path / "rollouts" / "rollout-0.jsonl").write(encode_line(group))
+    run.close()
+    return run
+
+
+def embedded(page: str) -> Any:
+    found = re.search(r"const data = (.*);\n", page)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_a_report_holds_curves_timeline_rollouts_and_config(run: Run) -> None:
+    data = embedded(write_report(run).read_text(encoding="utf-8"))
+    assert data["metrics"]["series"]["reward/mean"] == {"x": [0, 1, 2], "y": [0.0, 0.1, 0.2]}
+    assert [span[1] for span in data["timeline"]["spans"]] == ["step"]
+    assert data["rollouts"][0]["samples"][0]["reward"] == 1.0
+    assert data["config"] == "seed = 0\n"
+
+
+def test_small_figures_are_not_rounded_to_nothing(run: Run) -> None:
+    assert collect(run)["metrics"]["series"]["mismatch/abs_mean"]["y"][0] == 1.7e-7
+
+
+def test_markup_in_a_rollout_cannot_leave_the_script_element(run: Run) -> None:
+    page = write_report(run).read_text(encoding="utf-8")
+    assert page.count("</script>") == 1, "only the page's own script element ends"
+    assert embedded(page)["rollouts"][0]["samples"][0]["tokens"][1] == HOSTILE
+
+
+def test_a_cut_or_damaged_log_still_shows_what_is_there(run: Run) -> None:
+    for path in [
+        run.metrics_path,
+        *(run.path / "trace").glob("*.jsonl"),
+        *(run.path / "rollouts").glob("*.jsonl"),
+    ]:
+        with path.open("ab") as file:
+            file.write(b'{"broken": \n{"step": 9, "val')
+    data = collect(run)
+    assert len(data["metrics"]["steps"]) == 3
+    assert len(data["rollouts"]) == 1
+
+
+def test_an_empty_run_folder_is_an_error_in_words(tmp_path: Path) -> None:
+    run = Run.create("empty", root=tmp_path)
+    run.close()
+    with pytest.raises(UserError, match="nothing to report"):
+        write_report(run)
