@@ -150,13 +150,52 @@ constexpr int TILE = 16;        // keys per softmax tile; independent of the blo
 constexpr int MAX_GROUP = 16;   // query heads handled together
 constexpr int MAX_DIM = 256;
 
+// 16 floats; the compiler lowers them to whatever the processor has.
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t word_vec __attribute__((vector_size(64)));
+constexpr int LANES = 16;
+
+inline vec load_vec(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline vec load_vec(const bf16* p) {
+    word_vec w;
+    for (int i = 0; i < LANES; i++) w[i] = static_cast<uint32_t>(p[i].bits) << 16;
+    return reinterpret_cast<vec&>(w);
+}
+inline float sum_lanes(vec v) {
+    typedef float vec8 __attribute__((vector_size(32)));
+    typedef float vec4 __attribute__((vector_size(16)));
+    vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+             __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// Scores of one tile become weights; returns the factor for what was accumulated before.
+inline float soften(float* s, const bool* seen, float cap, float* top, float* total) {
+    float best = *top;
+    for (int t = 0; t < TILE; t++) {
+        if (cap > 0.f) s[t] = cap * std::tanh(s[t] / cap);
+        s[t] = seen[t] ? s[t] : MASKED;
+        best = s[t] > best ? s[t] : best;
+    }
+    float keep = fast_exp(*top - best), sum = 0.f;
+    for (int t = 0; t < TILE; t++) {
+        s[t] = seen[t] ? fast_exp(s[t] - best) : 0.f;
+        sum += s[t];
+    }
+    *total = *total * keep + sum;
+    *top = best;
+    return keep;
+}
+
 // One query token, one key/value head and up to MAX_GROUP of its query heads, over keys [first, last].
-template <class T, int D>
+// NV vectors to a head; 0 for head dimensions that are not a multiple of LANES.
+template <class T, int NV>
 void attend_token(const T* query, const T* keys, const T* values, const int32_t* table, int64_t block_size,
                   int64_t first, int64_t last, int64_t kv_stride, int group, int64_t dim_, float scale, float cap,
                   T* out) {
-    const int64_t dim = D ? D : dim_;
-    float q[MAX_GROUP][D ? D : MAX_DIM], acc[MAX_GROUP][D ? D : MAX_DIM];
+    const int64_t dim = NV ? NV * LANES : dim_;
+    float q[MAX_GROUP][NV ? NV * LANES : MAX_DIM], acc[MAX_GROUP][NV ? NV * LANES : MAX_DIM];
     float top[MAX_GROUP], total[MAX_GROUP];
     for (int g = 0; g < group; g++) {
         top[g] = MASKED;
@@ -181,27 +220,28 @@ void attend_token(const T* query, const T* keys, const T* values, const int32_t*
         }
         for (int g = 0; g < group; g++) {
             float s[TILE];
-            float best = top[g];
-            for (int t = 0; t < TILE; t++) {
-                float dot = 0.f;
-                for (int64_t d = 0; d < dim; d++) dot += q[g][d] * load(k[t] + d);
-                if (cap > 0.f) dot = cap * std::tanh(dot / cap);
-                s[t] = seen[t] ? dot : MASKED;
-                best = s[t] > best ? s[t] : best;
-            }
-            float keep = fast_exp(top[g] - best);
-            float sum = 0.f;
-            for (int t = 0; t < TILE; t++) {
-                s[t] = seen[t] ? fast_exp(s[t] - best) : 0.f;
-                sum += s[t];
-            }
-            total[g] = total[g] * keep + sum;
-            top[g] = best;
-            for (int64_t d = 0; d < dim; d++) acc[g][d] *= keep;
-            for (int t = 0; t < TILE; t++) {
-                if (!seen[t]) continue;
-                float p = s[t];
-                for (int64_t d = 0; d < dim; d++) acc[g][d] += p * load(v[t] + d);
+            if constexpr (NV > 0) {
+                vec qv[NV], av[NV];
+                for (int i = 0; i < NV; i++) qv[i] = load_vec(q[g] + i * LANES);
+                for (int t = 0; t < TILE; t++) {
+                    vec dot = qv[0] * load_vec(k[t]);
+                    for (int i = 1; i < NV; i++) dot += qv[i] * load_vec(k[t] + i * LANES);
+                    s[t] = sum_lanes(dot);
+                }
+                float keep = soften(s, seen, cap, &top[g], &total[g]);
+                for (int i = 0; i < NV; i++) av[i] = load_vec(acc[g] + i * LANES) * keep;
+                for (int t = 0; t < TILE; t++)  // an unseen key repeats a seen one, with weight 0
+                    for (int i = 0; i < NV; i++) av[i] += s[t] * load_vec(v[t] + i * LANES);
+                for (int i = 0; i < NV; i++) *reinterpret_cast<vec*>(acc[g] + i * LANES) = av[i];
+            } else {
+                for (int t = 0; t < TILE; t++) {
+                    s[t] = 0.f;
+                    for (int64_t d = 0; d < dim; d++) s[t] += q[g][d] * load(k[t] + d);
+                }
+                float keep = soften(s, seen, cap, &top[g], &total[g]);
+                for (int64_t d = 0; d < dim; d++) acc[g][d] *= keep;
+                for (int t = 0; t < TILE; t++)
+                    for (int64_t d = 0; d < dim; d++) acc[g][d] += s[t] * load(v[t] + d);
             }
         }
     }
@@ -237,14 +277,13 @@ void attend(const T* query, int64_t query_stride, const T* keys, const T* values
             const int32_t* table = tables + lo * table_stride;
             const T* k = keys + kv * dim;
             const T* v = values + kv * dim;
-            if (dim == 64)
-                attend_token<T, 64>(q, k, v, table, block_size, first, last, kv_stride, group, dim, scale, cap, o);
-            else if (dim == 128)
-                attend_token<T, 128>(q, k, v, table, block_size, first, last, kv_stride, group, dim, scale, cap, o);
-            else if (dim == 32)
-                attend_token<T, 32>(q, k, v, table, block_size, first, last, kv_stride, group, dim, scale, cap, o);
-            else
-                attend_token<T, 0>(q, k, v, table, block_size, first, last, kv_stride, group, dim, scale, cap, o);
+            auto run = dim == 64    ? attend_token<T, 4>
+                       : dim == 128 ? attend_token<T, 8>
+                       : dim == 32  ? attend_token<T, 2>
+                       : dim == 96  ? attend_token<T, 6>
+                       : dim == 16  ? attend_token<T, 1>
+                                    : attend_token<T, 0>;
+            run(q, k, v, table, block_size, first, last, kv_stride, group, dim, scale, cap, o);
         }
     }
 }

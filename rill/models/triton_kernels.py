@@ -311,6 +311,7 @@ class TritonKernels:
     ) -> None:
         self.num_splits = triton.cdiv(max_context, SPLIT)
         self._dim_padded = max(16, triton.next_power_of_2(head_dim))
+        self._max_rows = max_num_seqs
         parts = max_num_seqs * num_heads * self.num_splits if self.num_splits > 1 else 1
         self._part = torch.empty(parts * self._dim_padded, dtype=torch.float32, device=device)
         self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
@@ -381,19 +382,13 @@ class TritonKernels:
             "HAS_CAP": softcap > 0, "PRECISION": _precision(query.dtype),
         }  # fmt: skip
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B
-        if batch.num_decodes:
-            splits = triton.cdiv(batch.max_decode_context, SPLIT)
-            group = num_heads // kv_heads
-            _decode[(batch.num_decodes, kv_heads, splits)](
-                query, query_stride, keys, values, tables, tables.stride(0), rows, lens, out, self._part, self._stat,
-                scale, window, softcap, self.num_splits, num_heads, kv_heads, G=group,
-                GP=max(16, triton.next_power_of_2(group)), TILE=64, SPLIT=SPLIT, num_warps=4, num_stages=3, **shared,
+        assert rows is not None
+        for start in range(0, batch.num_decodes, self._max_rows):
+            end = min(start + self._max_rows, batch.num_decodes)
+            self._decode_rows(
+                query[start:], query_stride, num_heads, keys, values, tables, rows[start:], lens[start:], out[start:],
+                end - start, batch.max_decode_context, scale, window, softcap, shared,
             )  # fmt: skip
-            if splits > 1:
-                _join[(batch.num_decodes, num_heads)](
-                    lens, out, self._part, self._stat, self.num_splits, num_heads, D=dim, DP=self._dim_padded,
-                    SPLIT=SPLIT, num_warps=1,
-                )  # fmt: skip
         if batch.prefill_tiles is not None:
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
@@ -401,6 +396,38 @@ class TritonKernels:
                 num_warps=4, num_stages=2, **shared,
             )  # fmt: skip
         return out
+
+    def _decode_rows(
+        self,
+        query: torch.Tensor,
+        query_stride: int,
+        num_heads: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        out: torch.Tensor,
+        count: int,
+        max_context: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        shared: dict[str, Any],
+    ) -> None:
+        kv_heads, dim = keys.shape[2:]
+        splits = triton.cdiv(max_context, SPLIT)
+        group = num_heads // kv_heads
+        _decode[(count, kv_heads, splits)](
+            query, query_stride, keys, values, tables, tables.stride(0), rows, lens, out, self._part, self._stat,
+            scale, window, softcap, self.num_splits, num_heads, kv_heads, G=group,
+            GP=max(16, triton.next_power_of_2(group)), TILE=64, SPLIT=SPLIT, num_warps=4, num_stages=3, **shared,
+        )  # fmt: skip
+        if splits > 1:
+            _join[(count, num_heads)](
+                lens, out, self._part, self._stat, self.num_splits, num_heads, D=dim, DP=self._dim_padded, SPLIT=SPLIT,
+                num_warps=1,
+            )  # fmt: skip
 
     # --- PagedKernels -------------------------------------------------------------------------------------
 

@@ -59,20 +59,32 @@ class Upload:
         self._views = [t.numpy() for t in self._staging]
         self._turn = 0
 
-    def __call__(self, arrays: list[Array], into: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """int32 tensors on the device, views of one buffer (`into`, or a fresh one)."""
+    def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
+        """int32 tensors on the device, views of one fresh buffer."""
+        starts, at = [], 0
+        for array in arrays:
+            starts.append(at)
+            at += aligned(len(array))
+        into = torch.empty(at, dtype=torch.int32, device=self._device)
+        self._copy(arrays, starts, at, into)
+        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+    def fill(self, arrays: list[Array], into_CB: torch.Tensor) -> None:
+        """Each array into the start of its row."""
+        stride = into_CB.shape[1]
+        self._copy(arrays, [stride * i for i in range(len(arrays))], stride * len(arrays), into_CB.view(-1))
+
+    def _copy(self, arrays: list[Array], starts: list[int], end: int, into: torch.Tensor) -> None:
         self._turn = (self._turn + 1) % NUM_STAGING
         staging, view = self._staging[self._turn], self._views[self._turn]
-        ends, at = [], 0
-        for array in arrays:
-            view[at : at + len(array)] = array
-            at += len(array)
-            ends.append(at)
-        if into is None:
-            into = torch.empty(at, dtype=torch.int32, device=self._device)
-        into[:at].copy_(staging[:at], non_blocking=True)
-        starts = [0, *ends[:-1]]
-        return [into[start:end] for start, end in zip(starts, ends, strict=True)]
+        for start, array in zip(starts, arrays, strict=True):
+            view[start : start + len(array)] = array
+        into[:end].copy_(staging[:end], non_blocking=True)
+
+
+def aligned(num_words: int) -> int:
+    """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
+    return -(-num_words // 32) * 32
 
 
 @dataclass(slots=True)
@@ -148,7 +160,8 @@ class CudaRunner(ModelRunner):
         self._turn = 0
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         self._upload = Upload(words, device)
-        self._static = torch.zeros(8 * max_num_seqs, dtype=torch.int32, device=device)
+        self._static = torch.zeros(8, aligned(max_num_seqs), dtype=torch.int32, device=device)
+        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0)
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
@@ -240,38 +253,30 @@ class CudaRunner(ModelRunner):
         splits = 1
         while splits * SPLIT < batch.max_context_len:
             splits *= 2
-        padding = size - batch.num_seqs
         columns = self._decode_columns(batch)
-        padded = (
-            [np.pad(c, (0, padding), constant_values=fill) for c, fill in columns]
-            if padding
-            else [c for c, _ in columns]
-        )
-        static = self._upload([*padded], into=self._static_for(size))
+        if size > batch.num_seqs:
+            columns = [np.pad(c, (0, size - len(c)), constant_values=f) for c, f in zip(columns, self._fills)]
+        self._upload.fill(columns, self._static)
         self._push_tables(batch)
         graph = self._graphs.get((size, splits))
         if graph is None:
             graph = self._capture(size, splits)
         graph.graph.replay()
-        return graph.logits_BV, [s[: batch.num_seqs] for s in static[4:8]]
+        return graph.logits_BV, [self._static[i, : batch.num_seqs] for i in range(4, 8)]
 
-    def _decode_columns(self, batch: StepBatch) -> list[tuple[Array, int]]:
-        """What a graph reads, one entry per row, with the value that padding rows get."""
+    def _decode_columns(self, batch: StepBatch) -> list[Array]:
+        """What a graph reads, one entry per row; `_fills` has what padding rows get."""
         return [
-            (batch.token_ids_N.astype(np.int32), 0),
-            (batch.positions_N.astype(np.int32), 0),
-            (batch.kv_slots_N.astype(np.int32), 0),
-            (batch.context_lens_B, 1),
-            (batch.slots_B, self.max_num_seqs),
-            *((c, 0) for c in _sampling_columns(batch.sampling)),
+            batch.token_ids_N.astype(np.int32),
+            batch.positions_N.astype(np.int32),
+            batch.kv_slots_N.astype(np.int32),
+            batch.context_lens_B,
+            batch.slots_B,
+            *_sampling_columns(batch.sampling),
         ]
 
-    def _static_for(self, size: int) -> torch.Tensor:
-        return self._static[: 8 * size]
-
     def _capture(self, size: int, splits: int) -> DecodeGraph:
-        columns = self._static_for(size).view(8, size)
-        ids, positions, kv_slots, lens, slots = columns[:5]
+        ids, positions, kv_slots, lens, slots = self._static[:5, :size]
         paged = PagedBatch(
             slots_N=kv_slots,
             query_starts_B1=lens,  # not read: there is no prefill in it
@@ -307,9 +312,15 @@ class CudaRunner(ModelRunner):
     def _upload_batch(
         self, batch: StepBatch
     ) -> tuple[PagedBatch, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        lens, slots, num_decodes = batch.context_lens_B, batch.slots_B, batch.num_decodes
+        if self.batch_invariant:
+            # One kernel for all: a prompt's token attends like a generated one, or its bits would tell which it was.
+            lens = batch.positions_N.astype(np.int32) + 1
+            slots = np.repeat(slots, np.diff(batch.query_starts_B1))
+            num_decodes = batch.num_tokens
         tiles = [
             (row, offset)
-            for row in range(batch.num_decodes, batch.num_seqs)
+            for row in range(num_decodes, batch.num_seqs)
             for offset in range(0, batch.chunks[row].length, PREFILL_TILE)
         ]
         flat_tiles = np.array(tiles, dtype=np.int32).reshape(-1)
@@ -318,28 +329,30 @@ class CudaRunner(ModelRunner):
             batch.positions_N.astype(np.int32),
             batch.kv_slots_N.astype(np.int32),
             batch.query_starts_B1,
-            batch.context_lens_B,
-            batch.slots_B,
+            lens,
+            slots,
             flat_tiles,
             batch.sampled_rows_S.astype(np.int32),
             batch.sampled_slots_S,
             *_sampling_columns(batch.sampling),
         ]
-        ids, positions, kv_slots, starts, lens, slots, tile_words, rows_S, *columns = self._upload(arrays)
+        ids, positions, kv_slots, starts, lens_on, slots_on, tile_words, rows_S, *columns = self._upload(
+            arrays
+        )
         self._push_tables(batch)
         count = batch.num_decodes
         if count:
-            ids[:count] = torch.where(ids[:count] < 0, self._last_tokens[slots[:count]], ids[:count])
+            ids[:count] = torch.where(ids[:count] < 0, self._last_tokens[slots_on[:count]], ids[:count])
         paged = PagedBatch(
             slots_N=kv_slots if self.decoder is not None and not batch.adapters else kv_slots.long(),
             query_starts_B1=starts,
-            context_lens_B=lens,
+            context_lens_B=lens_on,
             block_tables_BM=self._tables,
-            num_decodes=count,
+            num_decodes=num_decodes,
             max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,
-            table_rows_B=slots,
-            max_decode_context=int(batch.context_lens_B[:count].max()) if count else 0,
+            table_rows_B=slots_on,
+            max_decode_context=int(lens[:num_decodes].max()) if num_decodes else 0,
             prefill_tiles=tile_words.view(-1, 2) if tiles else None,
         )
         return paged, ids, positions, rows_S, columns
