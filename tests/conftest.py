@@ -14,6 +14,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says more about who else uses the machine than about the code.
+settings.register_profile("rill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rill")
 
 OPTIONAL_MARKS = ("ray", "vllm")
 
