@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = 1_024
+CACHED_ROWS = 64
 SAMPLE_BYTES = 64 * 1_024
 SAMPLE_CHUNKS = 16
 MASK = (1 << 64) - 1
@@ -26,10 +27,13 @@ def checksum(buffer_B: Tensor) -> int:
     num_rows, num_rest = divmod(words.numel(), COLUMNS)
     rows = torch.empty(num_rows + 1, dtype=torch.int64, device=words.device)
     columns = torch.zeros(COLUMNS, dtype=torch.int64, device=words.device)
-    if num_rows:
-        grid = words[: num_rows * COLUMNS].view(num_rows, COLUMNS)
-        torch.sum(grid, dim=1, out=rows[:num_rows])
-        columns = grid.sum(dim=0)
+    # On a CPU both sums of a stretch are taken while it lies in the cache: memory is read once, not twice.
+    stretch = CACHED_ROWS if words.device.type == "cpu" else max(num_rows, 1)
+    for start in range(0, num_rows, stretch):
+        end = min(start + stretch, num_rows)
+        grid = words[start * COLUMNS : end * COLUMNS].view(end - start, COLUMNS)
+        torch.sum(grid, dim=1, out=rows[start:end])
+        columns += grid.sum(dim=0)
     rest = words[num_rows * COLUMNS :]
     columns[:num_rest] += rest
     rows[num_rows] = rest.sum()

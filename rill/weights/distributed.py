@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
@@ -35,8 +35,8 @@ from rill.weights.base import (
 )
 from rill.weights.resharding import ShardSpec
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend
+# torch's stubs leave out the collectives of a backend that is used without a ProcessGroup around it.
+Backend = Any
 
 
 class DistributedTransport:

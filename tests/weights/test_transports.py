@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import BucketSpec, Receiver, WeightManifest
+from rill.weights.base import BucketSpec, Receiver, WeightManifest, is_finite
 from rill.weights.resharding import ShardSpec
 from tests.weights.scene import ends, publish, pulled, same, weights
 
@@ -148,6 +148,21 @@ def test_weights_that_are_not_finite_are_refused_by_name(bad: float, dtype: torc
         sent["layers.4.weight"][3, 3] = bad
         with pytest.raises(WeightSyncError, match=r"layers\.4\.weight"):
             publish(publisher, sent, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_finite_check_agrees_with_torch_on_every_corner(dtype: torch.dtype) -> None:
+    corners = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype
+    )
+    assert is_finite(corners) and is_finite(corners[1:2]) and is_finite(corners[3:4])
+    assert is_finite(torch.tensor([torch.finfo(dtype).smallest_normal / 2], dtype=dtype))
+    for bad in (float("nan"), float("inf"), float("-inf"), -float("nan")):
+        for at in range(len(corners)):
+            broken = corners.clone()
+            broken[at] = bad
+            assert not is_finite(broken)
+            assert not is_finite(broken.repeat(2, 2).t())  # not contiguous
 
 
 def test_a_file_cut_off_at_any_byte_is_caught(tmp_path: Path) -> None:
