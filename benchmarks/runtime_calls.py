@@ -1,9 +1,9 @@
-"""Start-up, group calls, point-to-point transfer and idle memory of the runtime, against Ray and RLinf on this machine.
+"""Start-up, group calls, point-to-point transfer and idle memory of the runtime, and of Ray on the same machine.
 
-    python benchmarks/runtime_calls.py [--quick] [--rivals ray,rlinf]
+    python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 1024]
 
-Prints one JSON line per measurement: {"name", "system", "value", "unit"}, and the ratios at the end. Rivals that are
-not installed are left out. RLinf's own runtime is Ray with its actors; its figures come from its public API.
+Prints one JSON line per measurement: {"name", "system", "value", "unit"}. A rival that is not installed is left out.
+RLinf needs packages of its own versions: run it in an environment of its own and compare with its lines.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
     system = f"rill-{backend}"
     with Cluster(devices="cpu:2") if backend == "local" else Cluster.ray("local", devices="cpu:2") as cluster:
         group = Node.launch(cluster, name="node", threads=1)
+        time.sleep(0.5)
+        report("idle_memory", system, tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
         one, both = group.on(0), group
         for _ in range(50):
             one.nothing().wait(30)
@@ -99,8 +101,17 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
             sending.wait(30)
             rate = num_bytes * (num_arrays - 1) / seconds / 1e6
             report(f"p2p_{num_bytes >> 20}MiB", system, rate, "MB/s")
-        time.sleep(0.5)
-        report("idle_memory", system, tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
+
+
+def measure_many_ranks(num_ranks: int) -> None:
+    """The controller with many ranks: every rank is a process, all on one device."""
+    with Cluster(devices="cpu:1") as cluster:
+        started_s = time.perf_counter()
+        group = Node.launch(cluster, name="node", placement=f"0:0-{num_ranks - 1}", threads=1)
+        report(f"launch_{num_ranks}_ranks", "rill-local", time.perf_counter() - started_s, "s")
+        seconds = median_seconds(lambda: group.nothing().wait(120), 10)
+        report(f"group_call_{num_ranks}_ranks", "rill-local", 1e3 * seconds, "ms")
+        report(f"idle_memory_{num_ranks}_ranks", "rill-local", tree_memory_mb(os.getpid()), "MB (PSS)")
 
 
 def tree_memory_mb(root: int) -> float:
@@ -202,14 +213,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats: checks that it runs")
     parser.add_argument("--rivals", default="ray", help="comma-separated: ray; empty for none")
+    parser.add_argument("--ranks", type=int, default=0, help="also measure a group of so many ranks")
     args = parser.parse_args()
     num_calls, num_arrays, repeats = (100, 4, 1) if args.quick else (3000, 40, 3)
     rivals = [name for name in args.rivals.split(",") if name and importlib.util.find_spec(name)]
     measure_startup("rill-local", repeats)
     measure_rill("local", num_calls, num_arrays)
+    if args.ranks:
+        measure_many_ranks(args.ranks)
     if "ray" in rivals:
         measure_startup("ray", repeats)
         measure_startup("rill-ray", repeats)
+        measure_rill("ray", num_calls, num_arrays)
         measure_ray(num_calls, num_arrays)
 
 

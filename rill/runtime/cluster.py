@@ -13,6 +13,8 @@ session. A worker's death fails the calls that wait for it and nothing else.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -48,6 +50,8 @@ from rill.runtime.worker import Worker
 W = TypeVar("W", bound=Worker)
 
 KILL_WAIT_S = 10.0
+CLOSE_WAIT_S = 2.0
+"""What all groups together are given to end in order when the cluster closes."""
 REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 
@@ -77,6 +81,7 @@ class _Group:
     ready: dict[int, Handle] = field(default_factory=dict)
     """The handle of `__init__` and its slot, by rank; replaced by a relaunch."""
     is_closing: bool = False
+    is_asked_to_stop: bool = False
 
 
 class Cluster:
@@ -93,7 +98,7 @@ class Cluster:
         backend: Backend | None = None,
     ) -> None:
         """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", or a list of Device. `preload`: modules that workers
-        find imported (they are then forked, which is fast and shares memory; only for modules that stand a fork).
+        find imported, e.g. "torch": it then costs its time and memory once (only for modules that stand a fork).
         `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output there, else it is removed
         with the session."""
         self._lock = threading.RLock()
@@ -102,14 +107,20 @@ class Cluster:
         self._keys: dict[str, tuple[_Group, int]] = {}
         self._next_incarnation: dict[str, int] = {}
         self._is_closed = False
+        self._owner_pid = os.getpid()
+        self._backend = backend or LocalBackend(devices, frozenset(labels))
         self.session = open_session()
         self._log_dir = Path(log_dir) if log_dir is not None else self.session.session_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         allow_many_files()
-        self._backend = backend or LocalBackend(devices, frozenset(labels))
-        opened = self._backend.open(
-            self.session, tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost
-        )
+        try:
+            opened = self._backend.open(
+                self.session, tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost
+            )
+        except BaseException:
+            self._backend.close()
+            self.session.close()
+            raise
         self._nodes: dict[str, NodeClient] = {client.node.node_id: client for client in opened.nodes}
         self.devices: tuple[Device, ...] = number(opened.devices)
         first = opened.nodes[0].node
@@ -127,8 +138,8 @@ class Cluster:
         self.context.mailbox.start()
         self.context.directory.publish(self.context.address, 1)
         runtime_context.install(self.context)
-        self._at_exit = weakref.WeakMethod(self.close)
-        atexit.register(_close_at_exit, self._at_exit)
+        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
 
     @classmethod
     def ray(
@@ -218,11 +229,8 @@ class Cluster:
                 return
             state.is_closing = True
             running = [n for n, rank in enumerate(state.ranks) if rank.is_running]
-        for n in running:
-            member = state.ranks[n].member
-            if member is not None and timeout_s > 0:
-                endpoint = member.endpoint_for(self.context.node_id, concurrent=False)
-                self.context.mailbox.post(endpoint, [STOP])
+        if timeout_s > 0:
+            self._ask_to_stop(state)
         self._wait_ended([state.ranks[n] for n in running], timeout_s)
         for n in running:
             self._end_rank(state, n)
@@ -237,13 +245,17 @@ class Cluster:
     def close(self) -> None:
         """End every process and remove every file of the session. Safe to call twice."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or os.getpid() != self._owner_pid:  # a fork of the driver owns nothing
                 return
             self._is_closed = True
-            names = list(self._groups)
-        atexit.unregister(_close_at_exit)
-        for name in names:
-            self.close_group(name, 2.0)
+            groups = dict(self._groups)
+        atexit.unregister(self._at_exit)
+        for group in groups.values():
+            self._ask_to_stop(group)
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        for name in groups:
+            with contextlib.suppress(StuckError):  # the agents kill what is left
+                self.close_group(name, max(0.01, deadline_s - time.monotonic()))
         runtime_context.uninstall(self.context)
         self.context.close()
         self.context.mailbox.close()
@@ -312,6 +324,16 @@ class Cluster:
             env=group.env,
         )
         node.start(request)
+
+    def _ask_to_stop(self, group: _Group) -> None:
+        """Once: a worker that has read it stops after the calls before it."""
+        with self._lock:
+            group.is_closing = True
+            members = [rank.member for rank in group.ranks if rank.is_running and rank.member is not None]
+            was_asked, group.is_asked_to_stop = group.is_asked_to_stop, True
+        for member in members if not was_asked else ():
+            endpoint = member.endpoint_for(self.context.node_id, concurrent=False)
+            self.context.mailbox.post(endpoint, [STOP])
 
     def _end_rank(self, group: _Group, n: int) -> None:
         """Kill a rank's process if it runs, and wait until the agent says so."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -75,6 +76,9 @@ def main(start: int | bytes) -> None:
     spec = pickle.loads(read_all(start) if isinstance(start, int) else start)
     assert isinstance(spec, HostSpec)
     faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a killed worker's last line must be in its log
     sys.path[:] = spec.sys_path
     install_main(spec.main)
     _limit_threads(spec.num_threads)

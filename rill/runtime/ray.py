@@ -146,16 +146,23 @@ class RayNode:
         return found
 
     def start(self, request: Start) -> None:
-        self._actor.start.remote(request)
+        self._do(self._actor.start.remote(request))
 
     def kill(self, key: str, signal_number: int) -> None:
-        self._actor.kill.remote(key, signal_number)
+        self._do(self._actor.kill.remote(key, signal_number))
 
     def close(self) -> None:
         self._is_closing = True
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._actor.close.remote(), timeout=START_WAIT_S)
         self._ray.kill(self._actor)
+
+    def _do(self, request: Any) -> None:
+        """Wait for it: the actor has several threads, and a kill must not overtake its start."""
+        try:
+            self._ray.get(request, timeout=START_WAIT_S)
+        except self._ray.exceptions.RayError as error:
+            raise RunError(f"{self.node.node_id} ({self.node.host}) does not answer: {error}") from error
 
     def _read_events(self) -> None:
         while not self._is_closing:

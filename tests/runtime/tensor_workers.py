@@ -30,3 +30,17 @@ class TensorPeer(Worker):
         torch.testing.assert_close(received, expected, rtol=0, atol=0)
         received["bf16"].zero_()
         return "equal"
+
+    def all_reduce(self) -> list[float]:
+        met = self.rendezvous(timeout_s=20)
+        torch.distributed.init_process_group(
+            "gloo", init_method=met.init_method, rank=met.rank, world_size=met.world_size
+        )
+        tensor = torch.full((3,), float(self.rank + 1))
+        torch.distributed.all_reduce(tensor)
+        torch.distributed.destroy_process_group()
+        values: list[float] = tensor.tolist()
+        return values
+
+    def num_threads(self) -> int:
+        return torch.get_num_threads()

@@ -139,6 +139,15 @@ def test_a_closed_cluster_says_so_and_closing_twice_is_harmless() -> None:
         Echo.launch(cluster, name="late")
 
 
+def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:
+    with Cluster(devices="cpu:1") as outer:
+        group = Echo.launch(outer, name="echo", threads=1)
+        with Cluster(devices="cpu:1") as inner:
+            assert Echo.launch(inner, name="echo", threads=1, base=5).add(1).wait(20) == [6]
+        assert runtime_context.current() is outer.context
+        assert group.add(1).wait(20) == [1]
+
+
 def test_registered_kinds_are_placed_like_any_device() -> None:
     arms = [Device(kind="arm", index=n, options={"address": f"10.0.0.{n}"}) for n in range(2)]
     with Cluster(devices=[*arms, Device(kind="cpu")], labels=["lab"]) as cluster:

@@ -86,6 +86,16 @@ def test_tensors_of_any_type_travel_between_workers(cluster: Cluster) -> None:
     group.close()
 
 
+def test_collectives_run_over_a_rendezvous_in_workers_that_share_a_preloaded_torch() -> None:
+    from tests.runtime.tensor_workers import TensorPeer
+
+    with Cluster(devices="cpu:2", preload=["torch"]) as cluster:
+        group = TensorPeer.launch(cluster, name="tensors", threads=1)
+        assert group.num_threads().wait(20) == [1, 1]
+        for _ in range(2):
+            assert group.all_reduce().wait(60) == [[3.0, 3.0, 3.0]] * 2
+
+
 def test_a_broadcast_reaches_every_rank_and_each_owns_its_copy(cluster: Cluster) -> None:
     from tests.runtime.workers import Peer
 
