@@ -45,7 +45,7 @@ def main() -> None:
     model = (
         ModelConfig(path=args.model)
         if args.model
-        else ModelConfig(shape=TINY, tokenizer=args.tokenizer or "chars")
+        else ModelConfig(shape=SHAPES[args.shape], tokenizer="chars")
     )
     settings = NativeEngine.Config(model=model, max_num_seqs=args.requests, kv_memory_fraction=0.3)
     engine: Engine = ReplicaEngine(settings, name="replica") if args.isolate else NativeEngine(settings)

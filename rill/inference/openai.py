@@ -28,6 +28,8 @@ from rill.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_USUAL_CONTEXT = 32768
+
 
 class OpenAIEngine(RemoteEngine):
     class Config(PartConfig):
@@ -103,9 +105,10 @@ class OpenAIEngine(RemoteEngine):
         response = await self._client.get("/models")
         cards = response.json().get("data", []) if response.status_code == 200 else []
         for card in cards:
-            if card.get("id") == self.config.model and isinstance(card.get("max_model_len"), int):
-                return int(card["max_model_len"])
-        return 32768
+            if card.get("id") == self.config.model:
+                self.vocab_size = card.get("vocab_size")  # rill's server says
+                return int(card.get("max_model_len") or _USUAL_CONTEXT)
+        return _USUAL_CONTEXT
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
         from rill.models.loading import ModelConfig, load_tokenizer

@@ -47,6 +47,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.flight import Flight
+from rill.inference.requests import check_request
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 T = TypeVar("T")
@@ -82,6 +83,8 @@ class RemoteEngine:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.name = name
+        self.vocab_size: int | None = None
+        """Set by a subclass that knows it: bad ids are then refused in submit()."""
         self._url = url.rstrip("/")
         self._lock = threading.Lock()
         self._flights: dict[str, Flight] = {}
@@ -147,7 +150,7 @@ class RemoteEngine:
                 f"{self.name}: the last weight update failed ({self._unavailable}): update again"
             )
         for request in requests:
-            self._check(request)
+            check_request(request, max_context=self.max_context, vocab_size=self.vocab_size)
         flights = [Flight(request, on_delta) for request in requests]
         with self._lock:
             if self._is_closed:
@@ -395,16 +398,6 @@ class RemoteEngine:
                 if "error" in event and "choices" not in event:
                     raise EngineError(f"{self.name}: {json.dumps(event['error'])[:500]}")
                 yield event
-
-    def _check(self, request: Request) -> None:
-        length = len(request.token_ids)
-        if length == 0 or int(request.token_ids.min()) < 0:
-            raise RequestError(f"request {request.id!r}: needs at least one token, and no negative ids")
-        if length + request.sampling.max_new_tokens > self.max_context or request.sampling.max_new_tokens < 1:
-            raise RequestError(
-                f"request {request.id!r}: {length} prompt tokens and max_new_tokens="
-                f"{request.sampling.max_new_tokens} do not fit the context of {self.max_context}"
-            )
 
     def _lacks(self, feature: Feature) -> UnsupportedError:
         return UnsupportedError(

@@ -76,6 +76,7 @@ class SglangEngine(RemoteEngine):
         )
         self.config = config
         self._expected = expected_shapes(config.model)
+        self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._released: list[str] = []
         self._max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
 

@@ -10,8 +10,8 @@ What vLLM does not promise, this file sees to:
   put back with their tokens as prompt, so that no token is computed from old cache entries;
 - with tied embeddings a reload leaves the packed output head stale: it is tied and packed again;
 - names, shapes and completeness of new weights are checked here;
-- log-probabilities are `processed_logprobs`: after penalties, bias and temperature. vLLM also truncates them by top-k,
-  top-p and min-p, which the protocol does not: such requests are refused unless `allow_truncated_logprobs`.
+- log-probabilities are `processed_logprobs`, after penalties, bias and temperature; vLLM also truncates them by top-k,
+  top-p and min-p, which the protocol does not: its sampler is told to report what it had before that.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from rill.inference.base import (
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
+from rill.inference.requests import check_request
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.types import Floats, PolicyVersion, SamplingParams, StopReason, TokenIds
 
@@ -96,8 +97,6 @@ class VllmEngine:
         """No compilation and no CUDA graphs: slower, and quick to start."""
         enable_sleep: bool = False
         """Lets release() give memory back. CUDA only."""
-        allow_truncated_logprobs: bool = False
-        """Accept top-k, top-p and min-p although vLLM then reports log-probabilities of the truncated distribution."""
         engine_args: dict[str, Any] = Field(default_factory=dict)
         """Further keyword arguments of vllm.LLM, as they are."""
 
@@ -108,6 +107,7 @@ class VllmEngine:
         self._expected = expected_shapes(config.model)
         self._llm = self._vllm.LLM(**self._llm_args())
         self._engine = self._llm.llm_engine
+        self._engine.collective_rpc(_report_before_truncation)
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
         self._max_context = int(self._engine.model_config.max_model_len)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
@@ -456,25 +456,9 @@ class VllmEngine:
         )
 
     def _check(self, request: Request) -> None:
-        length, s = len(request.token_ids), request.sampling
-        if (
-            length == 0
-            or int(request.token_ids.min()) < 0
-            or int(request.token_ids.max()) >= self._vocab_size
-        ):
-            raise RequestError(f"request {request.id!r}: token ids must be in [0, {self._vocab_size})")
-        if s.max_new_tokens < 1 or length + s.max_new_tokens > self._max_context:
-            raise RequestError(
-                f"request {request.id!r}: {length} prompt tokens and max_new_tokens={s.max_new_tokens} do not fit"
-                f" the context of {self._max_context}"
-            )
+        check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
         if request.adapter is not None or request.multimodal is not None:
             raise UnsupportedError("vllm: adapters and multimodal inputs are not wired up")
-        if (s.top_k or s.top_p < 1 or s.min_p) and s.temperature and not self.config.allow_truncated_logprobs:
-            raise UnsupportedError(
-                "vllm reports log-probabilities after top-k, top-p and min-p, which a trainer cannot recompute:"
-                " set allow_truncated_logprobs = true to accept that"
-            )
         try:
             self._params(_Job(Flight(request, None)), request)
         except ValueError as error:
@@ -528,10 +512,32 @@ class VllmEngine:
 class WorkerExtension:
     """For `vllm serve --worker-extension-cls rill.inference.vllm.WorkerExtension`: see vllm_server.py."""
 
+    def rill_prepare(self) -> None:
+        _report_before_truncation(self)
+
     def rill_load_weights(self, path: str) -> None:
         checkpoint = Checkpoint((Path(path),))
         self.reload_weights(weights_iterator=iter(checkpoint))  # type: ignore[attr-defined]
         _tie_head(self)
+
+
+def _report_before_truncation(worker: Any) -> None:
+    """Let the sampler report log-probabilities as they are after the temperature and before top-k, top-p and min-p."""
+    sampler = worker.model_runner.sampler
+    scale, truncate = sampler.apply_temperature, sampler.topk_topp_sampler.forward
+    reported: list[Any] = []
+
+    def apply_temperature(logits: Any, temperature: Any, all_random: bool) -> Any:
+        logits = scale(logits, temperature, all_random)
+        reported[:] = [sampler.compute_logprobs(logits)]
+        return logits
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        sampled, _ = truncate(*args, **kwargs)
+        return sampled, reported.pop()
+
+    sampler.apply_temperature = apply_temperature
+    sampler.topk_topp_sampler.forward = forward
 
 
 def _tie_head(worker: Any) -> None:

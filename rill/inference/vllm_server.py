@@ -30,7 +30,7 @@ from rill.inference.checkpoint import Checkpoint
 from rill.inference.openai import completion_body, read_choice
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.remote import Chunk, RemoteEngine
-from rill.models.loading import ModelConfig
+from rill.models.loading import ModelConfig, load_model_config
 from rill.types import Floats, PolicyVersion, TokenIds
 
 
@@ -45,6 +45,9 @@ class VllmServerEngine(RemoteEngine):
         """The same model as the server's: its names and shapes are checked before weights are sent."""
         api_key_variable: str = "VLLM_API_KEY"
         """The environment variable that holds the key. Unset or empty there: no key is sent."""
+        is_extended: bool = True
+        """The server runs with our worker extension. Without it there are no weight updates, and log-probabilities are
+        those after top-k, top-p and min-p."""
         exchange_folder: str = "/dev/shm"
         """Where new weights are written for the server to read. Both must see it."""
         enable_sleep: bool = False
@@ -66,7 +69,10 @@ class VllmServerEngine(RemoteEngine):
         )
         self.config = config
         self._expected = expected_shapes(config.model)
+        self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
+        if config.is_extended:
+            self._call(self._post("/collective_rpc", {"method": "rill_prepare"}), "prepare", 60.0)
 
     @property
     def features(self) -> frozenset[Feature]:

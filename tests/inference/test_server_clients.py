@@ -8,12 +8,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from rill.inference.base import Request
 from rill.inference.native.engine import NativeEngine
+from rill.inference.openai import OpenAIEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
-from rill.models.loading import ModelConfig
+from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams
+from tests.inference.conformance import EngineConformance
 from tests.inference.fake_engine import FakeEngine
 
 openai = pytest.importorskip("openai")
@@ -158,3 +161,24 @@ def test_answers_carry_the_version_that_made_them(url: str, engine: NativeEngine
         "choices"
     ][0]
     assert set(choice["token_versions"]) == {int(engine.version)}
+
+
+class TestOpenAIOverTheServer(EngineConformance):
+    """Adapter, HTTP, server and native engine together pass the suite that every engine runs."""
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[OpenAIEngine]:
+        native = NativeEngine(
+            NativeEngine.Config(model=MODEL, num_kv_blocks=256, dtype="float32", device="cpu")
+        )
+        config = ServerConfig(port=0, model_name="tiny")
+        assert native.tokenizer is not None
+        with serve_in_thread(create_app(native, native.tokenizer, config), config) as server:
+            adapter = OpenAIEngine(OpenAIEngine.Config(url=f"{server.url}/v1", model="tiny"))
+            yield adapter
+            adapter.close()
+        native.close()
+
+    @pytest.fixture(scope="class")
+    def reference(self) -> Any:
+        return load_model(MODEL, dtype=torch.float32)

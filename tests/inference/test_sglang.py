@@ -191,6 +191,7 @@ def test_groups_refusals_and_features(pair: Pair) -> None:
         names=["a"], dtypes=["float32"], shapes=[[2]], name="g", version=PolicyVersion(2)
     )
     assert engine.version == 2 and "update_weights_from_distributed" in [name for name, _ in server.calls]
+    engine.vocab_size = None  # so that the server is the one to refuse
     with pytest.raises(RequestError):
         engine.generate([Request(id="bad", token_ids=np.array([99], np.int32))], 20.0)
     with pytest.raises(UnsupportedError):

@@ -15,6 +15,7 @@ from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncE
 from rill.inference.base import Delta, MemoryLevel, PauseMode, Request
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.conformance import EngineConformance
 
 if TYPE_CHECKING:
     from rill.inference.vllm import VllmEngine
@@ -82,6 +83,13 @@ def test_logprobs_are_those_of_a_plain_forward_pass_after_temperature(
         assert len(completion.token_ids) == 12 or completion.stop_reason is StopReason.EOS
     greedy = engine.generate([request("greedy", temperature=0.0)])[0]
     assert error_of(reference, [40, 41, 42], greedy) < TOLERANCE
+
+
+def test_logprobs_are_those_before_truncation(engine: VllmEngine, reference: Any) -> None:
+    truncations = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}]
+    for index, truncation in enumerate(truncations):
+        (completion,) = engine.generate([request(f"cut{index}", temperature=0.7, **truncation)])
+        assert error_of(reference, [40, 41, 42], completion, 0.7) < TOLERANCE
 
 
 def test_scores_equal_a_forward_pass(engine: VllmEngine, reference: Any) -> None:
@@ -202,10 +210,26 @@ def test_abort_keeps_tokens_and_finish_pause_waits(engine: VllmEngine) -> None:
 
 
 def test_what_it_cannot_do_it_refuses(engine: VllmEngine) -> None:
-    with pytest.raises(UnsupportedError, match="truncated"):
-        engine.submit([request("p", top_p=0.9)])
     with pytest.raises(UnsupportedError, match="sleep"):
         engine.release(MemoryLevel.KV)
     for bad in (request("a", prompt=(104,)), request("b", prompt=()), request("c", max_new_tokens=10**6)):
         with pytest.raises(RequestError):
             engine.submit([bad])
+
+
+class TestVllm(EngineConformance):
+    """The suite that every engine runs. Weights are scaled there, so it comes last and has its own reference."""
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[VllmEngine]:
+        from rill.inference.vllm import VllmEngine
+
+        engine = VllmEngine(
+            VllmEngine.Config(model=MODEL, dtype="float32", enforce_eager=True, max_context=256)
+        )
+        yield engine
+        engine.close()
+
+    @pytest.fixture(scope="class")
+    def reference(self) -> Any:
+        return load_model(MODEL, dtype=torch.float32)

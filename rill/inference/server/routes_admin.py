@@ -206,5 +206,6 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.config.model_name,
         "parent": state.config.model_name if is_adapter else None,
         "max_model_len": state.engine.max_context,
+        "vocab_size": state.codec.vocab_size,
         "version": int(state.engine.version),
     }
