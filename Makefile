@@ -9,9 +9,8 @@
 #   make clean      remove what was built (runs/ is kept)
 #
 # PYTHON=python3.12 picks another interpreter; ARGS="..." is passed on to pytest or to the demo.
-# PIP_ARGS="..." is passed to pip: on a machine without a GPU,
-#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-# takes the small CPU build of torch.
+# PIP_ARGS="..." is passed to pip: on a machine without a GPU, point it at PyTorch's index of CPU builds
+# (--extra-index-url) to spare the CUDA libraries.
 
 VENV     := .venv
 BIN      := $(VENV)/bin

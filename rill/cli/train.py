@@ -11,16 +11,17 @@ from rich.console import Console
 
 from rill.cli.console import say
 from rill.cli.progress import Progress
-from rill.config import Config
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.dashboard.report import write_report
 from rill.telemetry import trace
 from rill.telemetry.metrics import MetricLog
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
+from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS, recipe_schema
-from rill.workflows.checkpoints import require_checkpoint
+from rill.workflows.checkpoints import require_checkpoint, step_of, whole_checkpoints
 from rill.workflows.loop import StepReport
+from rill.workflows.sections import RecipeConfig
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -57,32 +58,36 @@ def train(
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
     schema = recipe_schema(values.values, str(values.path))
     config = resolve(schema, values.values, values.provenance)
+    assert isinstance(config, RecipeConfig), f"the workflow {schema} has no recipe's Config"
+    config_toml = dump_config(config, values.provenance)
     if run is None:
-        run = Run.create(name or values.name, root=root, config_toml=dump_config(config, values.provenance))
+        run = Run.create(name or values.name, root=root, config_toml=config_toml)
+    else:
+        write_atomically(run.config_path, config_toml)
     carry_out(config, run)
 
 
-def carry_out(config: Config, run: Run) -> None:
+def carry_out(config: RecipeConfig, run: Run) -> None:
     """Run a resolved recipe in its folder, showing progress and writing its files."""
-    console = Console()
     _log_to(run)
     trace.configure(run.path, "driver")
-    metrics = MetricLog(run.path)
+    sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
+    metrics = MetricLog(run.path, sinks)
+    if checkpoints := whole_checkpoints(run):
+        metrics.rewind(step_of(checkpoints[-1]))
     say(f"run folder: {run.path}")
 
     def record(report: StepReport) -> None:
         metrics.write(report.step, report.metrics)
 
     with run.running():
-        workflow_class = WORKFLOWS.load(config.model_dump()["workflow"])
         try:
-            with Progress(console) as progress:
-                workflow_class(config, run, [record, progress.observe]).run()
+            with Progress(Console()) as progress:
+                WORKFLOWS.load(config.workflow)(config, run, [record, progress.observe]).run()
         finally:
             metrics.close()
             trace.flush()
-    page = write_report(run)
-    _summarise(run, progress, page)
+    _summarise(run, progress, write_report(run))
 
 
 def _summarise(run: Run, progress: Progress, page: Path) -> None:

@@ -28,7 +28,7 @@ from rill.weights import WeightManifest, open_publisher, take_part
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
-from rill.workflows.stages import put_all, rendezvous_of
+from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm
 
 
 class ActorWorker(Worker):
@@ -71,10 +71,15 @@ class ActorWorker(Worker):
             with self.timer("take samples"):
                 keys = plan.share(self.rank, self.world_size, whole_groups=not is_local)
                 samples = rollouts.take(keys=keys)
+            figures: dict[str, float] = {}
             if not is_local:
-                samples = with_batch_advantages(samples, self.algorithm, self.trainer.world.sum_over_data)
+                samples, figures = with_batch_advantages(
+                    samples, self.algorithm, self.trainer.world.sum_over_data
+                )
             with self.timer("update"):
-                return self.trainer.update(samples)
+                figures |= self.trainer.update(samples, plan.version)
+            self.algorithm.observe(figures, plan.num_samples)
+            return figures
 
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
         """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
@@ -112,10 +117,12 @@ class ActorWorker(Worker):
     def save(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.save(folder)
+        save_algorithm(self, self.algorithm, folder)
 
     def load(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.load(folder)
+        load_algorithm(self.algorithm, folder)
 
     def export(self, folder: str) -> None:
         with self.device_lock():

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import model_validator
 
 from rill.algorithms import AlgorithmConfig
-from rill.config import Config, OneOf, PartConfig
+from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
 from rill.data.loader import LoaderConfig, open_loader
 from rill.models.loading import ModelConfig
@@ -30,7 +30,15 @@ from rill.workflows.evaluation import Evaluator
 from rill.workflows.fleet import Fleet
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
-from rill.workflows.sections import ClusterConfig, EvalConfig, LoopConfig, SyncConfig, WarmupConfig, as_table
+from rill.workflows.sections import (
+    ClusterConfig,
+    EvalConfig,
+    LoopConfig,
+    RecipeConfig,
+    SyncConfig,
+    WarmupConfig,
+    as_table,
+)
 from rill.workflows.warmup import warm_up
 
 W = TypeVar("W", bound=Worker)
@@ -40,12 +48,9 @@ NEVER_S = 1e9
 """The feeder waits for outcomes for as long as the run lasts; the loop holds the deadline of a step."""
 
 
-class RLConfig(Config):
+class RLConfig(RecipeConfig):
     """The tables that all RL recipes have. `model` is handed to every part that does not name its own."""
 
-    workflow: str
-    seed: int = 0
-    """Decides prompts' order, sampling and fresh weights; the same seed and plan give the same run."""
     model: ModelConfig
     data: Annotated[PartConfig, OneOf(DATASETS)]
     """Problems to learn from; its held-out side is the evaluation's."""

@@ -88,6 +88,10 @@ def whole_checkpoints(run: Run) -> list[Path]:
     return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def require_checkpoint(run: Run) -> None:
     """A resume of a run without a checkpoint would start from nothing without saying so."""
     if not whole_checkpoints(run):

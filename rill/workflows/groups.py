@@ -10,7 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from rill.algorithms import Algorithm
-from rill.types import Group, Sample, Trajectory
+from rill.types import NOT_SAMPLED, Group, PolicyVersion, Sample, Trajectory
+
+GREEDY_REWARD = "greedy_reward"
+"""In a trajectory's metadata: the reward of the greedy answer to its prompt, for baselines computed by the trainer."""
 
 
 def shaped(trajectory: Trajectory, algorithm: Algorithm) -> Trajectory:
@@ -22,15 +25,41 @@ def shaped(trajectory: Trajectory, algorithm: Algorithm) -> Trajectory:
 def samples_of(group: Group, algorithm: Algorithm, greedy_reward: float | None) -> list[Sample]:
     """One sample per trajectory. Advantages that need the whole batch are left at 0 for the trainer to fill."""
     if not algorithm.is_group_scoped:
+        trajectories = [_with_greedy(t, greedy_reward) for t in group.trajectories]
         return [
-            Sample(trajectory=t, advantages=np.zeros(t.num_tokens, np.float32)) for t in group.trajectories
+            Sample(trajectory=trained_part(t, algorithm), advantages=np.zeros(t.num_tokens, np.float32))
+            for t in trajectories
         ]
     lengths = np.array([np.count_nonzero(t.loss_mask) for t in group.trajectories])
     advantages = algorithm.group_advantages(group.rewards, lengths, greedy_reward)
-    return [
-        Sample(trajectory=t, advantages=np.where(t.loss_mask, advantage, 0.0).astype(np.float32))
-        for t, advantage in zip(group.trajectories, advantages, strict=True)
-    ]
+    samples = []
+    for whole, advantage in zip(group.trajectories, advantages, strict=True):
+        t = trained_part(whole, algorithm)
+        values = np.where(t.loss_mask, advantage, 0.0).astype(np.float32)
+        samples.append(Sample(trajectory=t, advantages=values))
+    return samples
+
+
+def trained_part(trajectory: Trajectory, algorithm: Algorithm) -> Trajectory:
+    """The trajectory with the loss mask it is trained with: none of it, where cut-off answers are not to be learnt.
+
+    Their reward stays, so they count in their group's baseline.
+    """
+    if not (algorithm.config.filters.mask_truncated and trajectory.is_truncated):
+        return trajectory
+    return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+
+
+def oldest_version(group: Group, now: PolicyVersion) -> PolicyVersion:
+    """The oldest policy with a token in the group; `now` where nothing was sampled (every episode failed early)."""
+    versions = [t.oldest_version for t in group.trajectories if t.oldest_version != NOT_SAMPLED]
+    return min(versions, default=now)
+
+
+def _with_greedy(trajectory: Trajectory, greedy_reward: float | None) -> Trajectory:
+    if greedy_reward is None:
+        return trajectory
+    return replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: greedy_reward})
 
 
 def group_metrics(group: Group) -> dict[str, float]:

@@ -39,10 +39,13 @@ class Outcome:
     """Why a filter dropped it; None: kept."""
     oldest_version: PolicyVersion = PolicyVersion(0)
     metrics: dict[str, float] = field(default_factory=dict)
+    maker: str = ""
+    """The process that made the group. A job that outlived its worker is done again by another: part of the keys, so
+    that samples of the two never mix."""
 
     @property
     def keys(self) -> list[str]:
-        return [sample_key(self.group_id, i) for i in range(len(self.lengths))]
+        return [sample_key(self.group_id, i, self.maker) for i in range(len(self.lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,9 @@ class StepPlan:
         return sum(sum(outcome.lengths) for outcome in self.outcomes)
 
 
-def sample_key(group_id: str, sample: int) -> str:
-    return f"{group_id}/{sample}"
+def sample_key(group_id: str, sample: int, maker: str) -> str:
+    """Where a sample lies in the rollouts channel."""
+    return f"{group_id}/{sample}@{maker}"
 
 
 def in_batch_order(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:

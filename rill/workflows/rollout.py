@@ -26,10 +26,11 @@ from rill.envs.base import ENVIRONMENTS, open_environment
 from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
+from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.types import Floats, Group, PolicyVersion, Prompt, Sample, SamplingParams, TokenIds, Trajectory
 from rill.weights import WeightManifest, open_receiver
-from rill.workflows.groups import group_metrics, samples_of, shaped
+from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
 from rill.workflows.rollout_log import RolloutLog
@@ -70,6 +71,7 @@ class RolloutWorker(Worker):
         self.sync = sync
         self.receiver = open_receiver(sync.transport)
         self.seed = seed
+        self.maker = current().address.identity
         tokenizer = load_tokenizer(model)
         self.env = open_environment(config.env, tokenizer)
         self.log = RolloutLog(Path(run_dir), f"{self.group_name}-{self.rank}", tokenizer, config.log_groups)
@@ -126,7 +128,7 @@ class RolloutWorker(Worker):
         """One job from prompt to outcome; its lease ends when nothing of it can be lost any more."""
         outcome, samples = await self._group(lease.value, policy)
         for number, sample in enumerate(samples):
-            key = sample_key(outcome.group_id, number)
+            key = sample_key(outcome.group_id, number, self.maker)
             await rollouts.put_async(sample, weight=float(sample.num_tokens), key=key)
         await outcomes.put_async(outcome)
         lease.done()
@@ -151,8 +153,9 @@ class RolloutWorker(Worker):
             prompt_id=job.prompt.id,
             lengths=tuple(sample.num_tokens for sample in samples),
             dropped=verdict.reason,
-            oldest_version=min(t.oldest_version for t in trajectories),
+            oldest_version=oldest_version(group, self.engine.version),
             metrics=group_metrics(group),
+            maker=self.maker,
         )
         return outcome, samples
 

@@ -7,11 +7,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rill.config import Config, OneOf, PartConfig
+from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 """Device ids of a group, as rill.runtime.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
+
+
+class RecipeConfig(Config):
+    """What every recipe has, whatever its workflow."""
+
+    workflow: str
+    seed: int = 0
+    """Decides the order of the data, sampling and fresh weights; the same seed and plan give the same run."""
+    sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
+    """Trackers that get the figures too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
 
 
 class SamplingConfig(Config):

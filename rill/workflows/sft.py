@@ -25,7 +25,7 @@ from rill.training.sft import SFTTrainer
 from rill.workflows.assembly import open_cluster, threads_of
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.sections import ClusterConfig, Seats, as_table
+from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
 from rill.workflows.stages import rendezvous_of
 
 LOADER_FILE = "loader.json"
@@ -94,9 +94,8 @@ class SFTWorker(Worker):
 
 
 class SFTWorkflow:
-    class Config(Config):
+    class Config(RecipeConfig):
         workflow: Literal["sft"] = "sft"
-        seed: int = 0
         model: ModelConfig
         data: Annotated[PartConfig, OneOf(DATASETS)]
         """Rows with messages, prompt and completion, or problems with a written solution."""

@@ -9,18 +9,24 @@ next. Groups of any size can follow one another: the keys redistribute.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.errors import CheckpointError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
+from rill.telemetry.run import write_atomically
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
 from rill.types import Sample
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
+
+ALGORITHM_FILE = "algorithm.json"
 
 
 class ReferenceWorker(Worker):
@@ -58,19 +64,23 @@ class CriticWorker(Worker):
     def offload(self) -> None:
         self.trainer.offload()
 
-    def judge(self, source: Channel, for_actor: Channel, for_critic: Channel, plan: StepPlan) -> None:
+    def judge(
+        self, source: Channel, for_actor: Channel, for_critic: Channel, plan: StepPlan
+    ) -> Mapping[str, float]:
         """Add values, then advantages and returns, whitened over all ranks."""
         with self.device_lock(source, for_actor):
             keys = plan.share(self.rank, self.world_size, whole_groups=True)
             samples: list[Sample] = source.take(keys=keys)
             values = self.trainer.values(samples)
-            judged = with_batch_advantages(
+            judged, figures = with_batch_advantages(
                 [replace(s, values=v) for s, v in zip(samples, values, strict=True)],
                 self.algorithm,
                 self.trainer.world.sum_over_data,
             )
             put_all(for_actor, keys, judged)
             put_all(for_critic, keys, judged)
+            self.algorithm.observe(figures, plan.num_samples)
+            return figures
 
     def train(self, source: Channel, plan: StepPlan) -> Mapping[str, float]:
         with self.device_lock(source):
@@ -79,10 +89,28 @@ class CriticWorker(Worker):
         return {f"critic/{name.removeprefix('value/')}": value for name, value in figures.items()}
 
     def save(self, folder: str) -> None:
-        self.trainer.save(folder)
+        with self.device_lock():
+            self.trainer.save(folder)
+        save_algorithm(self, self.algorithm, folder)
 
     def load(self, folder: str) -> None:
-        self.trainer.load(folder)
+        with self.device_lock():
+            self.trainer.load(folder)
+        load_algorithm(self.algorithm, folder)
+
+
+def save_algorithm(worker: Worker, algorithm: Algorithm, folder: str) -> None:
+    """What the algorithm has learnt by itself, the KL coefficient; the same on every rank, so the first writes it."""
+    if worker.rank == 0:
+        write_atomically(Path(folder) / ALGORITHM_FILE, json.dumps(algorithm.state_dict()))
+
+
+def load_algorithm(algorithm: Algorithm, folder: str) -> None:
+    path = Path(folder) / ALGORITHM_FILE
+    try:
+        algorithm.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def rendezvous_of(worker: Worker) -> Rendezvous | None:
