@@ -15,7 +15,7 @@ import itertools
 import pickle
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,9 +55,10 @@ class Reply:
     timers: Mapping[str, float]
     frames: Frames
     address: WorkerAddress
+    unpack: Callable[[Frames], Any]
 
     def open(self) -> Outcome:
-        value = current().parcels.unpack(self.frames)
+        value = self.unpack(self.frames)
         if not self.is_error:
             return Outcome(value, None, self.seconds, self.timers)
         message, remote_traceback, cause = value
@@ -81,6 +82,8 @@ class CallBook:
     def __init__(self, mailbox: Mailbox, caller: WorkerAddress) -> None:
         self._mailbox = mailbox
         self._caller = caller
+        self.unpack: Callable[[Frames], Any] = _refuse
+        """How results are read: set when the process's doors open."""
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._dead: dict[str, str] = {}
@@ -124,7 +127,13 @@ class CallBook:
         with self._lock:
             pending = self._pending.pop(call_id, None)
         if pending is not None:  # None: the peer was declared dead meanwhile
-            pending.slot.fill(pending.index, Reply(is_error, seconds, timers, frames[1:], pending.address))
+            pending.slot.fill(
+                pending.index, Reply(is_error, seconds, timers, frames[1:], pending.address, self.unpack)
+            )
+
+
+def _refuse(_: Frames) -> Any:
+    raise AssertionError("a reply arrived before the process was open")
 
 
 # --- the worker's side ------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Cluster:
         first = opened.nodes[0].node
         is_spread = len(self._nodes) > 1
         hub_tcp = f"tcp://{first.host}:{free_port(first.host)}" if is_spread else ""
-        self.context = self._make_context(first)
+        self._context = self._make_context(first)
         self._launcher = Launcher(
             self.context,
             hub_tcp=hub_tcp,
@@ -150,6 +150,11 @@ class Cluster:
         from rill.runtime.ray import RayBackend
 
         return cls(backend=RayBackend(address, devices), **options)
+
+    @property
+    def context(self) -> RuntimeContext:
+        """The driver's own doors in this cluster."""
+        return self._context
 
     @property
     def nodes(self) -> list[Node]:

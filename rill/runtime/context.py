@@ -113,6 +113,7 @@ class RuntimeContext:
 
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
+        self.calls.unpack = self.parcels.unpack
         self.directory.on_death(self.calls.peer_died)
         self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         assert self.transfer is not None

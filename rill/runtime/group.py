@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
 from rill.runtime.call import encode_arguments
-from rill.runtime.context import WorkerAddress, current
+from rill.runtime.context import RuntimeContext, WorkerAddress, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
 
@@ -64,6 +64,8 @@ class Member:
 class GroupOwner(Protocol):
     """What a group needs from the cluster that launched it."""
 
+    @property
+    def context(self) -> RuntimeContext: ...
     def members(self, group: str) -> Sequence[Member]: ...
     def wait_ready(self, group: str, timeout_s: float) -> None: ...
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
@@ -127,7 +129,7 @@ class WorkerGroup(Generic[W]):
     ) -> Handle:
         self._check_method(method)
         members = self._owner.members(self.name)
-        context = current()
+        context = self._owner.context
         handle = Handle(f"{self.name}.{method}", [members[rank].address for rank in ranks])
         handle.explain_with(self._owner.diagnose)
         payload = context.parcels.pack(encode_arguments(args, kwargs), handle.targets)
@@ -167,6 +169,10 @@ class _RemoteOwner:
 
     def __init__(self, members: tuple[Member, ...]) -> None:
         self._members = list(members)
+
+    @property
+    def context(self) -> RuntimeContext:
+        return current()
 
     def members(self, group: str) -> Sequence[Member]:
         return self._members

@@ -144,6 +144,7 @@ def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:
         group = Echo.launch(outer, name="echo", threads=1)
         with Cluster(devices="cpu:1") as inner:
             assert Echo.launch(inner, name="echo", threads=1, base=5).add(1).wait(20) == [6]
+            assert group.echo(bytes(200_000)).wait(20) == [bytes(200_000)]
         assert runtime_context.current() is outer.context
         assert group.add(1).wait(20) == [1]
 
