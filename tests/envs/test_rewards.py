@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -220,6 +221,25 @@ def test_a_reward_model_is_asked_in_batches() -> None:
     disconnect_reward_model("rm")
     assert [t.reward for t in scored] == [3.0] * 10 and sum(batches) == 10 and len(batches) <= 3
     assert "connect_reward_model" in (run({"type": "model", "model": "rm"}, pairs[:1])[0].error or "")
+
+
+def test_two_event_loops_can_share_one_runner() -> None:
+    """A rollout worker generates on one loop and evaluates on another at the same time."""
+
+    async def model(sequences: Sequence[TokenIds]) -> list[float]:
+        await asyncio.sleep(0.001)
+        return [1.0 for _ in sequences]
+
+    connect_reward_model("shared", model)
+    runner = RewardRunner(
+        config({"type": "model", "model": "shared", "max_batch": 4}), ScoringConfig(timeout_s=20)
+    )
+    pairs = [(Prompt(id=str(i), text="q"), answered("x")) for i in range(30)]
+    with ThreadPoolExecutor(4) as loops:
+        results = list(loops.map(lambda _: runner.score_all(pairs), range(4)))
+    runner.close()
+    disconnect_reward_model("shared")
+    assert all(t.reward == 1.0 and t.error is None for scored in results for t in scored)
 
 
 def test_reasoning_gym_scores_its_own_tasks() -> None:

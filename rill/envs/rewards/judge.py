@@ -11,6 +11,7 @@ import httpx
 from pydantic import Field, field_validator
 
 from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.envs.rewards.per_loop import PerLoop
 from rill.errors import ConfigError
 from rill.types import Prompt, Trajectory
 
@@ -84,10 +85,10 @@ class JudgeReward:
             if not key:
                 raise ConfigError(f"judge: the environment variable {config.api_key_variable!r} is not set")
             self._headers["Authorization"] = f"Bearer {key}"
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore, httpx.AsyncClient] | None = None
+        self._places = PerLoop(self._connect)
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
-        places, client = self._of_this_loop()
+        places, client = self._places()
         body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": self._question(prompt, response_text)}],
@@ -140,12 +141,7 @@ class JudgeReward:
         place = (float(found[-1][1]) - self.config.lowest) / (self.config.highest - self.config.lowest)
         return min(1.0, max(0.0, place))
 
-    def _of_this_loop(self) -> tuple[asyncio.Semaphore, httpx.AsyncClient]:
-        """Connections belong to the event loop that opened them."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            client = httpx.AsyncClient(
-                headers=self._headers, timeout=None, trust_env=False
-            )  # the runner has the deadline
-            self._places = (loop, asyncio.Semaphore(self.config.max_concurrent), client)
-        return self._places[1], self._places[2]
+    def _connect(self) -> tuple[asyncio.Semaphore, httpx.AsyncClient]:
+        # No time limit of the client's own: the runner has the deadline.
+        client = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
+        return asyncio.Semaphore(self.config.max_concurrent), client

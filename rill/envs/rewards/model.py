@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from rill.envs.rewards.base import Isolation, RewardConfig
+from rill.envs.rewards.per_loop import PerLoop
 from rill.errors import ConfigError
 from rill.types import Prompt, TokenIds, Trajectory
 
@@ -51,7 +52,7 @@ class ModelReward:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._waiting: list[tuple[TokenIds, asyncio.Future[float]]] = []
+        self._waiting: PerLoop[list[tuple[TokenIds, asyncio.Future[float]]]] = PerLoop(list)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
@@ -60,15 +61,18 @@ class ModelReward:
                 f"no reward model is connected under {self.config.model!r}: the workflow must call connect_reward_model"
             )
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append((trajectory.token_ids, answer))
-        if len(self._waiting) >= self.config.max_batch:
+        waiting = self._waiting()
+        waiting.append((trajectory.token_ids, answer))
+        if len(waiting) >= self.config.max_batch:
             self._flush()
-        elif len(self._waiting) == 1:
+        elif len(waiting) == 1:
             asyncio.get_running_loop().call_later(self.config.wait_ms / 1000, self._flush)
         return await answer
 
     def _flush(self) -> None:
-        batch, self._waiting = self._waiting, []
+        waiting = self._waiting()
+        batch = waiting[:]
+        waiting.clear()
         if batch:
             task = asyncio.get_running_loop().create_task(self._ask(batch))
             self._tasks.add(task)  # the loop itself keeps only weak references

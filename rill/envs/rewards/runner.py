@@ -28,6 +28,7 @@ from pydantic import Field
 from rill.config import Config, PartConfig
 from rill.envs.rewards.base import REWARDS, Isolation, Reward
 from rill.envs.rewards.mix import Term, flatten
+from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.rewards.processes import RewardProcesses, RewardTimeoutError
 from rill.envs.trajectory_builder import response_text
 from rill.types import Prompt, Trajectory
@@ -47,7 +48,7 @@ class ScoringConfig(Config):
     memory_bytes: int = Field(default=8 * 2**30, ge=0)
     """Address space of a worker process. 0: no limit."""
     max_concurrent: int = Field(default=256, ge=1)
-    """Scores of one thread or async term in flight; further ones wait."""
+    """Scores of one thread or async term in flight on one event loop; further ones wait."""
     log_failures: int = Field(default=20, ge=0)
     """Failures written to the log, per term; all are counted. 0: none."""
 
@@ -85,7 +86,8 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._processes: RewardProcesses | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._places: tuple[asyncio.AbstractEventLoop, list[asyncio.Semaphore]] | None = None
+        limit = self.config.max_concurrent
+        self._places = PerLoop(lambda: [asyncio.Semaphore(limit) for _ in self.terms])
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward, its parts and, if a term failed, its error."""
@@ -150,12 +152,12 @@ class RewardRunner:
                 assert not isinstance(value, Awaitable)
                 return value
             case Isolation.ASYNC:
-                async with self._place(index):
+                async with self._places()[index]:
                     awaitable = reward.score(*arguments)
                     assert isinstance(awaitable, Awaitable)
                     return await asyncio.wait_for(awaitable, timeout_s)
             case Isolation.THREAD:
-                async with self._place(index):
+                async with self._places()[index]:
                     return await asyncio.wait_for(_in_daemon_thread(reward, arguments), timeout_s)
             case Isolation.PROCESS:
                 threads, processes = self._process_places()
@@ -164,14 +166,6 @@ class RewardRunner:
 
     def _timeout_s(self, index: int) -> float:
         return self.terms[index].config.timeout_s or self.config.timeout_s
-
-    def _place(self, index: int) -> asyncio.Semaphore:
-        """Bounds the scores of one term in flight. Semaphores belong to an event loop, so there is a set for each."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            limit = self.config.max_concurrent
-            self._places = (loop, [asyncio.Semaphore(limit) for _ in self.terms])
-        return self._places[1][index]
 
     def _process_places(self) -> tuple[ThreadPoolExecutor, RewardProcesses]:
         """One thread per process: a score that waits for a place waits in the executor's queue, without a deadline
