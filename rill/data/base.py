@@ -141,6 +141,20 @@ def solution_of(prompt: Prompt) -> str:
     return solution
 
 
+def check_template(name: str, template: str, fields: tuple[str, ...], needs: tuple[str, ...]) -> None:
+    """A template must hold one of `needs`, and no field but `fields`."""
+    try:
+        template.format(**dict.fromkeys(fields, ""))
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(f"{{{field}}}" for field in fields)
+        raise ValueError(
+            f"`{name}` cannot be filled in ({type(error).__name__}: {error}): its fields are {known}; write {{{{ and "
+            "}} for braces that are meant as such"
+        ) from error
+    if not any(f"{{{field}}}" in template for field in needs):
+        raise ValueError(f"`{name}` must hold {' or '.join(f'{{{n}}}' for n in needs)}, got {template!r}")
+
+
 def frozen(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata without its empty entries."""
     return {key: value for key, value in metadata.items() if value not in (None, "", {}, [])}

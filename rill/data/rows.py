@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rill.data.base import DatasetConfig, Split, content_key, frozen, on_side
+from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, on_side
 from rill.errors import DataError
 from rill.types import Message, Prompt
 
@@ -47,8 +47,7 @@ class RowConfig(DatasetConfig):
 
     @model_validator(mode="after")
     def _template_has_its_field(self) -> RowConfig:
-        if "{question}" not in self.template:
-            raise ValueError(f"`template` must hold {{question}}, got {self.template!r}")
+        check_template("template", self.template, ("question",), ("question",))
         return self
 
 

@@ -86,6 +86,8 @@ class DiskPublisher(Publisher):
         self._full_versions: list[PolicyVersion] = []
 
     def begin(self, version: PolicyVersion) -> None:
+        if self._writing != self.folder:
+            shutil.rmtree(self._writing, ignore_errors=True)  # left by a publish that failed half-way
         self._writing = self.folder / f".writing-{version}-{uuid.uuid4().hex[:8]}"
         self._writing.mkdir()
         self._buffers = []
@@ -113,6 +115,7 @@ class DiskPublisher(Publisher):
         if place.exists():
             raise WeightSyncError(f"{place} exists already: give every run a folder of its own")
         self._writing.rename(place)
+        self._writing = self.folder
         if manifest.base_version is None:
             self._full_versions.append(manifest.version)
         self._prune()

@@ -110,6 +110,8 @@ class WeightSync:
         self._targets = {target.name: target for target in targets}
         self._states = {name: TargetState() for name in names}
         self._busy: dict[str, Future[PolicyVersion]] = {}
+        self._expected: Sequence[Floats] | None = None
+        """The trainer's canary scores of the newest version."""
         self._lock = threading.Lock()
 
     def sync(
@@ -139,7 +141,10 @@ class WeightSync:
         for name, future in futures.items():
             self._settle(name, future, manifest)
         pull_s = time.perf_counter() - started
-        reports = {} if trainer_logprobs is None else self._prove(manifest.version, trainer_logprobs)
+        reports = {}
+        self._expected = None
+        if trainer_logprobs is not None:
+            reports = self._prove(manifest.version, trainer_logprobs)
         self._require_engines(manifest.version)
         return SyncReport(
             version=manifest.version,
@@ -169,6 +174,24 @@ class WeightSync:
             self._targets[target.name] = target
             self._states[target.name] = TargetState(failure="has not pulled yet")
             self._busy.pop(target.name, None)
+
+    def catch_up(self, target: PullTarget, manifest: WeightManifest) -> None:
+        """Bring one engine, relaunched or new, to the version that the others hold; WeightSyncError where it fails.
+
+        The trainer takes no part: its canary scores are those of the last sync, for it may be in its next step. So a
+        transport where both ends move at once cannot do this.
+        """
+        self.add(target)
+        futures = {target.name: target.pull(manifest)}
+        wait(futures.values(), timeout=self.config.timeout_s)
+        self._settle(target.name, futures[target.name], manifest)
+        if self.canary is not None and self._expected is not None and target.name in self.in_service():
+            self._compare([target.name], manifest.version, self._expected)
+        state = self.states()[target.name]
+        if not state.in_service:
+            raise WeightSyncError(
+                f"{target.name} did not come to version {manifest.version}: {state.failure}"
+            )
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -212,9 +235,16 @@ class WeightSync:
             raise WeightSyncError(
                 "trainer log-probabilities were given, but there is no canary to compare them on"
             )
-        expected = trainer_logprobs(self.canary.sequences)
+        self._expected = trainer_logprobs(self.canary.sequences)
+        return self._compare(self.in_service(), version, self._expected)
+
+    def _compare(
+        self, names: Sequence[str], version: PolicyVersion, expected: Sequence[Floats]
+    ) -> dict[str, CanaryReport]:
+        """The canary's reports on these engines; those that differ are out of service."""
+        assert self.canary is not None
         reports: dict[str, CanaryReport] = {}
-        futures = {name: self._targets[name].score(self.canary.sequences) for name in self.in_service()}
+        futures = {name: self._targets[name].score(self.canary.sequences) for name in names}
         wait(futures.values(), timeout=self.config.timeout_s)
         for name, future in futures.items():
             if not future.done():

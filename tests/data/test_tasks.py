@@ -116,6 +116,11 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             opened("arithmetic", **settings)
 
 
+def test_braces_in_a_template_are_written_twice() -> None:
+    prompt = opened("arithmetic", form="chat", template="{question} Answer in \\boxed{{}}.")[0]
+    assert prompt.messages[0].content.endswith("? Answer in \\boxed{}.")
+
+
 def test_counting_sorting_and_equation_answers_are_right() -> None:
     for prompt in prompts_of(opened("counting"), 50):
         letter, word = re.fullmatch(r"#(.) in (.+)=", prompt.text or "").groups()  # type: ignore[union-attr]

@@ -189,6 +189,19 @@ def test_a_version_on_disk_is_invisible_until_it_is_whole(tmp_path: Path) -> Non
         with pytest.raises(RuntimeError, match="died"):
             publisher.publish(half(), PolicyVersion(1))
         assert not list(tmp_path.glob("v*"))
+        publish(publisher, weights(1), 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["v0000000001"], "what was half-written is gone"
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_publish_that_failed_can_be_tried_again(name: str) -> None:
+    with ends(name) as (publisher, receiver):
+        pulled(receiver, publish(publisher, weights(1), 1))
+        broken = weights(2)
+        broken["layers.8.weight"][0, 0] = float("nan")
+        with pytest.raises(WeightSyncError, match="not finite"):
+            publish(publisher, broken, 2)
+        assert same(pulled(receiver, publish(publisher, weights(2), 2)), weights(2))
 
 
 def test_a_shared_memory_reader_that_is_overtaken_learns_of_it() -> None:

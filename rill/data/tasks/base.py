@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rill.data.base import DatasetConfig, Share, Split, on_side
+from rill.data.base import DatasetConfig, Share, Split, check_template, on_side
 from rill.errors import DataError
 from rill.types import Message, Prompt
 
@@ -63,10 +63,8 @@ class TaskConfig(DatasetConfig):
 
     @model_validator(mode="after")
     def _templates_have_their_fields(self) -> TaskConfig:
-        if "{question}" not in self.template and "{short}" not in self.template:
-            raise ValueError(f"`template` must hold {{question}} or {{short}}, got {self.template!r}")
-        if "{answer}" not in self.worked_template:
-            raise ValueError(f"`worked_template` must hold {{answer}}, got {self.worked_template!r}")
+        check_template("template", self.template, ("question", "short"), ("question", "short"))
+        check_template("worked_template", self.worked_template, ("steps", "answer"), ("answer",))
         if self.levels is not None and self.levels[0] > self.levels[1]:
             raise ValueError(f"`levels` must be (lowest, highest), got {self.levels}")
         return self
