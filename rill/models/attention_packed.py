@@ -107,7 +107,7 @@ def build_layout(
     key_index = None
     if needs_index and use_flash:
         spans = [range(a, b) for s in segments for a, b in ((s.prefix_start, s.prefix_end), (s.start, s.end))]
-        key_index = torch.from_numpy(np.concatenate([np.arange(r.start, r.stop) for r in spans])).to(device)
+        key_index = copy_in(np.concatenate([np.arange(r.start, r.stop) for r in spans]), device)
     offset = segments[0].start
     return PackedLayout(
         segments=tuple(segments),
@@ -119,6 +119,14 @@ def build_layout(
         groups=() if use_flash else _padded_groups(segments, offset, device),
         context_group=context_group,
     )
+
+
+def copy_in(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A device copy that does not wait: from pageable memory CUDA would first finish all work already queued."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def can_use_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -194,7 +202,8 @@ def _flash_attention(
     return out_QHE[None]
 
 
-@torch.compiler.disable  # its shapes differ with every pack: compiled, each one would be compiled anew
+# Its shapes differ with every pack: compiled, each one would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _padded_attention(
     query: Tensor,
     key: Tensor,
@@ -310,22 +319,19 @@ def _padded_group(segments: list[Segment], offset: int, device: torch.device) ->
     runs_on = all(b.start == a.end for a, b in zip(segments, segments[1:], strict=False))
     is_view = prefix == 0 and bool(is_real.all()) and runs_on
 
-    def tensor(array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
     return _PaddedGroup(
         # Queries and the scattered output count from this rank's first token, keys from the row's.
-        queries=tensor(queries - offset),
-        keys=tensor(keys) if keys is not None else (tensor(queries) if offset else None),
-        mask=None if mask is None else tensor(mask),
-        flat=tensor(np.flatnonzero(is_real.ravel())),
-        rows=tensor((queries - offset)[is_real]),
+        queries=copy_in(queries - offset, device),
+        keys=copy_in(queries if keys is None else keys, device) if offset or keys is not None else None,
+        mask=None if mask is None else copy_in(mask, device),
+        flat=copy_in(np.flatnonzero(is_real.ravel()), device),
+        rows=copy_in((queries - offset)[is_real], device),
         contiguous=segments[0].start - offset if is_view and not offset else None,
     )
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32).to(device)
+    return copy_in(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
 
 def _next_power_of_two(number: int) -> int:

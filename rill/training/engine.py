@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -71,6 +72,8 @@ class EngineConfig(Config):
     """`full` recomputes each layer in the backward pass; `selective` keeps matrix products and attention."""
     compile: bool = False
     """torch.compile each layer and the head's chunks."""
+    activation_memory_budget: float = Field(default=1.0, gt=0.0, le=1.0)
+    """With compile: the share of a layer's activations that may be kept; below 1 the cheapest are recomputed."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -131,43 +134,49 @@ class TrainEngine:
 
     def backward(self, numerator: Tensor) -> None:
         """Add the gradient of `numerator` to what has been accumulated."""
+        self._fold()  # else autograd would add up in bfloat16
         numerator.backward()  # type: ignore[no-untyped-call]
 
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of the accumulated gradient over all ranks, not yet divided. Does not wait for the device."""
+        self._collect_gradients()
+        pairs = ((s.template, s.gradient()) for s in self.slots)
+        return gradient_norm([(t, g) for t, g in pairs if g is not None], self.device)
+
     def step(
-        self, denominator: float, *, is_finite: bool = True, learning_rate: float | None = None
+        self,
+        denominator: float,
+        *,
+        is_finite: bool = True,
+        learning_rate: float | None = None,
+        norm: Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step with gradient / denominator; all ranks pass the same global values.
 
-        `learning_rate` takes the place of the schedule's.
+        `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has it already.
         """
-        self._collect_gradients()
-        norm = (
-            gradient_norm(
-                ((s.template, s.master.grad) for s in self.slots if s.master.grad is not None), self.device
-            ).item()
-            / denominator
-        )
-        is_finite = is_finite and norm == norm and norm != float("inf")
+        size = (self.gradient_norm() if norm is None else norm).item() / denominator
+        is_finite = is_finite and math.isfinite(size)
         rate = self.learning_rate if learning_rate is None else learning_rate
         if not is_finite:
             self.zero_gradients()
             self.num_skipped_steps += 1
-            message = f"step {self._version + 1}: the loss or gradient norm ({norm}) is not finite; nothing was changed"
+            message = f"step {self._version + 1}: the loss or gradient norm ({size}) is not finite; nothing was changed"
             if self.config.on_nonfinite == "error":
                 raise TrainingError(message + "; set on_nonfinite = 'skip' to go on after such steps")
             log.warning(message)
         else:
             limit = self.config.max_grad_norm
-            scale = (min(1.0, limit / (norm + 1e-6)) if limit else 1.0) / denominator
-            grads = [s.master.grad for s in self.slots if s.master.grad is not None]
-            if scale != 1.0 and grads:
-                torch._foreach_mul_(grads, scale)
-            self.optimizer.step(rate)
-            self._publish_masters()
+            scale = (min(1.0, limit / (size + 1e-6)) if limit else 1.0) / denominator
+            if not self.optimizer.takes_copies:
+                self._fold()
+            self.optimizer.step(rate, scale)
+            if not self.optimizer.takes_copies:
+                self._publish_masters()
             self.zero_gradients()
             self._version += 1
         return {
-            "grad_norm": norm,
+            "grad_norm": size,
             "learning_rate": rate,
             "skipped_steps": float(self.num_skipped_steps),
         }
@@ -185,8 +194,10 @@ class TrainEngine:
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient by parameter name, whole, on every rank. For tests and inspection."""
         self._collect_gradients()
+        self._fold()
+        grads = (s.gradient() for s in self.slots)
         parts = (
-            s.master.grad if s.master.grad is not None else torch.zeros_like(s.master) for s in self.slots
+            g if g is not None else torch.zeros_like(s.master) for s, g in zip(self.slots, grads, strict=True)
         )
         return {s.name: full(like(p, s.template)).clone() for s, p in zip(self.slots, parts, strict=True)}
 
@@ -246,7 +257,7 @@ class TrainEngine:
         states = self.optimizer.state_tensors().values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
         if level >= OffloadLevel.GRADIENTS:
-            self._collect_gradients()
+            self._fold()
             tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
         if level >= OffloadLevel.PARAMETERS:
             tensors += [s.master for s in self.slots]
@@ -264,6 +275,8 @@ class TrainEngine:
         """Cut, checkpoint, compile and shard the module, in the order these compose."""
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
+        if self.config.compile:
+            torch._functorch.config.activation_memory_budget = self.config.activation_memory_budget
         for layer in self.module.layers:
             _checkpoint_layer(layer, self.config.activation_checkpointing)
             if self.config.compile:
@@ -291,20 +304,43 @@ class TrainEngine:
                 _cast_in_place(parameter, self.compute_dtype)
             if not parameter.requires_grad:
                 continue
-            slot = Slot(name, parameter, master, _is_decoder_matrix(self.module, name, parameter))
-            if self._has_copies:
-                hook = functools.partial(_add_to_master, master)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            slots.append(slot)
+            is_matrix = _is_decoder_matrix(self.module, name, parameter)
+            slots.append(Slot(name, parameter, master, is_matrix, has_copy=self._has_copies))
         return slots
 
     def _collect_gradients(self) -> None:
         """Point every master's .grad at this rank's part of the gradient."""
         if self._has_copies:
+            if any(s.master.grad is not None for s in self.slots):
+                self._fold()
             return
         for slot in self.slots:
             if slot.template.grad is not None:
                 slot.master.grad = local(slot.template.grad)
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """Add the low-precision gradients of one pass to the float32 ones beside the masters."""
+        if not self._has_copies:
+            return
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for slot in self.slots:
+            if slot.template.grad is None:
+                continue
+            arrived = local(slot.template.grad)
+            slot.template.grad = None
+            if slot.master.grad is None:
+                slot.master.grad = torch.empty_like(slot.master)
+                fresh[0].append(slot.master.grad)
+                fresh[1].append(arrived)
+            else:
+                added[0].append(slot.master.grad)
+                added[1].append(arrived)
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if added[0]:
+            torch._foreach_add_(*added)
 
     @torch.no_grad()
     def _publish_masters(self) -> None:
@@ -316,17 +352,6 @@ class TrainEngine:
 
 def _cast_in_place(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.data = parameter.data.to(dtype)
-
-
-def _add_to_master(master: Tensor, parameter: Tensor) -> None:
-    grad = parameter.grad
-    assert grad is not None
-    part = local(grad)
-    if master.grad is None:
-        master.grad = part.to(master.dtype)
-    else:
-        master.grad.add_(part)
-    parameter.grad = None
 
 
 def _is_decoder_matrix(module: PackedModule, name: str, parameter: Tensor) -> bool:

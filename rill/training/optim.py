@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rill.config import Config
 from rill.errors import MissingExtraError
-from rill.training.parallel import full, like, local_slice
+from rill.training.parallel import full, like, local, local_slice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +32,14 @@ class Slot:
     """This rank's part, in the precision that is optimised. Its .grad is the accumulated gradient."""
     is_matrix: bool
     """A weight matrix inside the decoder: what Muon is for. Embeddings and heads are not."""
+    has_copy: bool = False
+    """The module computes with a low-precision copy of the master; its gradients come in that precision."""
+
+    def gradient(self) -> Tensor | None:
+        """This rank's part: float32 where passes were added up, else as the only pass left it."""
+        if self.master.grad is not None or self.template.grad is None:
+            return self.master.grad
+        return local(self.template.grad)
 
 
 class OptimizerConfig(Config):
@@ -50,6 +59,11 @@ class OptimizerConfig(Config):
     """Keep optimizer state in host memory and stream it through the device each step. Saves 8 bytes a parameter."""
 
 
+@runtime_checkable
+class _ScalesItself(Protocol):
+    gradient_scale: float
+
+
 class Optimizer:
     """AdamW, 8-bit AdamW or SGD on the slots; Muon on matrices. State is addressed by parameter name."""
 
@@ -62,13 +76,23 @@ class Optimizer:
         if matrices:
             self._parts.append(Muon(matrices, config))
         others = [s for s in self.slots if config.type != "muon" or not s.is_matrix]
-        if others:
+        self.takes_copies = (
+            config.type == "adamw" and not config.offload_state and _can_fuse_copies(self.slots)
+        )
+        """True: step() reads gradients in the precision they came in and writes the module's copies itself."""
+        if self.takes_copies:
+            from rill.training.adamw_triton import CopyingAdamW
+
+            self._parts.append(CopyingAdamW(others, config))
+        elif others:
             self._parts.append(_elementwise(config, others))
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """One step with every gradient multiplied by `gradient_scale`."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate
+            self._scale(part, gradient_scale)
             if self.config.offload_state:
                 self._step_streamed(part)
             else:
@@ -95,6 +119,19 @@ class Optimizer:
                 if id(master) in masters:
                     part.state[master] = dict(state)
 
+    @staticmethod
+    def _scale(part: torch.optim.Optimizer, scale: float) -> None:
+        """The fused kernel divides by a tensor on its way (torch's protocol for gradient scalers); others first."""
+        masters = [m for group in part.param_groups for m in group["params"] if m.grad is not None]
+        if isinstance(part, torch.optim.AdamW):
+            device = masters[0].device if masters else torch.device("cpu")
+            part.grad_scale = torch.full((), 1.0 / scale, device=device)  # type: ignore[attr-defined]
+            part.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+        elif isinstance(part, _ScalesItself):
+            part.gradient_scale = scale
+        elif masters and scale != 1.0:
+            torch._foreach_mul_([m.grad for m in masters], scale)
+
     def _step_streamed(self, part: torch.optim.Optimizer) -> None:
         """One step per parameter group slice with state on the device only while it is used."""
         groups = part.param_groups
@@ -106,6 +143,10 @@ class Optimizer:
                 part.step()
                 _move_state(part.state[master], torch.device("cpu"))
         part.param_groups = groups
+
+
+def _can_fuse_copies(slots: Sequence[Slot]) -> bool:
+    return all(s.has_copy and s.master.is_cuda for s in slots) and find_spec("triton") is not None
 
 
 def _move_state(state: dict[str, Any], device: torch.device) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rill.errors import InvalidSampleError
-from rill.models.attention_packed import PackedLayout, Segment, build_layout
+from rill.models.attention_packed import PackedLayout, Segment, build_layout, copy_in
 from rill.types import Bits, TokenIds
 
 Indices = npt.NDArray[np.int64]
@@ -221,8 +222,8 @@ class _Row:
             tokens, positions = tokens[lo:hi], positions[lo:hi]
             segments = _cut_segments(segments, lo, hi)
 
-        def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+        def tensor(array: npt.NDArray[Any]) -> Tensor:
+            return copy_in(array.astype(np.int64), device)
 
         return Pack(
             input_ids_1M=tensor(tokens)[None],

@@ -240,7 +240,7 @@ def gradient_norm(parameters: Iterable[tuple[Tensor, Tensor]], device: torch.dev
         sums.setdefault(key, []).append(grad)
     total = torch.zeros((), dtype=torch.float32, device=device)
     for key, grads in sums.items():
-        norms = torch.stack([n.float() for n in torch._foreach_norm([g.float() for g in grads])])
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
         square = norms.square().sum()
         for group in groups.get(key, ()):
             dist.all_reduce(square, group=group)

@@ -16,7 +16,7 @@ of times as samples arrive, then apply once; the gradient is the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 from rill.algorithms import finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.errors import TrainingError
+from rill.models.attention_packed import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine import EngineConfig
 from rill.training.packing import PackSequence
@@ -120,10 +121,16 @@ class PolicyTrainer(Trainer):
 
     def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
         sequences = [_sequence(s, None) for s in samples]
-        batches = list(self.batcher.micro_batches(sequences))
-        rows = [self._columns(b, [samples[i] for i in b.indices], version, has_old) for b in batches]
-        statistics = self._statistics(batches, rows)
-        for batch, columns in zip(batches, rows, strict=True):
+        passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
+            (batch, self._columns(batch, [samples[i] for i in batch.indices], version, has_old))
+            for batch in self.batcher.micro_batches(sequences)
+        )
+        statistics: dict[str, Tensor] = {}
+        if Need.STATISTICS in self.algorithm.needs:
+            passes = list(passes)
+            statistics = self._statistics(passes)
+        # Each pack is built while the device works on the one before it.
+        for batch, columns in passes:
             logprobs_K, entropy_K = self._forward(batch)
             loss = self._loss(self._token_batch(batch, columns, logprobs_K, entropy_K, statistics))
             if batch.is_idle:
@@ -150,16 +157,11 @@ class PolicyTrainer(Trainer):
             nan = tokens.logprobs_N.sum() * float("nan")
             return LossSum(numerator=nan, denominator=tokens.mask_N.sum())
 
-    def _statistics(
-        self, batches: Sequence[MicroBatch], rows: Sequence[dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def _statistics(self, passes: Sequence[tuple[MicroBatch, dict[str, Tensor]]]) -> dict[str, Tensor]:
         """Figures over the whole batch, for the algorithms that need them: one more forward pass."""
-        if Need.STATISTICS not in self.algorithm.needs:
-            return {}
         with torch.no_grad():
             tokens = [
-                self._token_batch(batch, columns, *self._forward(batch), {})
-                for batch, columns in zip(batches, rows, strict=True)
+                self._token_batch(batch, columns, *self._forward(batch), {}) for batch, columns in passes
             ]
         return self.algorithm.statistics(tokens, self.world.sum_over_data)
 
@@ -183,8 +185,7 @@ class PolicyTrainer(Trainer):
         table = np.stack(
             [np.concatenate([v[w] for v, w in zip(vs, wanted, strict=True)]) for vs in columns.values()]
         ).astype(np.float32)
-        on_device = torch.from_numpy(table).to(self.world.device, non_blocking=True)
-        return dict(zip(columns, on_device, strict=True))
+        return dict(zip(columns, copy_in(table, self.world.device), strict=True))
 
     def _token_batch(
         self,

@@ -165,6 +165,7 @@ class Trainer:
         tally, self._tally = self._tally, Tally()
         if not tally.sums:
             raise TrainingError("apply() without accumulate(): there is nothing to train on")
+        norm = self.engine.gradient_norm()  # before the next line waits for the device: one wait serves both
         sums, metrics = tally.reduce(self.world)
         if sums["trained_tokens"] == 0:
             self.engine.zero_gradients()
@@ -177,7 +178,9 @@ class Trainer:
         loss = sums["numerator"] / denominator
         if not np.isfinite(loss) and self._failure:
             log.error("this rank's loss: %s", self._failure)
-        step = self.engine.step(denominator, is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate)
+        step = self.engine.step(
+            denominator, is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate, norm=norm
+        )
         seconds = time.perf_counter() - self._started_s
         return {
             **metrics,

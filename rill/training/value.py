@@ -16,6 +16,7 @@ from pydantic import Field
 
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
+from rill.models.attention_packed import copy_in
 from rill.models.loading import DTYPES
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine import EngineConfig
@@ -111,7 +112,7 @@ class ValueTrainer(Trainer):
                     np.concatenate([np.asarray(s.returns)[m] for s, m in zip(samples, masks, strict=True)]),
                 ]
             ).astype(np.float32)
-            old_K, returns_K = torch.from_numpy(table).to(values_K.device, non_blocking=True)
+            old_K, returns_K = copy_in(table, values_K.device)
             mask_K = torch.ones_like(zeros_K)
         return TokenBatch(
             logprobs_N=zeros_K,
