@@ -1,9 +1,10 @@
 """How many groups may be generated now: staleness is bounded by admission, never by throwing samples away.
 
-    capacity = min( max_concurrent − running,  (max_lag + version + 1) · batch − (accepted + running) )
+    capacity = min( max_concurrent − running,  batches · batch − (accepted + running) )
+    batches = min( max_lag + version + 1,  steps of the run )
 
 `running` groups are admitted and unfinished, `accepted` groups finished and kept since the run began, `version`
-counts optimizer steps. max_lag 0 is synchronous training: one batch is generated, trained on, and only then the
+counts training steps. max_lag 0 is synchronous training: one batch is generated, trained on, and only then the
 next begins. A group that a filter drops stops running without being accepted, so its place is refilled by itself.
 """
 
@@ -11,12 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NO_END = 1 << 62
+
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
     batch_groups: int
     max_lag: int
     max_concurrent: int
+    num_steps: int = NO_END
+    """Groups beyond the last step's are not begun."""
     version: int = 0
     running: int = 0
     accepted: int = 0
@@ -24,7 +29,8 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        by_lag = (self.max_lag + self.version + 1) * self.batch_groups - (self.accepted + self.running)
+        num_batches = min(self.max_lag + self.version + 1, self.num_steps)
+        by_lag = num_batches * self.batch_groups - (self.accepted + self.running)
         return max(0, min(self.max_concurrent - self.running, by_lag))
 
     def admit(self, count: int) -> None:
@@ -48,7 +54,7 @@ class Admission:
         self.version += 1
 
     def state(self) -> dict[str, int]:
-        """What a resumed run needs: accepted groups that were not trained on are generated again."""
+        """What a resumed run needs: accepted groups that were not trained on are generated again (see Feeder)."""
         return {
             "version": self.version,
             "accepted": self.version * self.batch_groups,

@@ -27,7 +27,7 @@ from rill.types import Prompt
 from rill.workflows.actor import ActorWorker
 from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
 from rill.workflows.evaluation import Evaluator
-from rill.workflows.fleet import Fleet
+from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import (
@@ -179,14 +179,13 @@ class RLSetup:
         """Warm up or resume, train to the last step, leave the model in the run folder."""
         config, timeout_s = self.config, self.config.loop.step_timeout_s
         self._warm_up()
-        fleet = Fleet(self.rollout, self.actor, config.sync, interrupt=config.loop.interrupt)
+        flow = Flow(jobs=self.jobs, rollouts=self.rollouts, outcomes=self.outcomes)
+        fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)
         parts = Parts(
             fleet=fleet,
             source=open_loader(open_dataset(config.data, Split.TRAIN), config.loader),
+            flow=flow,
             group_size=config.rollout.group_size,
-            jobs=self.jobs,
-            rollouts=self.rollouts,
-            outcomes=self.outcomes,
             train_step=train_step,
             evaluator=Evaluator(config.eval, fleet, self._held_out(), timeout_s),
             checkpoints=RunCheckpoints(self.folder, trained, config.loop.keep_checkpoints, timeout_s),

@@ -6,21 +6,32 @@
 
 One thread of its own runs admit and collect, so that generation goes on while the loop waits for training.
 `take_batch` unblocks when enough kept groups have come in, or when the thread has failed.
+
+Every admitted group is trained on once or dropped once. A worker that dies may have finished a group whose lease it
+could not end, so that another does it again: the second outcome is not counted and its samples are discarded. `state`
+holds the jobs that are admitted and not yet trained on; a resumed run does those first, under their old names.
 """
 
 from __future__ import annotations
 
+import base64
+import logging
+import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from rill.errors import RillError, RunError, StuckError
+from rill.data.loader import PromptSource
+from rill.errors import RunError, StuckError
 from rill.runtime.channel import Channel
 from rill.types import Prompt
 from rill.workflows.admission import Admission
 from rill.workflows.jobs import GroupJob, Outcome, in_batch_order
+
+log = logging.getLogger(__name__)
 
 STOP_WAIT_S = 5.0
 
@@ -43,24 +54,29 @@ class Feeder:
         self,
         admission: Admission,
         *,
-        next_prompts: Callable[[int], Sequence[Prompt]],
+        source: PromptSource,
         group_size: int,
         jobs: Channel,
         outcomes: Channel,
         in_admission_order: bool,
-        on_outcome: Callable[[Outcome], None] | None = None,
+        discard: Callable[[Outcome], None],
     ) -> None:
+        """`discard` takes the samples of an outcome out of the rollouts channel."""
         self.admission = admission
-        self._next_prompts = next_prompts
+        self._source = source
         self._group_size = group_size
         self._jobs = jobs
         self._outcomes = outcomes
         self._in_admission_order = in_admission_order
-        self._on_outcome = on_outcome
-        self._next_index = admission.version * admission.batch_groups
+        self._discard = discard
+        self._next_index = 0
+        self._to_repeat: list[GroupJob] = []
+        self._running: dict[int, GroupJob] = {}
+        self._finished: dict[int, GroupJob] = {}
+        """Kept and not yet trained on."""
         self._kept: list[Outcome] = []
         self._dropped: list[Outcome] = []
-        self._running_indices: set[int] = set()
+        self._in_training: tuple[Outcome, ...] = ()
         self._changed = threading.Condition()
         self._is_open = False
         self._failure: Exception | None = None
@@ -98,21 +114,44 @@ class Feeder:
             chosen = {outcome.group_id for outcome in batch}
             self._kept = [outcome for outcome in self._kept if outcome.group_id not in chosen]
             dropped, self._dropped = tuple(self._dropped), []
-        return Collected(outcomes=in_batch_order(batch), dropped=dropped, wait_s=time.monotonic() - began)
+            self._in_training = in_batch_order(batch)
+        return Collected(outcomes=self._in_training, dropped=dropped, wait_s=time.monotonic() - began)
 
     def trained(self) -> None:
         """A step was applied: the version grows, and with it the capacity."""
         with self._changed:
             self.admission.trained()
+            for outcome in self._in_training:
+                del self._finished[outcome.index]
+            self._in_training = ()
         self._admit()
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._kept)
 
     def stop(self) -> None:
         self._outcomes.end()
         self._thread.join(timeout=STOP_WAIT_S)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs to go on with the same groups; JSON."""
+        with self._changed:
+            untrained = {**self._running, **self._finished, **{job.index: job for job in self._to_repeat}}
+            jobs = [untrained[index] for index in sorted(untrained)]
+            return {
+                "admission": self.admission.state(),
+                "source": self._source.state(),
+                "next_index": self._next_index,
+                "untrained": base64.b64encode(pickle.dumps(jobs)).decode(),
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Before start()."""
+        self.admission.load_state(state["admission"])
+        self._source.load_state(state["source"])
+        self._next_index = state["next_index"]
+        self._to_repeat = pickle.loads(base64.b64decode(state["untrained"]))
+
+    # --- inside -------------------------------------------------------------------------------------------
 
     def _ready(self) -> list[Outcome]:
         """A whole batch of kept outcomes, or nothing."""
@@ -123,7 +162,8 @@ class Feeder:
             return self._kept[:size]
         oldest_first = sorted(self._kept, key=lambda outcome: outcome.index)[:size]
         # A group admitted earlier may still be running; wait for it unless a filter has dropped it.
-        oldest_running = min(self._running_indices, default=oldest_first[-1].index + 1)
+        waiting = [*self._running, *(job.index for job in self._to_repeat)]
+        oldest_running = min(waiting, default=oldest_first[-1].index + 1)
         return oldest_first if oldest_first[-1].index < oldest_running else []
 
     def _run(self) -> None:
@@ -131,19 +171,25 @@ class Feeder:
             for outcome in self._outcomes:  # until stop() ends the epoch
                 self._collect(outcome)
                 self._admit()
-        except RillError as error:
+        except Exception as error:  # noqa: BLE001  boundary: handed to whoever waits for a batch
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _collect(self, outcome: Outcome) -> None:
         with self._changed:
-            self._running_indices.discard(outcome.index)
-            self.admission.finish(kept=outcome.dropped is None)
-            (self._kept if outcome.dropped is None else self._dropped).append(outcome)
-            self._changed.notify_all()
-        if self._on_outcome is not None:
-            self._on_outcome(outcome)
+            job = self._running.pop(outcome.index, None)
+            if job is not None:
+                self.admission.finish(kept=outcome.dropped is None)
+                if outcome.dropped is None:
+                    self._kept.append(outcome)
+                    self._finished[outcome.index] = job
+                else:
+                    self._dropped.append(outcome)
+                self._changed.notify_all()
+        if job is None:
+            log.warning("%s was done a second time, by %s: discarded", outcome.group_id, outcome.maker)
+            self._discard(outcome)
 
     def _admit(self) -> None:
         with self._changed:
@@ -152,12 +198,12 @@ class Feeder:
             count = self.admission.capacity
             if count == 0:
                 return
-            prompts = self._next_prompts(count)
-            if not prompts:
+            jobs, self._to_repeat = self._to_repeat[:count], self._to_repeat[count:]
+            jobs += [self._job(prompt) for prompt in self._source.next(count - len(jobs))]
+            if not jobs:
                 raise RunError("the dataset has no more prompts: raise `data.epochs` or lower `loop.steps`")
-            jobs = [self._job(prompt) for prompt in prompts]
             self.admission.admit(len(jobs))
-            self._running_indices.update(job.index for job in jobs)
+            self._running.update((job.index, job) for job in jobs)
             # Put while holding the lock: two threads admitting must not interleave their jobs.
             self._jobs.put_many(jobs)
 

@@ -9,7 +9,8 @@
 What unblocks what: `take_batch` waits for enough kept groups; `train` takes exactly those samples, by key; the new
 version raises the feeder's capacity. With max_lag 0 the epoch of the jobs channel ends with the batch: the engines
 finish, let go of their devices, and the trainer may have them. That is all that sharing devices needs, so a workflow
-file does not know whether its parts share.
+file does not know whether its parts share. While it waits, the loop looks after the engines: one that is lost is
+brought back by the fleet (fleet.py). A lost trainer ends the run, which can be resumed.
 
 A workflow gives the loop its parts and one function that runs a training step; see reasoning.py.
 """
@@ -22,17 +23,18 @@ from dataclasses import dataclass
 
 from rill.data.loader import PromptSource
 from rill.errors import StuckError
-from rill.runtime.channel import Channel
-from rill.runtime.handle import Handle
 from rill.telemetry import trace
 from rill.types import PolicyVersion
 from rill.workflows.admission import Admission
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Collected, Feeder
-from rill.workflows.fleet import Fleet
+from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import LoopConfig
+
+TEND_S = 1.0
+"""How often the engines are looked after while a batch comes together."""
 
 TrainStep = Callable[[StepPlan], Mapping[str, float]]
 """Runs one training step to its end and returns its figures."""
@@ -58,10 +60,8 @@ class Parts:
 
     fleet: Fleet
     """The engines, and how weights reach them."""
+    flow: Flow
     source: PromptSource
-    jobs: Channel
-    rollouts: Channel
-    outcomes: Channel
     group_size: int
     train_step: TrainStep
     evaluator: Evaluator
@@ -76,42 +76,42 @@ class Loop:
             batch_groups=config.groups_per_step,
             max_lag=config.max_lag,
             max_concurrent=config.max_concurrent_groups or (config.max_lag + 1) * config.groups_per_step,
+            num_steps=config.steps,
+        )
+        self.feeder = Feeder(
+            self.admission,
+            source=parts.source,
+            group_size=parts.group_size,
+            jobs=parts.flow.jobs,
+            outcomes=parts.flow.outcomes,
+            in_admission_order=config.order == "admission",
+            discard=lambda outcome: parts.flow.rollouts.take(keys=outcome.keys) if outcome.lengths else None,
         )
         self._observers = observers
-        self._generating: Handle | None = None
 
     def restore(self) -> bool:
         """Load the newest whole checkpoint; False when there is none."""
         state = self.parts.checkpoints.load_latest()
         if state is None:
             return False
-        self.admission.load_state(state["admission"])
-        self.parts.source.load_state(state["source"])
+        self.feeder.load_state(state)
         return True
 
     def run(self) -> None:
         """From where it stands to the last step."""
-        config, parts = self.config, self.parts
-        feeder = Feeder(
-            self.admission,
-            next_prompts=parts.source.next,
-            group_size=parts.group_size,
-            jobs=parts.jobs,
-            outcomes=parts.outcomes,
-            in_admission_order=config.order == "admission",
-        )
-        parts.fleet.publish(self._version)
+        fleet, feeder = self.parts.fleet, self.feeder
+        fleet.publish(self._version)
         if self.admission.version == 0:
             self._report({}, evaluate=True)
         feeder.start()
         try:
-            while self.admission.version < config.steps:
-                self._step(feeder)
+            while self.admission.version < self.config.steps:
+                self._step()
         finally:
             feeder.stop()
-        if self._generating is not None:
+        if fleet.is_generating:
             feeder.close_epoch()
-            self._generating.wait(timeout_s=config.step_timeout_s)
+            fleet.end_epoch()
         self._save()
 
     @property
@@ -119,13 +119,13 @@ class Loop:
         """Version 0 is what engines load by themselves; the trainer's first weights are version 1."""
         return PolicyVersion(self.admission.version + 1)
 
-    def _step(self, feeder: Feeder) -> None:
+    def _step(self) -> None:
         began = time.monotonic()
         config, step = self.config, self.admission.version
         with trace.span("step", lane="loop", step=step):
-            self._keep_generating(feeder)
+            self._keep_generating()
             with trace.span("wait for rollouts", lane="loop"):
-                collected = self._collect(feeder)
+                collected = self._collect()
             plan = StepPlan(step=step, version=self._version, outcomes=collected.outcomes)
             trained_at = time.monotonic()
             with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
@@ -133,7 +133,7 @@ class Loop:
             synced_at = time.monotonic()
             with trace.span("sync", lane="loop"):
                 figures = {**figures, **self.parts.fleet.publish(PolicyVersion(plan.version + 1))}
-            feeder.trained()  # after the engines have the weights: what is admitted now is made with them
+            self.feeder.trained()  # after the engines have the weights: what is admitted now is made with them
             ended = time.monotonic()
         times = {
             "time/step_s": ended - began,
@@ -147,33 +147,26 @@ class Loop:
         if config.checkpoint_every and self.admission.version % config.checkpoint_every == 0:
             self._save()
 
-    def _keep_generating(self, feeder: Feeder) -> None:
+    def _keep_generating(self) -> None:
         """One call of generate() lasts an epoch: a step when synchronous, otherwise the whole run."""
-        if self._generating is None or self._generating.done():
-            parts = self.parts
-            if self._generating is not None:
-                self._generating.wait(timeout_s=0)  # raises what ended it
-            feeder.open_epoch()
-            self._generating = parts.fleet.generate(parts.jobs, parts.rollouts, parts.outcomes)
+        if self.config.max_lag == 0 or not self.parts.fleet.is_generating:
+            self.feeder.open_epoch()
+            self.parts.fleet.open_epoch()
 
-    def _collect(self, feeder: Feeder) -> Collected:
+    def _collect(self) -> Collected:
         """Wait for a batch, and for the engines to let go of their devices if this step is an epoch."""
-        deadline = time.monotonic() + self.config.step_timeout_s
+        deadline_s = time.monotonic() + self.config.step_timeout_s
         while True:
+            self.parts.fleet.tend()
             try:
-                collected = feeder.take_batch(timeout_s=min(5.0, deadline - time.monotonic()))
+                collected = self.feeder.take_batch(timeout_s=min(TEND_S, deadline_s - time.monotonic()))
                 break
             except StuckError:
-                assert self._generating is not None
-                if self._generating.done():
-                    self._generating.wait(timeout_s=0)  # a dead engine is a better reason than a late batch
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline_s:
                     raise
         if self.config.max_lag == 0:
-            feeder.close_epoch()
-            assert self._generating is not None
-            self._generating.wait(timeout_s=self.config.step_timeout_s)
-            self._generating = None
+            self.feeder.close_epoch()
+            self.parts.fleet.end_epoch()
         return collected
 
     def _report(self, metrics: Mapping[str, float], *, evaluate: bool) -> None:
@@ -188,7 +181,7 @@ class Loop:
     def _save(self) -> None:
         self.parts.checkpoints.save(
             step=self.admission.version,
-            state={"admission": self.admission.state(), "source": self.parts.source.state()},
+            state=self.feeder.state(),
         )
 
 

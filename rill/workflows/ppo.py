@@ -76,11 +76,14 @@ class PPOWorkflow:
             )
 
             def train_step(plan: StepPlan) -> Mapping[str, float]:
-                setup.actor.score(setup.rollouts, scored, plan)
-                reference.score(scored, referenced, plan)
-                critic.judge(referenced, judged, for_critic, plan)
-                policy = setup.actor.train(judged, plan)
-                value = critic.train(for_critic, plan)
-                return {**setup.wait(policy), **setup.wait(value)}
+                stages = [
+                    setup.actor.score(setup.rollouts, scored, plan),
+                    reference.score(scored, referenced, plan),
+                    critic.judge(referenced, judged, for_critic, plan),
+                    setup.actor.train(judged, plan),
+                    critic.train(for_critic, plan),
+                ]
+                *_, policy, value = [setup.wait(stage) for stage in stages]
+                return {**policy, **value}
 
             setup.run_loop(train_step, {"actor": setup.actor, "critic": critic})

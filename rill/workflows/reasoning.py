@@ -61,7 +61,7 @@ class ReasoningWorkflow:
         referenced = Channel.create(setup.cluster, "referenced")
 
         def train_step(plan: StepPlan) -> Mapping[str, float]:
-            reference.score(setup.rollouts, referenced, plan)
-            return setup.wait(setup.actor.train(referenced, plan))
+            stages = [reference.score(setup.rollouts, referenced, plan), setup.actor.train(referenced, plan)]
+            return [setup.wait(stage) for stage in stages][-1]
 
         return train_step

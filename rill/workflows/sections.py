@@ -68,6 +68,9 @@ class LoopConfig(Config):
     """The newest so many are kept."""
     step_timeout_s: float = Field(3600.0, gt=0)
     """A step that takes longer is reported as stuck."""
+    max_relaunches: int = Field(3, ge=0)
+    """Times that each engine may be started again after its process died or it could not take new weights. 0: the
+    first such failure ends the run."""
 
 
 class EvalConfig(Config):
