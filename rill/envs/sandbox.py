@@ -68,12 +68,18 @@ class SandboxResult:
 
 
 def run_python(
-    code: str, *, checks: Sequence[str] = (), stdin: str = "", limits: Limits | None = None
+    code: str,
+    *,
+    checks: Sequence[str] = (),
+    stdin: str = "",
+    limits: Limits | None = None,
+    packages: bool = False,
 ) -> SandboxResult:
     """Run a program, then each check (a piece of Python that must not raise) in its namespace.
 
     Blocks for at most limits.wall_s and a moment. Checks are confirmed with a secret over a pipe of their own, so a
-    program that exits early or prints "passed" has passed nothing.
+    program that exits early or prints "passed" has passed nothing. `packages`: installed libraries can be imported,
+    not the standard library alone.
     """
     limits = limits or Limits()
     folder = tempfile.mkdtemp(prefix="rill-sandbox-")
@@ -82,7 +88,7 @@ def run_python(
     job["limits"] = {name: getattr(limits, name) for name in Limits.__slots__}  # type: ignore[assignment]
     started = time.monotonic()
     try:
-        stdout, report, exit_code, ended = _run(json.dumps(job).encode(), folder, limits)
+        stdout, report, exit_code, ended = _run(json.dumps(job).encode(), folder, limits, packages)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     passed, error = _read_report(report, secret, len(checks))
@@ -105,16 +111,18 @@ def protections() -> frozenset[str]:
     return frozenset(result.stdout.split())
 
 
-def _run(job: bytes, folder: str, limits: Limits) -> tuple[bytes, bytes, int | None, str]:
+def _run(job: bytes, folder: str, limits: Limits, packages: bool) -> tuple[bytes, bytes, int | None, str]:
     read_fd, write_fd = os.pipe()
+    flags = ["-I"] if packages else ["-I", "-S"]
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread's stack counts as memory
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(LAUNCHER), str(write_fd)],
+        [sys.executable, *flags, str(LAUNCHER), str(write_fd)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+        env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **one_thread},
         pass_fds=(write_fd,),
         start_new_session=True,
     )

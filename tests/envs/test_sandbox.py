@@ -25,6 +25,12 @@ def test_standard_input_and_output() -> None:
     assert result.stdout == "7\n" and result.ended == "ok" and result.exit_code == 0
 
 
+def test_installed_libraries_only_where_they_are_allowed() -> None:
+    code = "import numpy\nx = int(numpy.ones(3).sum())"
+    assert run_python(code, checks=["assert x == 3"], packages=True).passed == (True,)
+    assert run_python(code, checks=["assert x == 3"]).passed == (False,)
+
+
 @pytest.mark.parametrize(
     "code",
     [

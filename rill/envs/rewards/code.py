@@ -10,13 +10,13 @@ The tests are `prompt.metadata["tests"]`, or the answer itself, in one of three 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.envs.sandbox import Limits, run_python
+from rill.envs.sandbox import Limits, SandboxResult, run_python
 from rill.types import Prompt, Trajectory
 
 
@@ -28,6 +28,8 @@ class CodeReward:
         wall_s: float = Field(default=10.0, gt=0)
         """Time limit of one run of the program."""
         memory_bytes: int = Field(default=2**30, ge=2**26)
+        packages: bool = False
+        """Let programs import installed libraries (numpy …), not the standard library alone."""
         max_tests: int = Field(default=64, ge=1)
         """Only the first so many tests are run."""
 
@@ -48,12 +50,22 @@ class CodeReward:
             passed = await self._run_pairs(code, tests, prompt.id)
         elif isinstance(tests, str | list | tuple) and tests:
             checks = [tests] if isinstance(tests, str) else list(tests)[: self.config.max_tests]
-            result = await asyncio.to_thread(run_python, code, checks=checks, limits=self._limits)
+            result = await self._run(code, checks=checks)
             passed = list(result.passed)
         else:
             raise ValueError(f"prompt {prompt.id} has no tests in metadata['tests'] or its answer")
         share = sum(passed) / len(passed)
         return share if self.config.partial else float(share == 1.0)
+
+    async def _run(self, code: str, *, checks: Sequence[str] = (), stdin: str = "") -> SandboxResult:
+        return await asyncio.to_thread(
+            run_python,
+            code,
+            checks=checks,
+            stdin=stdin,
+            limits=self._limits,
+            packages=self.config.packages,
+        )
 
     async def _run_pairs(self, code: str, tests: Mapping[str, Any], prompt_id: str) -> list[bool]:
         inputs, outputs = list(tests.get("inputs", ())), list(tests.get("outputs", ()))
@@ -63,7 +75,7 @@ class CodeReward:
             )
         passed = []
         for given, expected in list(zip(inputs, outputs, strict=True))[: self.config.max_tests]:
-            result = await asyncio.to_thread(run_python, code, stdin=str(given), limits=self._limits)
+            result = await self._run(code, stdin=str(given))
             passed.append(result.ended == "ok" and same_output(result.stdout, str(expected)))
             if not passed[-1] and not self.config.partial:
                 break  # one failure decides
