@@ -76,7 +76,7 @@ class Port(Worker):
 
 
 def rill(num_small: int, num_large: int, wide: int) -> None:
-    with Cluster(devices=2) as cluster:
+    with Cluster(devices="cpu:2") as cluster:
         for width in dict.fromkeys((1, 4, wide)):
             producers = _launch(cluster, f"producer{width}", 0, width)
             consumers = _launch(cluster, f"consumer{width}", 1, width)

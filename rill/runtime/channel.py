@@ -250,7 +250,7 @@ class Channel:
                 continue
             pending = Pending()
             hub.submit("broker.watch", [self.name, version], pending)
-            if not pending.wait(deadline_s - time.monotonic()):
+            if not _await(ends.context, pending, deadline_s, f"a choice from {self.name!r}", self.name):
                 raise stuck(
                     ends.context, f"a choice from channel {self.name!r}", timeout_s or self._timeout_s
                 )
@@ -416,16 +416,18 @@ class Channel:
                     )
             return
         pending = ends.producer.put_bounded(descriptors)
-        if not pending.wait(deadline_s - time.monotonic()):
-            ends.producer.cancel(pending)
-            if not pending.wait(_HUB_S):
-                raise RunError(
-                    f"{self.name}: the hub does not answer, so it is not known whether the put got in"
-                )
+        what = f"room in channel {self.name!r} for {len(descriptors)} items"
+        if _await(ends.context, pending, deadline_s, what, self.name):
+            pending.result()
+            return
+        error = stuck(ends.context, what, limit_s)  # while it still waits, so that the report shows it
+        ends.producer.cancel(pending)
+        if not pending.wait(_HUB_S):
+            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
         num_left_out = pending.result()
         if num_left_out:
-            what = f"room in channel {self.name!r} for {num_left_out} of {len(descriptors)} items"
-            raise stuck(ends.context, what, limit_s)
+            error.add_note(f"{len(descriptors) - num_left_out} of {len(descriptors)} items got in")
+            raise error
 
     def _take_front(
         self,

@@ -82,7 +82,6 @@ class DeviceLock:
         self._turn = 0
         self._num_users = 0
         self._num_waiting = 0
-        self._is_lent = False
         self._error: Exception | None = None
         self._gate = threading.RLock()
         """Held while the memory moves, so that a block never runs half loaded."""
@@ -119,9 +118,7 @@ class DeviceLock:
         with self._turn_lock:
             self._num_users -= 1
             if self._num_users == 0:
-                turn, self._turn = self._turn, 0
-                self._end_spans()
-                self._hub.submit("locks.release", turn, Pending())
+                self._give_turn_back()
 
     @contextmanager
     def lending(self) -> Iterator[None]:
@@ -133,10 +130,10 @@ class DeviceLock:
         finally:
             with self._gate:
                 self._num_waiting -= 1
-                is_lent, self._is_lent = self._is_lent, False
-            if is_lent:
-                with self._turn_lock:
-                    self._take_turn(DEFAULT_TIMEOUT_S, is_resumed=True)
+            if self._turn == 0:
+                with self._turn_lock:  # of several threads that wake up, the first regains it for all
+                    if self._turn == 0:
+                        self._take_turn(DEFAULT_TIMEOUT_S, is_resumed=True)
 
     @property
     def is_held(self) -> bool:
@@ -166,11 +163,23 @@ class DeviceLock:
             span = trace.span(name, lane=f"device {device}")
             span.__enter__()
             self._spans.append(span)
+        try:
+            self._onload()
+        except BaseException:  # user code failed: the devices are for others, and the caller learns of it
+            self._give_turn_back()
+            raise
+
+    def _onload(self) -> None:
         with self._gate:
             if not self._is_loaded:
-                with trace.span("onload", lane=name):
+                with trace.span("onload", lane=self._context.address.name):
                     self._worker.onload()
                 self._is_loaded = True
+
+    def _give_turn_back(self) -> None:
+        turn, self._turn = self._turn, 0
+        self._end_spans()
+        self._hub.submit("locks.release", turn, Pending())
 
     def _release_late(self, turn: int) -> None:
         self._hub.submit("locks.release", turn, Pending())
@@ -189,7 +198,6 @@ class DeviceLock:
                     self._hub.submit("locks.kept", None)
                     continue
                 if is_lending:
-                    self._is_lent = True
                     self._turn = 0
                     self._end_spans()
                 self._offload()

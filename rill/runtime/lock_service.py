@@ -87,12 +87,11 @@ class LockService:
         """[devices of this rank, channel names, resumed?]: answered with the turn's id when it is this group's turn."""
         devices, channels, is_resumed = payload
         group = group_of(client)
-        needed = self._machine.membership.devices_of(group) | frozenset(devices)
-        turn = self._find_turn(group, client)
+        turn = self._find_turn(group, client, is_resumed)
         if turn is None:
             # A rank that comes again awaits nobody: its group's last turn is over.
             self._turns = [t for t in self._turns if t.group != group or t.linger_until_s is None]
-            turn = Turn(self._next_turn, group, needed, tuple(channels))
+            turn = Turn(self._next_turn, group, frozenset(devices), tuple(channels))
             self._next_turn += 1
             self._turns.append(turn)
         turn.is_resumed = turn.is_resumed or is_resumed
@@ -102,10 +101,17 @@ class LockService:
         self._advance()
         return DEFERRED
 
-    def _find_turn(self, group: str, client: str) -> Turn | None:
-        """The group's turn that this rank can join: one that waits, or one that others of the group are in."""
+    def _find_turn(self, group: str, client: str, is_resumed: bool) -> Turn | None:
+        """The group's turn that this rank can join: one that waits, or one that others of the group are in.
+
+        A rank that lent its part may go back into a turn that others of its group have kept.
+        """
         for turn in self._turns:
-            if turn.group == group and name_of(client) not in turn.entered and not turn.lending:
+            if turn.group != group:
+                continue
+            if is_resumed and turn.inside:
+                return turn
+            if name_of(client) not in turn.entered and not turn.lending:
                 return turn
         return None
 
@@ -191,7 +197,10 @@ class LockService:
                 turn.state = HELD
                 self._let_in(turn)
                 return True
-        waiting = [turn for turn in self._turns if turn.state == WAITING]
+        membership = self._machine.membership
+        waiting = [t for t in self._turns if t.state == WAITING and membership.is_seated(t.group)]
+        for turn in waiting:
+            turn.devices |= membership.devices_of(turn.group)
         for wanted in (READY, UNKNOWN):
             reserved: list[Turn] = []
             for turn in waiting:

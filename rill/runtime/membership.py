@@ -25,6 +25,9 @@ class Membership:
         """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined."""
+        self.seats: dict[str, dict[int, frozenset[int]]] = {}
+        """group -> rank -> devices, as its ranks told; a rank's seat outlives its process, for the next one."""
+        self._world_size: dict[str, int] = {}
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
@@ -48,16 +51,16 @@ class Membership:
 
     def world_size(self, group: str) -> int:
         """How many ranks a group has; 1 when nobody said."""
-        sizes = [m.get("world_size", 1) for c, m in self.members.items() if group_of(c) == group]
-        return max(sizes, default=1)
+        return self._world_size.get(group, 1)
+
+    def is_seated(self, group: str) -> bool:
+        """Whether every rank of a group has told its devices: only then is it known what the group needs."""
+        seats = self.seats.get(group)
+        return not seats or len(seats) >= self.world_size(group)
 
     def devices_of(self, group: str) -> frozenset[int]:
         """The devices of all ranks of a group."""
-        devices: set[int] = set()
-        for client, info in self.members.items():
-            if group_of(client) == group:
-                devices.update(info.get("devices", ()))
-        return frozenset(devices)
+        return frozenset[int]().union(*self.seats.get(group, {}).values())
 
     def devices_of_client(self, client: str) -> frozenset[int]:
         """The devices of one process."""
@@ -79,7 +82,13 @@ class Membership:
 
     def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
         self.members.setdefault(client, {}).update(info)
-        self._machine.locks.members_changed()
+        group = group_of(client)
+        if "world_size" in info and self._world_size.get(group) != info["world_size"]:
+            self.seats[group] = {}
+            self._world_size[group] = info["world_size"]
+        if "devices" in info:
+            self.seats[group][info["rank"]] = frozenset(info["devices"])
+            self._machine.locks.members_changed()
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:

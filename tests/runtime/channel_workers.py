@@ -152,6 +152,19 @@ class Stage(Worker):
         with self.device_lock(rollouts):
             return sum(rollouts)
 
+    def put_all(self, channel: Channel, count: int) -> None:
+        with self.device_lock(channel):
+            for n in range(count):
+                channel.put(n)
+
+    def fail_to_load(self) -> None:
+        self.onload = self._fail  # type: ignore[method-assign]
+        with self.device_lock:
+            raise AssertionError("never reached")
+
+    def _fail(self) -> None:
+        raise MemoryError("the model does not fit")
+
     def hold(self, seconds: float, timeout_s: float = 20.0) -> float:
         with self.device_lock(timeout_s=timeout_s):
             now_s = time.monotonic()

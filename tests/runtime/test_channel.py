@@ -31,7 +31,7 @@ _names = (f"channel-{n}" for n in itertools.count())
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(devices=4) as cluster:
+    with Cluster(devices="cpu:4") as cluster:
         yield cluster
 
 
@@ -317,7 +317,7 @@ from rill.runtime.channel import Channel
 from tests.runtime.channel_workers import Consumer, Producer
 import psutil, time
 if __name__ == "__main__":
-    cluster = Cluster(devices=2)
+    cluster = Cluster(devices="cpu:2")
     channel = Channel.create(cluster, "c")
     producer = Producer.launch(cluster, name="p", placement="0")
     consumer = Consumer.launch(cluster, name="c", placement="1")
@@ -348,7 +348,7 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
     put_log, done_log = folder / "put", folder / "done"
     put_log.touch()
     done_log.touch()
-    with Cluster(devices=2) as cluster:
+    with Cluster(devices="cpu:2") as cluster:
         shm_dir, session_dir = cluster.session.shm_dir, cluster.session.session_dir
         channel = Channel.create(cluster, "c", timeout_s=WAIT_S)
         producers = Producer.launch(cluster, name="p", placement="0")

@@ -92,6 +92,33 @@ def test_a_group_gets_all_its_devices_or_none() -> None:
     assert turns.is_in("b[1]")
 
 
+def test_a_group_waits_until_it_is_known_what_all_its_ranks_need() -> None:
+    turns = Turns(b=[[1]])
+    turns.hub.join("a[0]#0", group="a", rank=0, world_size=2, devices=[0])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    assert turns.is_in("b[0]") and not turns.is_in("a[0]")
+    turns.hub.join("a[1]#0", group="a", rank=1, world_size=2, devices=[1])
+    assert not turns.is_in("a[0]")
+    turns.leave("b[0]")
+    turns.offload("b[0]")
+    assert turns.is_in("a[0]")
+
+
+def test_a_rank_that_lent_goes_back_into_the_turn_that_its_group_kept() -> None:
+    turns = Turns(actor=[[0], [1]], rollout=[[0], [1]])
+    for worker in ("actor[0]", "actor[1]"):
+        turns.ask(worker, "rollouts")
+        turns.take(worker, "rollouts")
+    turns.put("driver[0]", "prompts")
+    turns.ask("rollout[0]", "prompts", "rollouts")
+    assert turns.is_asked_to_offload("actor[0]") and turns.is_asked_to_offload("actor[1]")
+    turns.offload("actor[0]")
+    turns.hub.send("actor[1]#0", "locks.kept", None)
+    turns.ask("actor[0]", "rollouts", resumed=True)
+    assert turns.is_in("actor[0]") and not turns.is_in("rollout[0]")
+
+
 def test_coming_again_without_contention_moves_nothing() -> None:
     turns = Turns(a=[[0]], b=[[0]])
     for _ in range(3):
@@ -215,7 +242,7 @@ _names = (f"stage{n}" for n in itertools.count())
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(devices=4, trace_dir=tmp_path_factory.mktemp("run")) as cluster:
+    with Cluster(devices="cpu:4", trace_dir=tmp_path_factory.mktemp("run")) as cluster:
         yield cluster
 
 
@@ -260,7 +287,7 @@ def test_figure_5_on_split_devices_never_switches(cluster: Cluster, tmp_path: Pa
 
 
 def test_the_trace_shows_who_held_which_device_when(tmp_path: Path) -> None:
-    with Cluster(devices=1, trace_dir=tmp_path / "run") as cluster:
+    with Cluster(devices="cpu:1", trace_dir=tmp_path / "run") as cluster:
         rollout, actor = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
         run_figure_5(cluster, rollout, actor, actor_first=False)
         rollout_name, actor_name = f"{rollout.name}[0]", f"{actor.name}[0]"
@@ -275,6 +302,29 @@ def test_the_trace_shows_who_held_which_device_when(tmp_path: Path) -> None:
     assert len(spans) >= 6
     for (_, end_ns, _), (start_ns, _, _) in itertools.pairwise(spans):
         assert end_ns <= start_ns, "two groups held the device at once"
+
+
+def test_a_producer_on_a_full_channel_lends_the_devices_to_its_consumer(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    producer, consumer = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
+    channel = Channel.create(cluster, next(_names), capacity_items=2, timeout_s=WAIT_S)
+    producing = producer.put_all(channel, 9)
+    summing = consumer.train(channel)
+    producing.wait(timeout_s=WAIT_S)
+    channel.end()
+    assert summing.wait(timeout_s=WAIT_S) == [36]
+    producer.close()
+    consumer.close()
+
+
+def test_a_worker_that_cannot_load_gives_its_turn_back(cluster: Cluster, tmp_path: Path) -> None:
+    broken, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
+    with pytest.raises(WorkerError, match="does not fit"):
+        broken.fail_to_load().wait(timeout_s=WAIT_S)
+    other.hold(0.0).wait(timeout_s=WAIT_S)
+    broken.close()
+    other.close()
 
 
 def test_a_killed_holder_frees_the_devices(cluster: Cluster, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_stuck_take_reports_everybody_with_their_stacks(
 ) -> None:
     monkeypatch.setattr(report_module, "REPORT_FROM_S", 0.5)
     monkeypatch.setenv(report_module.REPORT_DIR_VARIABLE, str(tmp_path))
-    with Cluster(devices=2) as cluster:
+    with Cluster(devices="cpu:2") as cluster:
         consumers = Consumer.launch(cluster, name="consumer", placement="0")
         producers = Producer.launch(cluster, name="producer", placement="1")
         prompts, answers = Channel.create(cluster, "prompts"), Channel.create(cluster, "answers")
