@@ -11,13 +11,18 @@ import fcntl
 import os
 import secrets
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from rill.errors import UserError
 from rill.runtime.process import LOCK_NAME, SESSION_PREFIX, remove_session
 
 _SHM_ROOT = Path("/dev/shm")
+MAX_PATH_CHARS = 86
+"""A Unix socket's path may have 107 characters; its name inside the folder needs the rest."""
+_NURSERY_AGE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -41,6 +46,11 @@ def open_session(session_id: str | None = None) -> Session:
     sweep(root)
     session_id = session_id or secrets.token_hex(6)
     session_dir = root / f"{SESSION_PREFIX}{session_id}"
+    if len(str(session_dir)) > MAX_PATH_CHARS:
+        raise UserError(
+            f"the temporary directory {str(root)!r} is too long for the sockets inside it: "
+            f"set TMPDIR to one of at most {MAX_PATH_CHARS - len(session_dir.name) - 1} characters"
+        )
     # Made under another name and renamed once locked, so that no sweep can see it unlocked.
     nursery = root / f".{SESSION_PREFIX}{session_id}"
     nursery.mkdir(mode=0o700)
@@ -62,8 +72,11 @@ def shm_dir_of(session_dir: Path) -> Path:
 def sweep(root: Path) -> list[str]:
     """Remove the folders of sessions that nobody holds any more; returns their names."""
     swept: list[str] = []
-    for folder in root.glob(f"{SESSION_PREFIX}*"):
+    young = time.time() - _NURSERY_AGE_S
+    for folder in root.glob(f"*{SESSION_PREFIX}*"):
         try:
+            if folder.name.startswith(".") and folder.stat().st_mtime > young:
+                continue  # its lock may be about to be taken
             with open(folder / LOCK_NAME) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove_session(folder, shm_dir_of(folder))

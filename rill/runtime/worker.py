@@ -21,8 +21,8 @@ from rill.telemetry import trace
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
     from rill.runtime.group import WorkerGroup
-    from rill.runtime.placement import Placement
     from rill.runtime.pending import Pending
+    from rill.runtime.placement import Placement
     from rill.runtime.transfer import Rendezvous
 
 P = ParamSpec("P")

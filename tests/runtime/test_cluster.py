@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rill.errors import PeerDiedError, RunError
+from rill.errors import PeerDiedError, RunError, UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.cluster import Cluster
 from rill.runtime.device import Device
@@ -129,6 +129,17 @@ def test_folders_of_dead_sessions_are_swept_and_live_ones_are_not() -> None:
         assert cluster.session.session_dir.exists()
 
 
+def test_a_temporary_directory_too_long_for_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(UserError, match="set TMPDIR to one of at most"):
+        Cluster(devices="cpu:1")
+    assert list(deep.iterdir()) == []
+
+
 def test_a_closed_cluster_says_so_and_closing_twice_is_harmless() -> None:
     cluster = Cluster(devices="cpu:1")
     assert runtime_context.current() is cluster.context
@@ -211,6 +222,47 @@ def kill_and_relaunch(num_kills: int, seed: int) -> None:
 
 def test_kills_at_random_moments_cost_only_the_calls_on_the_dead() -> None:
     kill_and_relaunch(num_kills=4, seed=0)
+
+
+def kill_driver_after(wait_s: float, temp_dir: Path) -> None:
+    """Kill a driver wherever it is in its life; afterwards nothing with its mark runs and no folder of its is left."""
+    mark = f"{time.time_ns()}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temp_dir), "RILL_TEST_MARK": mark}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "stay"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    time.sleep(wait_s)
+    process.kill()
+    process.wait(10)
+    folders = [path.name for path in temp_dir.glob("rill-session-*")]
+    assert becomes_true(lambda: not marked_processes(mark)), marked_processes(mark)
+    sweep(temp_dir)  # a driver that dies before its agent starts leaves its folder to the next session
+    assert list(temp_dir.glob("rill-session-*")) == []
+    assert not any((Path("/dev/shm") / name).exists() for name in folders)
+
+
+def marked_processes(mark: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and is_running(int(folder.name)):
+            try:
+                if f"RILL_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text())
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("wait_s", [0.3, 0.9])
+def test_a_driver_killed_while_it_starts_leaves_nothing(wait_s: float, tmp_path: Path) -> None:
+    kill_driver_after(wait_s, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_drivers_killed_at_many_moments_leave_nothing(tmp_path: Path) -> None:
+    for n in range(60):
+        kill_driver_after(0.02 * n, tmp_path)
 
 
 @pytest.mark.slow
