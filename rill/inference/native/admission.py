@@ -13,7 +13,7 @@ import numpy as np
 from rill.errors import RequestError
 from rill.inference.base import Delta, Request
 from rill.inference.native.detokenizer import StopMatcher
-from rill.inference.native.sampler import hash_seed
+from rill.inference.native.sampler import has_edits, hash_seed, needs_history
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.types import SamplingParams, TokenIds
 
@@ -55,6 +55,8 @@ class Admission:
             stop_matcher=matcher,
             stop_ids=frozenset(params.stop_token_ids),
             eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+            has_edits=has_edits(params),
+            needs_history=needs_history(params),
             max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),
             tokens=tokens,
             num_prompt=len(tokens),

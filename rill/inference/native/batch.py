@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rill.inference.native.block_manager import NULL_BLOCK
-from rill.inference.native.sampler import LogitEdits, SamplingBatch, collect_edits, has_edits, uniforms
+from rill.inference.native.sampler import LogitEdits, SamplingBatch, collect_edits, uniforms
 from rill.inference.native.scheduler import Chunk
 from rill.inference.native.sequence import ScoredSequence, Sequence
 
@@ -174,7 +174,7 @@ class BatchBuilder:
     def _sampling(self, sampled: list[Sequence], slots_S: Int32s, positions_S: Int64s) -> SamplingBatch:
         edits = LogitEdits()
         for row, seq in enumerate(sampled):
-            if has_edits(seq.request.sampling):
+            if seq.has_edits:
                 collect_edits(edits, row, seq, int(positions_S[row]) - seq.num_prompt)
         return SamplingBatch(
             temperature_S=self._temperature[slots_S],

@@ -28,7 +28,7 @@ from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
 from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
-from rill.models.attention_paged import PagedBatch, PagedContext, paged_context
+from rill.models.attention_paged import PagedBatch
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
 from rill.models.triton_kernels import PREFILL_TILE, SPLIT, TritonKernels
@@ -252,7 +252,7 @@ class CudaRunner(ModelRunner):
         size = self._sizes[bisect.bisect_left(self._sizes, batch.num_seqs)]
         splits = 1
         while splits * SPLIT < batch.max_context_len:
-            splits *= 2
+            splits *= 4
         columns = self._decode_columns(batch)
         if size > batch.num_seqs:
             columns = [np.pad(c, (0, size - len(c)), constant_values=f) for c, f in zip(columns, self._fills)]
@@ -295,10 +295,16 @@ class CudaRunner(ModelRunner):
             return self._raw_logits(self.decoder(known, positions, paged, self.cache))
 
         run()  # compiles what has not been compiled; capturing must not
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        self._stream.synchronize()
+        # Not through torch.cuda.graph(), which collects garbage and empties the allocator: requests are waiting.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
             logits = run()
-        self._pool = graph.pool()
+        finally:
+            graph.capture_end()
         captured = DecodeGraph(graph, logits)
         self._graphs[size, splits] = captured
         return captured
@@ -362,12 +368,7 @@ class CudaRunner(ModelRunner):
     ) -> torch.Tensor:
         if self.decoder is not None and not batch.adapters:
             return self.decoder(ids, positions, paged, self.cache)
-        with paged_context(PagedContext(paged, self.cache, self.kernels)):
-            out = self.backbone(
-                input_ids=ids[None].long(), position_ids=positions[None].long(), use_cache=False
-            )
-        hidden: torch.Tensor = out.last_hidden_state
-        return hidden[0]
+        return self.module_forward(batch, paged, ids.long(), positions.long())
 
     def _push_tables(self, batch: StepBatch) -> None:
         if not batch.table_updates:

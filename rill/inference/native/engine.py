@@ -21,17 +21,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError, RequestError, StuckError, WeightSyncError
+from rill.errors import EngineError, ModelError, RequestError, StuckError, UnsupportedError, WeightSyncError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -42,12 +43,12 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingStep
 from rill.inference.native.runners import build_runner
-from rill.inference.native.sampler import needs_history
 from rill.inference.native.scheduler import NeedsResults, Scheduler
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.native.weight_update import copy_weights
@@ -55,6 +56,7 @@ from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
@@ -100,8 +102,6 @@ class NativeEngine:
         """Run known architectures through fused weights and kernels instead of the modules' forward methods."""
         cuda_graphs: bool = True
         """Capture the decode step at a few batch sizes. CUDA only."""
-        compile: bool = False
-        """torch.compile the modules' path where no fast path exists. CUDA only."""
         seed: int = 0
         """Seeds the requests that bring no seed of their own."""
         check_every_step: bool = False
@@ -159,8 +159,7 @@ class NativeEngine:
             Feature.RELEASE_MEMORY,
             Feature.SEEDED,
         }
-        if self.config.batch_invariant:
-            found.add(Feature.BATCH_INVARIANT)
+        found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
         return frozenset(found)
 
     @property
@@ -246,6 +245,27 @@ class NativeEngine:
         self._call("update_weights", lambda: self._update(tensors, version, partial, fence))
         self._runner.wait_in_caller()
 
+    def load_adapter(
+        self, name: str, source: str | Path | Mapping[str, torch.Tensor], *, scale: float | None = None
+    ) -> None:
+        """Serve a LoRA adapter, in place of one of the same name: a PEFT folder, or a state dict and its scale."""
+        if self.config.batch_invariant:
+            raise UnsupportedError(
+                "adapters run outside of the batch-invariant path: set batch_invariant=false"
+            )
+        if isinstance(source, str | Path):
+            tensors, own_scale = read_adapter(source)
+            scale = own_scale if scale is None else scale
+        else:
+            tensors = dict(source)
+        if scale is None:
+            raise ModelError(f"adapter {name!r} comes as tensors, so give its scale: alpha / rank")
+        self._call("load_adapter", lambda: self._set_adapter(name, tensors, scale))
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that still use it are aborted."""
+        self._call("unload_adapter", lambda: self._unload_adapter(name))
+
     def flush(self) -> None:
         self._call("flush", self._scheduler.blocks.flush)
 
@@ -322,9 +342,7 @@ class NativeEngine:
 
     def _needs_results_first(self) -> bool:
         """Penalties read the newest token on the host, so such sequences cannot run one step ahead."""
-        return self._pending is not None and any(
-            needs_history(s.request.sampling) for s in self._pending[0].sampled
-        )
+        return self._pending is not None and any(seq.needs_history for seq in self._pending[0].sampled)
 
     def _drain(self) -> None:
         """Read the step in flight, if there is one."""
@@ -344,7 +362,7 @@ class NativeEngine:
             if reason is not None:
                 self._finish(seq, reason)
                 continue
-            if not len(seq.tokens) % self.config.block_size:
+            if len(seq.tokens) % self.config.block_size < 2:  # a block has just become known, or computed
                 self._scheduler.blocks.publish(seq)
             if seq.on_delta is not None:
                 seq.on_delta(seq.take_delta())
@@ -359,6 +377,7 @@ class NativeEngine:
                 seq.scored.set_result(seq.scores)
 
     def _finish(self, seq: Sequence, reason: StopReason) -> None:
+        self._scheduler.blocks.publish(seq)  # the next turn of a conversation begins with all of this one
         self._scheduler.finish(seq)
         del self._live[seq.id]
         self._finished += 1
@@ -388,6 +407,8 @@ class NativeEngine:
         for seq in sequences:
             self._live[seq.id] = seq
             self._scheduler.add(seq)
+            if seq.request.adapter is not None and seq.request.adapter not in self._runner.adapters.names:
+                self._finish(seq, StopReason.ABORTED)  # it was unloaded between submit() and here
 
     def _abort(self, ids: list[str] | None) -> None:
         self._drain()
@@ -476,6 +497,18 @@ class NativeEngine:
             copy_weights(self._runner, tensors, partial=partial)
         self._runner.finish_update()
 
+    def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+        self._drain()
+        for seq in [s for s in self._scheduler.running if s.request.adapter == name]:
+            self._scheduler.preempt(seq)  # what it has in the cache came from the adapter's old weights
+        self._runner.adapters.load(name, tensors, scale)
+        self._admission.adapters = self._runner.adapters.names
+
+    def _unload_adapter(self, name: str) -> None:
+        self._abort([i for i, seq in self._live.items() if seq.request.adapter == name])
+        self._runner.adapters.unload(name)
+        self._admission.adapters = self._runner.adapters.names
+
     def _preempt_all(self) -> None:
         for seq in list(self._scheduler.running):
             self._scheduler.preempt(seq)
@@ -497,7 +530,8 @@ class NativeEngine:
         )
 
     def _root_key(self, seq: Sequence) -> bytes:
-        return BlockManager.root_key(self._version, seq.request.adapter or "", seq.request.cache_salt)
+        adapter = self._runner.adapters.identity(seq.request.adapter)
+        return BlockManager.root_key(self._version, adapter, seq.request.cache_salt)
 
     def _call(self, name: str, run: Callable[[], T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
         if threading.current_thread() is self._thread:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from rill.errors import ModelError
+from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.sampler import sample
 from rill.models.attention_paged import (
@@ -104,6 +105,7 @@ class ModelRunner:
         self.cache = KVCache()
         self.kernels: PagedKernels = TorchKernels()
         self.decoder: Decoder | None = None
+        self.adapters = AdapterStore(model)
 
     def allocate_cache(self, num_blocks: int) -> None:
         shape = self.cache_shape
@@ -169,8 +171,15 @@ class ModelRunner:
         positions = torch.from_numpy(batch.positions_N).to(self.device)
         if self.decoder is not None and not batch.adapters:
             return self.decoder(ids, positions, paged, self.cache)
-        with paged_context(PagedContext(paged, self.cache, self.kernels)):
-            out = self.backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        return self.module_forward(batch, paged, ids, positions)
+
+    def module_forward(
+        self, batch: StepBatch, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor
+    ) -> torch.Tensor:
+        """Through the modules' own forward methods, with the batch's adapters."""
+        context = PagedContext(paged, self.cache, self.kernels)
+        with paged_context(context), self.adapters.active(batch.adapters, self.device):
+            out = self.backbone(input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state
         return hidden[0]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rill.inference.native.block_manager import BlockManager, OutOfBlocks
 from rill.inference.native.sequence import NO_SLOT, Sequence, Status
@@ -24,8 +24,7 @@ class NeedsResults(Exception):
     """The results of the step in flight must be read before this one can be decided."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, start + length) of a sequence, computed in one step."""
 
     seq: Sequence
@@ -75,19 +74,27 @@ class Scheduler:
         self._make_room()
         chunks: list[Chunk] = []
         budget = self.max_batched_tokens
+        size = self.blocks.block_size
         for seq in self.running:
             if budget > 0 and self._takes_one(seq):
-                chunks.append(self._take(seq, 1))
+                # _take() for one sampled token, spelt out: this is the loop that every step runs.
+                end = seq.num_computed + 1
+                if end > len(seq.block_ids) * size:
+                    self.blocks.grow(seq, end)
+                seq.num_computed = end
+                seq.num_in_flight += 1
+                chunks.append(Chunk(seq, end - 1, 1, True))
                 budget -= 1
         for seq in list(self.running):
             need = seq.num_tokens - seq.num_computed
-            if need > 1 and budget > 0 and not (self.is_frozen and not seq.is_scored):
+            if need > (not seq.is_scored) and budget > 0 and not (self.is_frozen and not seq.is_scored):
                 chunk = self._continue_prefill(seq, min(need, budget))
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= chunk.length
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
+            self._is_gathering = not self._free_slots
         return chunks
 
     def finish(self, seq: Sequence) -> None:
@@ -118,7 +125,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempt from the end until every sequence in the middle of generation can take its next token."""
         size = self.blocks.block_size
-        while True:
+        while len(self.running) > self.blocks.num_free:  # each takes at most one block
             need = 0
             for seq in self.running:
                 if self._takes_one(seq):
@@ -131,9 +138,13 @@ class Scheduler:
 
     def _takes_one(self, seq: Sequence) -> bool:
         """In the middle of generation, and not merely waiting for its last token to be read."""
-        if self.is_frozen and not seq.is_scored:
-            return False
-        return seq.num_tokens - seq.num_computed == 1 and seq.num_tokens < seq.max_tokens
+        num_tokens = len(seq.tokens) + seq.num_in_flight
+        return (
+            num_tokens - seq.num_computed == 1
+            and num_tokens < seq.max_tokens
+            and not self.is_frozen
+            and not seq.is_scored
+        )
 
     def _take(self, seq: Sequence, length: int) -> Chunk:
         start = seq.num_computed
@@ -156,11 +167,9 @@ class Scheduler:
         return None
 
     def _has_slots(self) -> bool:
-        if not self._free_slots:
-            self._is_gathering = True
-        elif len(self._free_slots) >= self._num_gathered or len(self.waiting) <= len(self._free_slots):
+        if len(self._free_slots) >= self._num_gathered or len(self.waiting) <= len(self._free_slots):
             self._is_gathering = False
-        return not self._is_gathering
+        return bool(self._free_slots) and not self._is_gathering
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for seq in list(self.waiting):

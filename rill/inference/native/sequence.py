@@ -44,6 +44,10 @@ class Sequence:
     stop_matcher: StopMatcher | None = None
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
+    has_edits: bool = False
+    """Its parameters change single logits."""
+    needs_history: bool = False
+    """They do so by what was sampled before."""
     max_tokens: int = 0
     """Prompt and completion together never exceed this."""
 

@@ -1,0 +1,88 @@
+"""LoRA adapters served beside the base model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rill.errors import ModelError, RequestError, UnsupportedError
+from rill.models.lora import LoRAConfig, add_lora, save_adapter
+from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference, request
+
+
+def write_adapter(folder: Path, seed: int) -> torch.nn.Module:
+    """A random adapter on disk, and the model it makes."""
+    model = reference()
+    config = LoRAConfig(rank=4, alpha=8, seed=seed)
+    add_lora(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    save_adapter(model.named_parameters(), config, folder, base_model="tiny")
+    return model
+
+
+def test_requests_of_one_batch_each_get_their_own_adapter(tmp_path: Path) -> None:
+    models = {None: reference(), "a": write_adapter(tmp_path / "a", 1), "b": write_adapter(tmp_path / "b", 2)}
+    engine = make_engine()
+    try:
+        for name in ("a", "b"):
+            engine.load_adapter(name, tmp_path / name)
+        (prompt,) = prompts((20,))
+        names = ["a", None, "b", "a"]
+        batch = [replace(request(i, prompt), adapter=name) for i, name in enumerate(names)]
+        done = engine.generate(batch)
+        for name, completion in zip(names, done):
+            assert completion.token_ids.tolist() == greedy_tokens(models[name], prompt, 12), name
+        assert done[0].token_ids.tolist() != done[1].token_ids.tolist()
+        assert [c.num_cached_tokens for c in done] == [
+            0,
+            0,
+            0,
+            16,
+        ]  # a prefix is shared within an adapter only
+    finally:
+        engine.close()
+
+
+def test_reloading_an_adapter_forgets_its_cached_prefixes(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "old", 1)
+    new = write_adapter(tmp_path / "new", 2)
+    engine = make_engine()
+    try:
+        (prompt,) = prompts((40,))
+        engine.load_adapter("a", tmp_path / "old")
+        engine.generate([replace(request(0, prompt), adapter="a")])
+        engine.load_adapter("a", tmp_path / "new")
+        done = engine.generate([replace(request(1, prompt), adapter="a")])[0]
+        assert done.num_cached_tokens == 0
+        assert done.token_ids.tolist() == greedy_tokens(new, prompt, 12)
+        engine.unload_adapter("a")
+        with pytest.raises(RequestError, match="no adapter"):
+            engine.submit([replace(request(2, prompt), adapter="a")])
+    finally:
+        engine.close()
+
+
+def test_an_adapter_that_does_not_fit_is_refused() -> None:
+    engine = make_engine()
+    try:
+        with pytest.raises(ModelError, match="belongs to no linear layer"):
+            engine.load_adapter("x", {"model.ghost.lora_A.weight": torch.zeros(2, 2)}, scale=1.0)
+        with pytest.raises(ModelError, match="only A"):
+            engine.load_adapter(
+                "x", {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 32)}, scale=1.0
+            )
+    finally:
+        engine.close()
+    invariant = make_engine(batch_invariant=True)
+    try:
+        with pytest.raises(UnsupportedError):
+            invariant.load_adapter("x", {}, scale=1.0)
+    finally:
+        invariant.close()

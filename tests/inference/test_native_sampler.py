@@ -1,0 +1,54 @@
+"""The sampler's numbers and filters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rill.inference.native.sampler import SamplingBatch, filter_logits, hash_seed, sample, uniforms
+
+
+def batch(rows: int, **columns: object) -> SamplingBatch:
+    values = {"temperature_S": 1.0, "top_k_S": 0, "top_p_S": 1.0, "min_p_S": 0.0, "uniform_S": 0.5} | columns
+    kinds = {"top_k_S": np.int32, "uniform_S": np.float64}
+    return SamplingBatch(
+        **{
+            k: np.broadcast_to(np.asarray(v, dtype=kinds.get(k, np.float32)), rows).copy()
+            for k, v in values.items()
+        }
+    )
+
+
+def test_uniforms_are_spread_evenly_over_seeds_and_positions() -> None:
+    seeds = np.array([hash_seed(s) for s in range(200)], dtype=np.uint64)
+    numbers = uniforms(np.repeat(seeds, 100), np.tile(np.arange(100), 200))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert abs(counts / 1000 - 1).max() < 0.12
+    table = numbers.reshape(200, 100)
+    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k_S": 2}, [0, 1]),
+        ({"top_p_S": 0.6}, [0]),
+        ({"top_p_S": 0.7}, [0, 1]),
+        ({"min_p_S": 0.2}, [0, 1]),
+        ({"top_k_S": 3, "top_p_S": 0.95}, [0, 1, 2]),
+        ({"top_k_S": 100}, [0, 1, 2, 3]),
+    ],
+)
+def test_filters_keep_what_they_say(options: dict[str, float], kept: list[int]) -> None:
+    probs = torch.tensor([[0.64, 0.235, 0.085, 0.04]])
+    found = filter_logits(probs.log(), batch(1, **options))
+    assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == kept
+
+
+def test_a_token_of_probability_zero_is_never_chosen() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).repeat(3, 1)
+    tokens, _ = sample(logits, batch(3, uniform_S=[0.0, 0.5, 1 - 2**-53]))
+    assert tokens.tolist() == [1, 3, 3]
