@@ -49,19 +49,19 @@ def replica_main(connection: Connection, config: dict[str, Any], environment: di
     connection.send(("ready", sorted(engine.features), engine.max_context, int(engine.version)))
     outbox = _Outbox(connection)
     calls = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica-call")
-    try:
-        _serve(connection, engine, outbox, calls)
-    finally:
-        calls.shutdown(wait=False, cancel_futures=True)
-        os._exit(0)  # an engine's threads must not hold a process that nobody speaks to
+    is_closed = _serve(connection, engine, outbox, calls)
+    calls.shutdown(wait=False, cancel_futures=True)
+    if not is_closed:
+        os._exit(1)  # the parent is gone: an engine's threads must not hold a process that nobody speaks to
 
 
-def _serve(connection: Connection, engine: Engine, outbox: _Outbox, calls: ThreadPoolExecutor) -> None:
+def _serve(connection: Connection, engine: Engine, outbox: _Outbox, calls: ThreadPoolExecutor) -> bool:
+    """Whether the end was asked for."""
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
-            return
+            return False
         match message:
             case ("submit", requests, is_streamed):
                 _submit(engine, outbox, requests, is_streamed)
@@ -69,7 +69,7 @@ def _serve(connection: Connection, engine: Engine, outbox: _Outbox, calls: Threa
                 calls.submit(_call, engine, outbox, call_id, method, args, kwargs)
             case ("close",):
                 engine.close()
-                return
+                return True
 
 
 def _submit(engine: Engine, outbox: _Outbox, requests: Sequence[Request], is_streamed: bool) -> None:

@@ -367,7 +367,7 @@ class VllmEngine:
                 self._engine.add_request(
                     job.vllm_id, prompt, self._params(job, request), priority=request.priority
                 )
-            except (ValueError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - boundary: vLLM's refusals share no base class
                 self._end(job, RequestError(f"request {request.id!r}: {error}"))
                 continue
             self._by_vllm_id[job.vllm_id] = job
@@ -461,7 +461,7 @@ class VllmEngine:
             raise UnsupportedError("vllm: adapters and multimodal inputs are not wired up")
         try:
             self._params(_Job(Flight(request, None)), request)
-        except ValueError as error:
+        except Exception as error:  # boundary: vLLM's refusals share no base class
             raise RequestError(f"request {request.id!r}: {error}") from error
 
     def _check_available(self) -> None:
