@@ -1,0 +1,52 @@
+"""Stamps of two slots, and folders that outlive their owner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rill.errors import WeightSyncError
+from rill.types import PolicyVersion
+from rill.weights.slots import OWNER, SlotStamps
+
+
+def test_a_slot_is_readable_only_while_it_holds_the_version(tmp_path: Path) -> None:
+    stamps = SlotStamps.create(str(tmp_path))
+    reader = SlotStamps(stamps.folder)
+    with pytest.raises(WeightSyncError, match="nothing readable"):
+        reader.check(0, PolicyVersion(1))
+    stamps.set(0, PolicyVersion(1))
+    reader.check(0, PolicyVersion(1))
+    with pytest.raises(WeightSyncError, match="holds version 1"):
+        reader.check(0, PolicyVersion(2))
+    stamps.clear(0)
+    with pytest.raises(WeightSyncError, match="nothing readable"):
+        reader.check(0, PolicyVersion(1))
+
+
+def test_a_killed_owners_folder_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\nfrom rill.weights.slots import SlotStamps\n"
+        f"stamps = SlotStamps.create({str(tmp_path)!r})\n"
+        "print(stamps.folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    killed = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    orphan = Path(killed.stdout.strip())
+    living = SlotStamps.create(str(tmp_path))
+    strange = tmp_path / "rill-weights-of-another-kind"
+    strange.mkdir()
+    assert orphan.is_dir(), "a young folder is left alone"
+    for folder in (orphan, Path(living.folder)):
+        os.utime(folder / OWNER, (0, 0))
+    SlotStamps.create(str(tmp_path)).close()
+    assert not orphan.exists()
+    assert Path(living.folder).is_dir() and strange.is_dir()
+    living.close()
+    assert not Path(living.folder).exists()
