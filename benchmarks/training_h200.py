@@ -1,6 +1,6 @@
 """The trainer on one H200: is the GPU route right, how fast is a step, what does it hold, where does the time go.
 
-    python benchmarks/training_h200.py [--only correct,step,profile,padded,recompute,offload] [--micro 8192] [--small]
+    python benchmarks/training_h200.py [--only correct,optimizer,step,profile,padded,recompute,offload] [--small]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random weights, float32 masters and bf16
 compute; a step is 16,384 tokens of log-normal answer lengths with GRPO's loss. FLOPs are 6 × parameters per token plus
@@ -122,7 +122,13 @@ def algorithm() -> Algorithm:
 
 
 def make_trainer(device: str, shape: dict[str, Any], **values: Any) -> QuickTrainer:
-    settings = {"compute_dtype": "bfloat16", "head_chunk_bytes": 5 * 2**29, **values}
+    settings = {
+        "compute_dtype": "bfloat16",
+        "head_chunk_bytes": 5 * 2**29,
+        # One pass of the whole step within 60 GB: the cheapest activations are computed again.
+        "activation_memory_budget": 0.8,
+        **values,
+    }
     return QuickTrainer(
         QuickTrainer.Config(model=ModelConfig(shape=shape), **settings), algorithm(), device=device
     )
@@ -179,6 +185,28 @@ def check_correct(device: str) -> None:
         report(name=f"correct/{name}", gradient_error=float(error), max_logprob_diff=diff)
 
 
+def check_optimizer(device: str) -> None:
+    """The one-pass AdamW against torch's fused one, over three steps of one and of several passes each."""
+    samples = make_batch(3000, SMALL["vocab_size"], 1, mean=4.5)
+
+    def weights(micro: int, **optimizer: Any) -> tuple[dict[str, torch.Tensor], bool]:
+        settings = {"compute_dtype": "bfloat16", "micro_batch_tokens": micro, "head_chunk_bytes": 2**20}
+        config = PolicyTrainer.Config(
+            model=ModelConfig(shape=SMALL), optimizer={"learning_rate": 1e-3, **optimizer}, **settings
+        )
+        trainer = PolicyTrainer(config, algorithm(), device=device)
+        for _ in range(3):
+            trainer.update(samples)
+        agrees = all(torch.equal(s.template, s.master.to(s.template.dtype)) for s in trainer.engine.slots)
+        return {s.name: s.master for s in trainer.engine.slots}, agrees
+
+    for micro in (4096, 1600):
+        (found, agrees), (wanted, _) = weights(micro), weights(micro, offload_state=True)
+        total = sum(w.numel() for w in wanted.values())
+        near = sum(int(((found[n] - w).abs() < 1e-4).sum()) for n, w in wanted.items())
+        report(name="correct/optimizer", micro=micro, copies_agree=agrees, near_share=near / total)
+
+
 def time_steps(
     trainer: QuickTrainer, shape: dict[str, Any], batches: list[list[Sample]], repeats: int
 ) -> float:
@@ -229,8 +257,10 @@ def run(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "correct" in only:
         check_correct(device)
+    if "optimizer" in only and device == "cuda":
+        check_optimizer(device)
     shape = SMALL if is_small else SHAPE
-    if not only - {"correct"}:
+    if not only - {"correct", "optimizer"}:
         return
     trainer = make_trainer(
         device,
@@ -284,8 +314,8 @@ def check_offload(trainer: QuickTrainer, batch: list[Sample]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="correct,step,profile,recompute,padded,offload")
-    parser.add_argument("--micro", type=int, default=8192)
+    parser.add_argument("--only", default="correct,optimizer,step,profile,recompute,padded,offload")
+    parser.add_argument("--micro", type=int, default=16384)
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=6)
