@@ -10,8 +10,8 @@ The meaning is that of rill.inference.native.sampler.sample; every row depends o
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from rill.models.triton_kernels import tl, triton
 
 CHUNK = 4096
 
