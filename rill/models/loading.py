@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ModelConfig(Config):
-    """Either `path`, or `shape` for a fresh model."""
+    """`path`, or `shape` for a fresh model; where both are given, `path` counts."""
 
     path: str | None = None
     """A local Hugging Face folder (config.json, *.safetensors, tokenizer). Unset: `shape` is used."""
@@ -34,12 +34,18 @@ class ModelConfig(Config):
     tokenizer: str | None = None
     """A local tokenizer folder, or "chars" for the built-in character tokenizer. Unset: taken from `path`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _path_wins(cls, values: Any) -> Any:
+        """So that `model.path=…` on the command line replaces the fresh model of a recipe."""
+        if isinstance(values, dict) and values.get("path") and "shape" in values:
+            return {key: value for key, value in values.items() if key != "shape"}
+        return values
+
     @model_validator(mode="after")
-    def _has_one_source(self) -> ModelConfig:
-        if bool(self.path) == bool(self.shape):
-            raise ValueError(
-                "give a model either `path` (a local folder) or `shape` (a fresh model), not both"
-            )
+    def _has_a_source(self) -> ModelConfig:
+        if not self.path and not self.shape:
+            raise ValueError("a model needs `path` (a local folder) or `shape` (a fresh model)")
         if self.shape and "model_type" not in self.shape:
             raise ValueError("`shape` needs a `model_type` such as 'qwen2' or 'llama'")
         return self
