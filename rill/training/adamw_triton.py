@@ -23,23 +23,23 @@ _BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _adamw_kernel(
-    master_ptr: Any,
-    grad_ptr: Any,
-    mean_ptr: Any,
-    square_ptr: Any,
-    copy_ptr: Any,
-    num_elements: Any,
-    grad_scale: Any,
-    rate: Any,
-    beta1: Any,
-    beta2: Any,
-    epsilon: Any,
-    decay: Any,
-    correction1: Any,
-    correction2_sqrt: Any,
+def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+    master_ptr,
+    grad_ptr,
+    mean_ptr,
+    square_ptr,
+    copy_ptr,
+    num_elements,
+    grad_scale,
+    rate,
+    beta1,
+    beta2,
+    epsilon,
+    decay,
+    correction1,
+    correction2_sqrt,
     BLOCK: tl.constexpr,
-) -> None:
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_elements
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * grad_scale
