@@ -201,7 +201,7 @@ def check_optimizer(device: str) -> None:
         return {s.name: s.master for s in trainer.engine.slots}, agrees
 
     for micro in (4096, 1600):
-        (found, agrees), (wanted, _) = weights(micro), weights(micro, offload_state=True)
+        (found, agrees), (wanted, _) = weights(micro, one_pass=True), weights(micro)
         total = sum(w.numel() for w in wanted.values())
         near = sum(int(((found[n] - w).abs() < 1e-4).sum()) for n, w in wanted.items())
         report(name="correct/optimizer", micro=micro, copies_agree=agrees, near_share=near / total)
@@ -228,6 +228,7 @@ def time_steps(
         mean_length=float(np.mean([s.num_tokens for b in batches for s in b])),
         micro_batch_tokens=trainer.config.micro_batch_tokens,
         checkpointing=trainer.config.activation_checkpointing,
+        one_pass_optimizer=trainer.config.optimizer.one_pass,
         seconds=seconds,
         tokens_per_s=tokens / seconds,
         mfu=flops / seconds / PEAK_FLOP_PER_S,
@@ -252,7 +253,13 @@ def profile_step(trainer: QuickTrainer, batch: list[Sample]) -> None:
 
 
 def run(
-    only: set[str], micro: int, checkpointing: str, is_small: bool, repeats: int, batch_tokens: int
+    only: set[str],
+    micro: int,
+    checkpointing: str,
+    is_small: bool,
+    repeats: int,
+    batch_tokens: int,
+    one_pass: bool,
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "correct" in only:
@@ -268,6 +275,7 @@ def run(
         micro_batch_tokens=micro,
         activation_checkpointing=checkpointing,
         compile=device == "cuda",
+        optimizer={"one_pass": one_pass},
     )
     batches = [make_batch(batch_tokens, shape["vocab_size"], seed) for seed in range(4)]
     train_rate = time_steps(trainer, shape, batches, repeats)
@@ -319,10 +327,17 @@ def main() -> None:
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--one-pass", action="store_true", help="the one-pass AdamW")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     run(
-        set(args.only.split(",")), args.micro, args.checkpointing, args.small, args.repeats, args.batch_tokens
+        set(args.only.split(",")),
+        args.micro,
+        args.checkpointing,
+        args.small,
+        args.repeats,
+        args.batch_tokens,
+        args.one_pass,
     )
 
 
