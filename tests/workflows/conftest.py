@@ -1,0 +1,15 @@
+"""One cluster for all scenes: its processes fork from an agent that has imported everything already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rill.runtime.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(devices=2, preload=("tests.workflows.scene",)) as made:
+        yield made

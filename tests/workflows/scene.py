@@ -1,0 +1,220 @@
+"""The real loop, channels, feeder, fleet and rollout workers around a scripted engine and a trainer that only records.
+
+    scene = Scene(tmp_path, cluster, max_lag=1)
+    scene.run()
+    scene.trained()      # what reached the loss, step by step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rill.algorithms import AlgorithmConfig
+from rill.data.base import Split, open_dataset
+from rill.data.loader import LoaderConfig, open_loader
+from rill.data.tasks.arithmetic import ArithmeticDataset
+from rill.models.loading import ModelConfig
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from rill.runtime.worker import Worker
+from rill.telemetry.run import Run
+from rill.types import Floats, PolicyVersion, Prompt, Sample, TokenIds, Trajectory
+from rill.weights import WeightManifest, open_publisher
+from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.fleet import Fleet, Flow
+from rill.workflows.jobs import StepPlan
+from rill.workflows.loop import Loop, Parts, StepReport
+from rill.workflows.rollout import RolloutConfig, RolloutWorker
+from rill.workflows.sections import LoopConfig, SyncConfig
+from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
+
+MODEL = ModelConfig(
+    shape={
+        "model_type": "qwen2",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 104,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    tokenizer="chars",
+)
+SEED = 7
+DEADLINE_S = 60.0
+
+
+def parity(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    """A reward that a test can compute again from the tokens."""
+    return float(int(trajectory.token_ids[trajectory.loss_mask].sum()) % 3 == 0)
+
+
+class RecordingActor(Worker):
+    """An actor whose training is a file: the samples of every step, as they came."""
+
+    def __init__(self, *, folder: str, sync: SyncConfig) -> None:
+        self.folder = Path(folder)
+        self.publisher = open_publisher(sync.transport)
+        self.value = 0.0
+
+    def close(self) -> None:
+        self.publisher.close()
+
+    def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
+        samples: list[Sample] = rollouts.take(keys=plan.share(0, 1, whole_groups=True))
+        path = self.folder / f"step-{plan.step:04d}.pickle"
+        assert not path.exists(), f"step {plan.step} was trained twice"
+        path.write_bytes(pickle.dumps((plan, samples)))
+        return {"samples": float(len(samples))}
+
+    def publish(self, version: PolicyVersion) -> WeightManifest:
+        self.value = float(version)
+        tensors = {"a": torch.zeros(64), WEIGHT: torch.tensor(self.value), "z": torch.ones(64)}
+        return self.publisher.publish(tensors.items(), version)
+
+    def serve(self, manifest: WeightManifest, timeout_s: float) -> None: ...
+
+    def logprobs(self, sequences: Sequence[TokenIds]) -> list[Floats]:
+        return scores(self.value, sequences)
+
+    def vocab_size(self) -> int:
+        return 100
+
+    def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+
+    def load(self, folder: str) -> None: ...
+
+
+class NoEvaluation:
+    """An evaluator that is never due."""
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        return False
+
+    def run(self) -> dict[str, float]:
+        return {}
+
+
+class Scene:
+    """One run. Its groups are launched on the given cluster under names of their own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        cluster: Cluster,
+        *,
+        name: str = "a",
+        engines: str = "0",
+        steps: int = 4,
+        groups_per_step: int = 3,
+        group_size: int = 2,
+        max_new_tokens: int = 12,
+        drop_equal: bool = False,
+        engine: Mapping[str, Any] | None = None,
+        transport: Mapping[str, Any] | None = None,
+        **loop: Any,
+    ) -> None:
+        self.folder = folder / name
+        self.records = self.folder / "records"
+        self.records.mkdir(parents=True)
+        self.max_new_tokens = max_new_tokens
+        self.algorithm = AlgorithmConfig.model_validate(
+            {"type": "grpo", "filters": {"drop_equal_rewards": drop_equal}}
+        )
+        sync = SyncConfig.model_validate(
+            {"timeout_s": 20.0, "transport": {"type": "shm", "bucket_bytes": 128, **(transport or {})}}
+        )
+        rollout = RolloutConfig.model_validate(
+            {
+                "engine": {"type": ENGINE, "record_dir": str(self.records), **(engine or {})},
+                "env": {
+                    "type": "single_turn",
+                    "reward": {
+                        "type": "function",
+                        "function": f"{__name__}:parity",
+                        "run_in": "inline",
+                    },
+                },
+                "sampling": {"max_new_tokens": max_new_tokens},
+                "group_size": group_size,
+            }
+        )
+        self.rollout = RolloutWorker.launch_async(
+            cluster,
+            name=f"rollout-{name}",
+            placement=engines,
+            threads=1,
+            config=rollout,
+            algorithm=self.algorithm,
+            model=MODEL,
+            sync=sync,
+            seed=SEED,
+            run_dir=str(self.folder),
+        )
+        self.actor = RecordingActor.launch(
+            cluster, name=f"actor-{name}", placement="0", threads=1, folder=str(self.folder), sync=sync
+        )
+        self.rollout.ready(DEADLINE_S)
+        self.flow = Flow(
+            jobs=Channel.create(cluster, f"jobs-{name}", capacity_items=100_000),
+            rollouts=Channel.create(cluster, f"rollouts-{name}"),
+            outcomes=Channel.create(cluster, f"outcomes-{name}", timeout_s=1e6),
+        )
+        config = LoopConfig(steps=steps, groups_per_step=groups_per_step, step_timeout_s=DEADLINE_S, **loop)
+        self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)  # type: ignore[arg-type]
+        self.run_folder = Run.create(name, root=self.folder / "runs")
+        self.reports: list[StepReport] = []
+        data = ArithmeticDataset.Config(digits=(1, 2))
+        self.loop = Loop(
+            config,
+            Parts(
+                fleet=self.fleet,
+                flow=self.flow,
+                source=open_loader(open_dataset(data, Split.TRAIN), LoaderConfig(seed=SEED)),
+                group_size=group_size,
+                train_step=self._train_step,
+                evaluator=NoEvaluation(),  # type: ignore[arg-type]
+                checkpoints=RunCheckpoints(self.run_folder, {"actor": self.actor}, 2, DEADLINE_S),
+            ),
+            [self.reports.append],
+        )
+
+    def _train_step(self, plan: StepPlan) -> Mapping[str, float]:
+        figures: dict[str, float] = self.actor.train(self.flow.rollouts, plan).wait(timeout_s=DEADLINE_S)[0]
+        return figures
+
+    def run(self) -> None:
+        self.loop.run()
+
+    def close(self) -> None:
+        self.rollout.close(timeout_s=0.0)
+        self.actor.close()
+
+    # --- what happened ------------------------------------------------------------------------------------
+
+    def trained(self) -> list[tuple[StepPlan, list[Sample]]]:
+        return [pickle.loads(path.read_bytes()) for path in sorted(self.folder.glob("step-*.pickle"))]
+
+    def said(self) -> dict[str, list[dict[str, Any]]]:
+        """Completions of the engines by request id; several where a group was done again."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for path in self.records.glob("*.jsonl"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                found.setdefault(record["id"], []).append(record)
+        return found
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.rollout.addresses()[rank].pid, signal.SIGKILL)
+

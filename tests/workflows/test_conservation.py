@@ -1,0 +1,138 @@
+"""Through the whole loop: what the engine said is what the loss gets, once, whatever the order and the lag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rill.algorithms import Algorithm
+from rill.runtime.cluster import Cluster
+from rill.types import NOT_SAMPLED, Sample
+from rill.workflows.jobs import StepPlan
+from rill.workflows.policy_client import PolicyClient
+from tests.workflows.scene import SEED, Scene
+from tests.workflows.scripted_engine import script
+
+
+def check_conserved(scene: Scene) -> None:
+    """Tokens, masks, versions, rewards and advantages of everything that was trained on."""
+    said = scene.said()
+    seeds = PolicyClient(None, seed=SEED)  # type: ignore[arg-type]
+    for plan, samples in scene.trained():
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            t = sample.trajectory
+            groups.setdefault(t.group_id, []).append(sample)
+            tokens, logprobs = script(seeds.seed_of(f"{t.id}#0"), scene.max_new_tokens)
+            sampled = t.versions != NOT_SAMPLED
+            assert np.array_equal(t.token_ids[sampled], tokens)
+            assert np.array_equal(t.logprobs[sampled], logprobs)
+            assert np.array_equal(t.loss_mask, sampled), "the prompt is not trained on, every answer token is"
+            assert t.versions[sampled].tolist() in [record["versions"] for record in said[f"{t.id}#0"]]
+            assert np.all(np.diff(t.versions[sampled]) >= 0), "a version never goes down"
+            assert t.reward == float(int(tokens.sum()) % 3 == 0)
+        assert list(groups) == [outcome.group_id for outcome in plan.outcomes], "in batch order"
+        for members in groups.values():
+            rewards = np.array([s.trajectory.reward for s in members])
+            lengths = [int(s.trajectory.loss_mask.sum()) for s in members]
+            expected = Algorithm(scene.algorithm).group_advantages(rewards, lengths)
+            for sample, advantage in zip(members, expected, strict=True):
+                on = np.where(sample.trajectory.loss_mask, advantage, 0.0)
+                np.testing.assert_array_equal(sample.advantages, on.astype(np.float32))
+
+
+def check_once(scene: Scene, steps: int, groups_per_step: int) -> None:
+    """Every admitted group was trained on once or dropped once; every step had a whole batch."""
+    trained = [o.index for plan, _ in scene.trained() for o in plan.outcomes]
+    assert len(trained) == steps * groups_per_step
+    assert len(set(trained)) == len(trained), "a group was trained on twice"
+    assert all(len(plan.outcomes) == groups_per_step for plan, _ in scene.trained())
+    admission = scene.loop.admission
+    assert (admission.version, admission.running) == (steps, 0)
+    assert admission.accepted == len(trained), "a group was admitted that no step was left for"
+    said = {name.partition("/")[0] for name in scene.said()}
+    assert len(said) == len(trained) + admission.dropped, "a group was neither trained on nor dropped"
+    stats = scene.flow.rollouts.stats()
+    assert (stats["depth"], stats["leased"]) == (0, 0), "samples were left behind"
+
+
+def lags(trained: list[tuple[StepPlan, list[Sample]]]) -> list[int]:
+    return [
+        int(plan.version) - int(s.trajectory.oldest_version) for plan, samples in trained for s in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("synchronous", {"max_lag": 0, "drop_equal": True}),
+        ("ahead", {"max_lag": 2, "order": "admission", "drop_equal": True, "engines": "0-1"}),
+        ("first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}),
+    ],
+)
+def test_what_the_engine_said_is_what_the_loss_gets_once(
+    tmp_path: Path, cluster: Cluster, name: str, settings: dict[str, object]
+) -> None:
+    scene = Scene(tmp_path, cluster, name=name, steps=5, groups_per_step=4, **settings)  # type: ignore[arg-type]
+    scene.run()
+    check_conserved(scene)
+    check_once(scene, 5, 4)
+    if settings.get("drop_equal"):
+        dropped = sum(report.metrics.get("groups/dropped_equal_rewards", 0.0) for report in scene.reports)
+        assert dropped > 0, "the scene was meant to drop groups and sample others"
+    if settings["max_lag"] == 0 or settings.get("order") == "admission":
+        assert max(lags(scene.trained())) <= settings["max_lag"]  # type: ignore[operator]
+    scene.close()
+
+
+def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    slow = {"tick_s": 0.01, "max_delay_ticks": 5}
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name="interrupted",
+        steps=6,
+        groups_per_step=2,
+        max_new_tokens=60,
+        max_lag=2,
+        order="admission",
+        engine=slow,
+    )
+    scene.run()
+    check_conserved(scene)
+    check_once(scene, 6, 2)
+    mixed = [
+        s
+        for _, samples in scene.trained()
+        for s in samples
+        if len(np.unique(s.trajectory.versions[s.trajectory.loss_mask])) > 1
+    ]
+    assert mixed, "no sequence lived through an update: the scene is too quick"
+    assert max(lags(scene.trained())) <= 2
+    scene.close()
+
+
+def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, cluster: Cluster) -> None:
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name="finishing",
+        steps=4,
+        groups_per_step=2,
+        max_new_tokens=40,
+        max_lag=1,
+        interrupt=False,
+        engine={"tick_s": 0.005, "max_delay_ticks": 5},
+    )
+    scene.run()
+    check_conserved(scene)
+    check_once(scene, 4, 2)
+    for _, samples in scene.trained():
+        for sample in samples:
+            t = sample.trajectory
+            assert len(np.unique(t.versions[t.loss_mask])) == 1
+    scene.close()
