@@ -26,11 +26,12 @@ from torch import Tensor
 
 from rill.algorithms import finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
-from rill.errors import TrainingError
+from rill.errors import ConfigError, TrainingError
 from rill.models.attention_packed import copy_in
+from rill.models.invariant import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine import EngineConfig
-from rill.training.packing import PackSequence
+from rill.training.packing import PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.trainer import Trainer, merge_steps
 from rill.types import Floats, PolicyVersion, Sample
@@ -71,6 +72,11 @@ class PolicyTrainer(Trainer):
         super().__init__(config, rendezvous=rendezvous, device=device)
         self.config: PolicyTrainer.Config = config
         self.algorithm = algorithm
+        self._scorer: PackedScorer | None = None
+        if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
+            raise ConfigError(
+                "batch_invariant reads whole, unsharded weights: use one process without lora, or set it to false"
+            )
 
     # --- updates ------------------------------------------------------------------------------------------
 
@@ -108,14 +114,15 @@ class PolicyTrainer(Trainer):
     ) -> list[Floats]:
         """log π of every token given those before it, in training precision; 0 at position 0.
 
-        `trained_only` leaves tokens outside the loss mask at 0 and saves their share of the head.
+        `trained_only` leaves tokens outside the loss mask at 0 and saves their share of the head. With
+        batch_invariant the numbers are bit for bit those of a native engine that runs with it too.
         """
-        module = self.engine.module
         temperature = self.config.temperature if temperature is None else temperature
         for sample in samples:
             self.batcher.check(sample.trajectory)
-        sequences = [_sequence(s, None if trained_only else False) for s in samples]
-        return self.batcher.per_token(sequences, lambda pack: module(pack, temperature)[0])
+        if self.config.batch_invariant:
+            return self._invariant_logprobs(samples, temperature, trained_only=trained_only)
+        return self._recompute(samples, temperature, trained_only=trained_only)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -217,8 +224,30 @@ class PolicyTrainer(Trainer):
             self.batcher.check(sample.trajectory)
         return self._fitting(samples, lambda s: s.num_tokens, lambda s: bool(_wanted(s).any()))
 
+    def _recompute(
+        self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
+    ) -> list[Floats]:
+        sequences = [_sequence(s, None if trained_only else False) for s in samples]
+        return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack, temperature)[0])
+
+    def _invariant_logprobs(
+        self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
+    ) -> list[Floats]:
+        if self._scorer is None:
+            self._scorer = PackedScorer(self.engine.module.lm, max_len=self.config.micro_batch_tokens)
+        results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(samples)
+        for part in plan_micro_batches([s.num_tokens for s in samples], self.config.micro_batch_tokens):
+            scored = self._scorer(
+                [torch.from_numpy(samples[i].trajectory.token_ids) for i in part], temperature
+            )
+            for index, values in zip(part, scored, strict=True):
+                mask = _wanted(samples[index]) if trained_only else 1.0
+                results[index] = (values.numpy() * mask).astype(np.float32)
+        return results
+
     def _with_old_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
-        old = self.logprobs(samples, trained_only=True)
+        # By the training path even with batch_invariant: at the first step π/π_old must be 1, not 1 ± rounding.
+        old = self._recompute(samples, self.config.temperature, trained_only=True)
         return [dataclasses.replace(s, old_logprobs=o) for s, o in zip(samples, old, strict=True)]
 
     def _mini_batches(self, samples: Sequence[Sample], epoch: int) -> list[list[int]]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rill.algorithms.base import TokenBatch
-from rill.errors import InvalidSampleError, TrainingError
+from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
 from rill.training.policy import PolicyTrainer
 from rill.types import Sample
-from tests.training.tiny import MODEL, VOCAB, algorithm, config, make_samples, trainer
+from tests.training.tiny import MODEL, SHAPE, VOCAB, algorithm, config, make_samples, trainer
 
 
 def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -237,3 +237,23 @@ def test_token_ids_and_masks_that_cannot_be_right_are_refused(change: dict[str, 
     trajectory = dataclasses.replace(base, **{**trimmed, **change})
     with pytest.raises(InvalidSampleError, match=message):
         trainer().update([Sample(trajectory=trajectory, advantages=np.ones(3, dtype=np.float32))])
+
+
+def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> None:
+    from rill.models.cpu_kernels import load_cpu_kernels
+
+    if load_cpu_kernels() is None:
+        pytest.skip("no compiler for the CPU kernels")
+    samples = make_samples()
+    t = trainer(batch_invariant=True, model={"shape": {**SHAPE, "head_dim": 16}})
+    t.update(samples)
+    together = t.logprobs(samples)
+    for sample, values in zip(samples, together, strict=True):
+        np.testing.assert_array_equal(t.logprobs([sample])[0], values)
+    for values, wanted in zip(together, t._recompute(samples, 1.0, trained_only=False), strict=True):
+        np.testing.assert_allclose(values, wanted, atol=1e-4)
+
+
+def test_batch_invariant_logprobs_of_adapters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without lora"):
+        trainer(batch_invariant=True, lora={"rank": 2})
