@@ -11,7 +11,6 @@ For logits l = (W h + b) · scale, p = softmax(l), target y:
 
     logprob = l_y − logsumexp(l)                    ∂/∂l = onehot(y) − p
     entropy = logsumexp(l) − Σ p l                  ∂/∂l = −p (log p + entropy)
-    KL(p ∥ q) = Σ p (log p − log q)                 ∂/∂l = p (log p − log q − KL)        (distillation)
 """
 
 from __future__ import annotations
@@ -56,27 +55,6 @@ def chosen_logprobs(
         hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes, compile_chunks
     )  # type: ignore[no-untyped-call]
     return logprob_K, entropy_K
-
-
-def vocabulary_kl(
-    hidden_KD: Tensor,
-    weight_VD: Tensor,
-    teacher_hidden_KE: Tensor,
-    teacher_weight_VE: Tensor,
-    *,
-    scale: float = 1.0,
-    teacher_scale: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> Tensor:
-    """KL(student ∥ teacher) over the whole vocabulary for each of K positions, float32.
-
-    The teacher's logits are rebuilt from its cached last hidden states, so that only K × E numbers travel.
-    """
-    num_rows = max(1, chunk_bytes // (8 * weight_VD.shape[0]))
-    kl_K: Tensor = _VocabularyKL.apply(
-        hidden_KD, weight_VD, teacher_hidden_KE, teacher_weight_VE, scale, teacher_scale, num_rows
-    )  # type: ignore[no-untyped-call]
-    return kl_K
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -224,64 +202,3 @@ def _accumulate(total_VD: Tensor | None, grad_VC: Tensor, hidden_CD: Tensor) -> 
     if grad_VC.dtype == torch.float32:
         return total_VD.addmm_(grad_VC, hidden_CD)
     return total_VD.float().add_(grad_VC @ hidden_CD)
-
-
-class _VocabularyKL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_KD: Tensor,
-        weight_VD: Tensor,
-        teacher_KE: Tensor,
-        teacher_weight_VE: Tensor,
-        scale: float,
-        teacher_scale: float,
-        num_rows: int,
-    ) -> Tensor:
-        kl_K = torch.empty(hidden_KD.shape[0], dtype=torch.float32, device=hidden_KD.device)
-        for start in range(0, hidden_KD.shape[0], num_rows):
-            rows = slice(start, start + num_rows)
-            logp_CV, logq_CV = _pair(
-                hidden_KD[rows], weight_VD, teacher_KE[rows], teacher_weight_VE, scale, teacher_scale
-            )
-            kl_K[rows] = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
-        ctx.save_for_backward(hidden_KD, weight_VD, teacher_KE, teacher_weight_VE, kl_K)
-        ctx.scale, ctx.teacher_scale, ctx.num_rows = scale, teacher_scale, num_rows
-        return kl_K.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_K,) = grads
-        hidden_KD, weight_VD, teacher_KE, teacher_weight_VE, kl_K = ctx.saved_tensors
-        grad_hidden_KD = torch.empty_like(hidden_KD)
-        grad_weight_VD: Tensor | None = None
-        for start in range(0, hidden_KD.shape[0], ctx.num_rows):
-            rows = slice(start, start + ctx.num_rows)
-            logp_CV, logq_CV = _pair(
-                hidden_KD[rows], weight_VD, teacher_KE[rows], teacher_weight_VE, ctx.scale, ctx.teacher_scale
-            )
-            grad_CV = (
-                logp_CV.exp() * (logp_CV - logq_CV - kl_K[rows, None]) * (grad_K[rows, None] * ctx.scale)
-            )
-            grad_CV = grad_CV.to(hidden_KD.dtype)
-            grad_hidden_KD[rows] = grad_CV @ weight_VD
-            if ctx.needs_input_grad[1]:
-                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.t(), hidden_KD[rows])
-        return (
-            grad_hidden_KD,
-            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
-            *(None,) * 5,
-        )
-
-
-def _pair(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
-    teacher_CE: Tensor,
-    teacher_weight_VE: Tensor,
-    scale: float,
-    teacher_scale: float,
-) -> tuple[Tensor, Tensor]:
-    logp_CV = torch.log_softmax(_logits(hidden_CD, weight_VD, None).float() * scale, dim=-1)
-    logq_CV = torch.log_softmax(_logits(teacher_CE, teacher_weight_VE, None).float() * teacher_scale, dim=-1)
-    return logp_CV, logq_CV

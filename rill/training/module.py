@@ -6,8 +6,9 @@ names of the decoder are transformers' own behind the prefix `lm.`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -53,6 +54,19 @@ class PackedModule(nn.Module):
         return size
 
 
+Distill = Callable[[Tensor, Tensor], Tensor]
+"""(hidden_KD, head_VD) → kl_K: called inside forward, where a sharded head is whole."""
+
+
+class PolicyOutput(NamedTuple):
+    """A tuple, because FSDP2 looks for gradients in the tuples that forward returns."""
+
+    logprobs_K: Tensor
+    entropy_K: Tensor
+    kl_K: Tensor | None
+    """KL to the teachers over the whole vocabulary; None without them."""
+
+
 class PolicyModule(PackedModule):
     """Log-probabilities and entropies of a pack's wanted tokens."""
 
@@ -64,10 +78,11 @@ class PolicyModule(PackedModule):
         self.chunk_bytes = chunk_bytes
         self.keep_bytes = KEEP_BYTES
 
-    def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(self, pack: Pack, temperature: float = 1.0, distill: Distill | None = None) -> PolicyOutput:
         head = self.lm.get_output_embeddings()
-        return chosen_logprobs(
-            self.hidden(pack),
+        hidden_MD = self.hidden(pack)
+        logprobs_K, entropy_K = chosen_logprobs(
+            hidden_MD,
             head.weight,
             head.bias,
             pack.source_K,
@@ -77,6 +92,8 @@ class PolicyModule(PackedModule):
             chunk_bytes=self.chunk_bytes,
             keep_bytes=self.keep_bytes,
         )
+        kl_K = None if distill is None else distill(hidden_MD.index_select(0, pack.source_K), head.weight)
+        return PolicyOutput(logprobs_K, entropy_K, kl_K)
 
 
 class ValueModule(PackedModule):

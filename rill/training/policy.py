@@ -16,6 +16,7 @@ of times as samples arrive, then apply once; the gradient is the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -24,15 +25,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms import finish_metrics
+from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
+from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError
 from rill.models.attention_packed import copy_in
 from rill.models.invariant import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine import EngineConfig
+from rill.training.module import Distill, PolicyOutput
 from rill.training.packing import PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
+from rill.training.score import ScoreModel
 from rill.training.trainer import Trainer, merge_steps
 from rill.types import Floats, PolicyVersion, Sample
 
@@ -73,10 +77,22 @@ class PolicyTrainer(Trainer):
         self.config: PolicyTrainer.Config = config
         self.algorithm = algorithm
         self._scorer: PackedScorer | None = None
+        self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
         if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
             raise ConfigError(
                 "batch_invariant reads whole, unsharded weights: use one process without lora, or set it to false"
             )
+
+    def set_teachers(self, teachers: Sequence[tuple[ScoreModel, float]]) -> None:
+        """Teachers and their weights for distillation over the whole vocabulary; on this trainer's device."""
+        if (
+            not isinstance(self.algorithm, Algorithm)
+            or Need.FULL_VOCABULARY_TEACHER not in self.algorithm.needs
+        ):
+            raise ConfigError(
+                "teachers are for algorithm.distillation with form 'full_vocabulary' and a coefficient above 0"
+            )
+        self._teachers = tuple(teachers)
 
     # --- updates ------------------------------------------------------------------------------------------
 
@@ -128,6 +144,8 @@ class PolicyTrainer(Trainer):
 
     def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
         sequences = [_sequence(s, None) for s in samples]
+        if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
+            raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
         passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
             (batch, self._columns(batch, [samples[i] for i in batch.indices], version, has_old))
             for batch in self.batcher.micro_batches(sequences)
@@ -138,27 +156,56 @@ class PolicyTrainer(Trainer):
             statistics = self._statistics(passes)
         # Each pack is built while the device works on the one before it.
         for batch, columns in passes:
-            logprobs_K, entropy_K = self._forward(batch)
-            loss = self._loss(self._token_batch(batch, columns, logprobs_K, entropy_K, statistics))
+            output = self._forward(batch, self._distill(batch))
+            loss = self._loss(self._token_batch(batch, columns, output, statistics), output.kl_K)
             if batch.is_idle:
-                self.engine.backward(logprobs_K.sum() * 0.0)
+                self.engine.backward(_nothing(output))
             else:
                 self.engine.backward(loss.numerator)
                 self._count_pass(batch, loss.numerator, loss.denominator)
             self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         self._count(samples=len(samples))
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs_K, entropy_K = self.engine.module(batch.pack, self.config.temperature)
-        return (
-            gather_context(logprobs_K, batch.pack, self.world),
-            gather_context(entropy_K, batch.pack, self.world),
+    def _forward(self, batch: MicroBatch, distill: Distill | None = None) -> PolicyOutput:
+        output: PolicyOutput = self.engine.module(batch.pack, self.config.temperature, distill)
+        if batch.pack.context_slice is None:
+            return output
+        return PolicyOutput(
+            gather_context(output.logprobs_K, batch.pack, self.world),
+            gather_context(output.entropy_K, batch.pack, self.world),
+            None if output.kl_K is None else gather_context(output.kl_K, batch.pack, self.world),
         )
 
-    def _loss(self, tokens: TokenBatch) -> LossSum:
+    def _distill(self, batch: MicroBatch) -> Distill | None:
+        if not self._teachers:
+            return None
+        assert isinstance(self.algorithm, Algorithm)
+        options = self.algorithm.config.distillation
+        teachers = [
+            Teacher(hidden_ME=model.hidden(batch.pack), load_head=model.load_head, weight=weight)
+            for model, weight in self._teachers
+        ]
+        return functools.partial(
+            full_vocabulary_kl,
+            teachers=teachers,
+            direction=options.direction,
+            temperature=options.temperature,
+            chunk_tokens=options.chunk_tokens,
+        )
+
+    def _loss(self, tokens: TokenBatch, kl_K: Tensor | None) -> LossSum:
         """The algorithm's loss; one it refuses becomes NaN, so that all ranks learn of it together in apply()."""
         try:
-            return self.algorithm.policy_loss(tokens)
+            loss = self.algorithm.policy_loss(tokens)
+            if kl_K is None:
+                return loss
+            assert isinstance(self.algorithm, Algorithm)
+            added = self.algorithm.distillation_loss(kl_K, tokens)
+            return LossSum(
+                numerator=loss.numerator + added.numerator,
+                denominator=loss.denominator,
+                metrics={**loss.metrics, **added.metrics},
+            )
         except TrainingError as error:
             self._failure = str(error)
             nan = tokens.logprobs_N.sum() * float("nan")
@@ -168,7 +215,7 @@ class PolicyTrainer(Trainer):
         """Figures over the whole batch, for the algorithms that need them: one more forward pass."""
         with torch.no_grad():
             tokens = [
-                self._token_batch(batch, columns, *self._forward(batch), {}) for batch, columns in passes
+                self._token_batch(batch, columns, self._forward(batch), {}) for batch, columns in passes
             ]
         return self.algorithm.statistics(tokens, self.world.sum_over_data)
 
@@ -198,13 +245,12 @@ class PolicyTrainer(Trainer):
         self,
         batch: MicroBatch,
         columns: dict[str, Tensor],
-        logprobs_K: Tensor,
-        entropy_K: Tensor,
+        output: PolicyOutput,
         statistics: dict[str, Tensor],
     ) -> TokenBatch:
-        current_K = logprobs_K.detach()
+        current_K = output.logprobs_K.detach()
         return TokenBatch(
-            logprobs_N=logprobs_K,
+            logprobs_N=output.logprobs_K,
             mask_N=columns["mask"] if batch.is_idle else torch.ones_like(current_K),
             seq_N=batch.pack.seq_K,
             num_seqs=batch.pack.num_seqs,
@@ -213,7 +259,7 @@ class PolicyTrainer(Trainer):
             rollout_logprobs_N=columns["rollout"],
             ref_logprobs_N=columns.get("ref"),
             teacher_logprobs_N=columns.get("teacher"),
-            entropy_N=entropy_K,
+            entropy_N=output.entropy_K,
             lag_N=columns["lag"],
             statistics=statistics,
         )
@@ -228,7 +274,9 @@ class PolicyTrainer(Trainer):
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
     ) -> list[Floats]:
         sequences = [_sequence(s, None if trained_only else False) for s in samples]
-        return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack, temperature)[0])
+        return self.batcher.per_token(
+            sequences, lambda pack: self.engine.module(pack, temperature).logprobs_K
+        )
 
     def _invariant_logprobs(
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
@@ -257,6 +305,12 @@ class PolicyTrainer(Trainer):
             return [list(range(len(samples)))]
         order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(samples))
         return [sorted(part.tolist()) for part in np.array_split(order, count)]
+
+
+def _nothing(output: PolicyOutput) -> Tensor:
+    """A loss of zero that reaches every parameter: what an idle pass backpropagates."""
+    total = output.logprobs_K.sum() if output.kl_K is None else output.logprobs_K.sum() + output.kl_K.sum()
+    return total * 0.0
 
 
 def _wanted(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

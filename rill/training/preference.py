@@ -147,10 +147,10 @@ class PreferenceTrainer(PairTrainer):
     def logprobs(self, answers: Sequence[Answer]) -> list[Floats]:
         """log π of the answers' trained tokens, aligned with token_ids: what a reference computes once."""
         sequences = [_sequence(f"answer {i}", a) for i, a in enumerate(answers)]
-        return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack)[0])
+        return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
 
     def _train(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> None:
-        logprobs_K, _ = self.engine.module(batch.pack)
+        logprobs_K = self.engine.module(batch.pack).logprobs_K
         if batch.is_idle:
             self.engine.backward(logprobs_K.sum() * 0.0)
             both = torch.zeros(1, dtype=torch.int64, device=logprobs_K.device)

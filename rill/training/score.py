@@ -71,15 +71,15 @@ class ScoreModel:
             )
             wanted[:1] = False
             sequences.append(PackSequence(token_ids=trajectory.token_ids, wanted=wanted))
-        return self.batcher.per_token(sequences, lambda pack: self.module(pack, temperature)[0])
+        return self.batcher.per_token(sequences, lambda pack: self.module(pack, temperature).logprobs_K)
 
     @torch.no_grad()
     def hidden(self, pack: Pack) -> Tensor:
         """[K, E] last hidden states that predict the pack's wanted tokens: what a teacher caches."""
         return self.module.hidden(pack).index_select(0, pack.source_K)
 
-    @property
-    def head_weight(self) -> Tensor:
+    def load_head(self) -> Tensor:
+        """[V, E]: with hidden(), the logits that a student learns from."""
         weight: Tensor = self.module.lm.get_output_embeddings().weight
         return weight
 

@@ -70,9 +70,9 @@ class SFTTrainer(Trainer):
         """Add these examples' gradient. Weights do not change until apply()."""
         kept = self._fitting(self._checked(examples), lambda s: s.num_tokens, lambda s: bool(s.wanted.any()))
         for batch in self.batcher.micro_batches(kept):
-            logprobs_K, entropy_K = (
-                gather_context(x, batch.pack, self.world) for x in self.engine.module(batch.pack)
-            )
+            output = self.engine.module(batch.pack)
+            logprobs_K = gather_context(output.logprobs_K, batch.pack, self.world)
+            entropy_K = gather_context(output.entropy_K, batch.pack, self.world)
             weight = 0.0 if batch.is_idle else 1.0
             numerator = -logprobs_K.sum() * weight
             self.engine.backward(numerator)
@@ -92,7 +92,7 @@ class SFTTrainer(Trainer):
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and perplexity of held-out examples over all ranks; nothing is trained."""
         sequences = self._checked(examples)
-        values = self.batcher.per_token(sequences, lambda pack: self.engine.module(pack)[0])
+        values = self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
         total = torch.tensor(
             [-sum(float(v.sum()) for v in values), float(sum(s.wanted.sum() for s in sequences))],
             dtype=torch.float64 if self.world.device.type == "cpu" else torch.float32,
