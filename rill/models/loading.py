@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from rill.config import Config
 from rill.errors import ModelError
+from rill.models.packaged import SCHEME, packaged_folder
 from rill.models.tokenizer import build_char_tokenizer
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class ModelConfig(Config):
     """`path`, or `shape` for a fresh model; where both are given, `path` counts."""
 
     path: str | None = None
-    """A local Hugging Face folder (config.json, *.safetensors, tokenizer). Unset: `shape` is used."""
+    """A local Hugging Face folder (config.json, *.safetensors, tokenizer), or "package:smollm2-135m-instruct" for a
+    model that comes in a Python package (rill.models.packaged). Unset: `shape` is used."""
     shape: dict[str, Any] = Field(default_factory=dict)
     """For a model with random weights: transformers config values, `model_type` among them. Empty: `path` is used."""
     seed: int = 0
@@ -113,6 +115,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: Pretraine
 
 
 def _existing(path: str) -> str:
+    if path.startswith(SCHEME):
+        return str(packaged_folder(path))
     folder = Path(path).expanduser()
     if not folder.exists():
         raise ModelError(

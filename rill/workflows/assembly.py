@@ -14,6 +14,7 @@ from pydantic import model_validator
 from rill.algorithms import AlgorithmConfig
 from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
+from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.loader import LoaderConfig, open_loader
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
@@ -26,6 +27,7 @@ from rill.training.policy import PolicyTrainer
 from rill.types import Prompt
 from rill.workflows.actor import ActorWorker
 from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
+from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
@@ -55,6 +57,8 @@ class RLConfig(RecipeConfig):
     data: Annotated[PartConfig, OneOf(DATASETS)]
     """Problems to learn from; its held-out side is the evaluation's."""
     loader: LoaderConfig = LoaderConfig()
+    curriculum: CurriculumConfig | None = None
+    """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
     rollout: RolloutConfig
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
@@ -83,6 +87,8 @@ class RLConfig(RecipeConfig):
             trainer.setdefault("temperature", sampling["temperature"])
         if seed is not None:
             values["loader"] = {"seed": seed, **as_table(values.get("loader", {}))}
+            if values.get("curriculum") is not None:
+                values["curriculum"] = {"seed": seed, **as_table(values["curriculum"])}
         return values
 
     @model_validator(mode="after")
@@ -181,9 +187,11 @@ class RLSetup:
         self._warm_up()
         flow = Flow(jobs=self.jobs, rollouts=self.rollouts, outcomes=self.outcomes)
         fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)
+        curriculum = self._curriculum()
         parts = Parts(
             fleet=fleet,
-            source=open_loader(open_dataset(config.data, Split.TRAIN), config.loader),
+            source=curriculum or open_loader(open_dataset(config.data, Split.TRAIN), config.loader),
+            curriculum=curriculum,
             flow=flow,
             group_size=config.rollout.group_size,
             train_step=train_step,
@@ -211,6 +219,12 @@ class RLSetup:
                 config.loop.step_timeout_s,
             )
             self._is_warm = True
+
+    def _curriculum(self) -> CurriculumSource | None:
+        config = self.config
+        if config.curriculum is None:
+            return None
+        return CurriculumSource(Curriculum(open_indexed(config.data, Split.TRAIN), config.curriculum))
 
     def _held_out(self) -> list[Prompt]:
         return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))

@@ -60,8 +60,10 @@ class Feeder:
         outcomes: Channel,
         in_admission_order: bool,
         discard: Callable[[Outcome], None],
+        on_outcome: Callable[[GroupJob, Outcome], None] | None = None,
     ) -> None:
-        """`discard` takes the samples of an outcome out of the rollouts channel."""
+        """`discard` takes the samples of an outcome out of the rollouts channel. `on_outcome` hears of every group that
+        counts, once, before anything is admitted in its place."""
         self.admission = admission
         self._source = source
         self._group_size = group_size
@@ -69,6 +71,7 @@ class Feeder:
         self._outcomes = outcomes
         self._in_admission_order = in_admission_order
         self._discard = discard
+        self._on_outcome = on_outcome
         self._next_index = 0
         self._to_repeat: list[GroupJob] = []
         self._running: dict[int, GroupJob] = {}
@@ -186,6 +189,8 @@ class Feeder:
                     self._finished[outcome.index] = job
                 else:
                     self._dropped.append(outcome)
+                if self._on_outcome is not None:
+                    self._on_outcome(job, outcome)
                 self._changed.notify_all()
         if job is None:
             log.warning("%s was done a second time, by %s: discarded", outcome.group_id, outcome.maker)

@@ -27,6 +27,7 @@ from rill.telemetry import trace
 from rill.types import PolicyVersion
 from rill.workflows.admission import Admission
 from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Collected, Feeder
 from rill.workflows.fleet import Fleet, Flow
@@ -66,6 +67,8 @@ class Parts:
     train_step: TrainStep
     evaluator: Evaluator
     checkpoints: RunCheckpoints
+    curriculum: CurriculumSource | None = None
+    """The source itself, where it wants to hear what became of its prompts."""
 
 
 class Loop:
@@ -86,6 +89,7 @@ class Loop:
             outcomes=parts.flow.outcomes,
             in_admission_order=config.order == "admission",
             discard=lambda outcome: parts.flow.rollouts.take(keys=outcome.keys) if outcome.lengths else None,
+            on_outcome=parts.curriculum.learn if parts.curriculum is not None else None,
         )
         self._observers = observers
 
@@ -143,6 +147,8 @@ class Loop:
             "throughput/tokens_per_s": plan.num_tokens / (ended - began),
             "throughput/samples_per_s": plan.num_samples / (ended - began),
         }
+        if self.parts.curriculum is not None:
+            figures = {**figures, **self.parts.curriculum.metrics()}
         self._report({**summarise(collected, plan.version), **figures, **times}, evaluate=False)
         if config.checkpoint_every and self.admission.version % config.checkpoint_every == 0:
             self._save()

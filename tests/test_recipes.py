@@ -1,0 +1,62 @@
+"""Every recipe that comes with rill is small, says what it is, and means something to its workflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rill.config.files import load_recipe
+from rill.config.resolve import resolve
+from rill.telemetry.run import Run
+from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.loop import StepReport
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
+PROMISED = {
+    "dapo_math", "demo", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora", "grpo_qwen2.5_1.5b_h200",
+    "grpo_smollm2", "ppo_arithmetic", "sft_arithmetic", "sft_then_grpo",
+}  # fmt: skip
+
+TWO_STEPS = ("loop.steps=2", "cluster.threads=1")
+SMALL_RL = (*TWO_STEPS, "warmup.steps=2", "loop.groups_per_step=4", "eval.num_prompts=4", "eval.every=0")
+SMALL = {
+    "demo": SMALL_RL,
+    "grpo_arithmetic": (*SMALL_RL, "curriculum.index_limit=200"),
+    "grpo_async": SMALL_RL,
+    "ppo_arithmetic": SMALL_RL,
+    "sft_arithmetic": (*TWO_STEPS, "loop.batch_size=4", "loop.eval_examples=4"),
+}
+
+
+def test_the_recipes_that_the_docs_promise_are_there() -> None:
+    assert {path.stem for path in RECIPES} >= PROMISED
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_resolves_against_its_workflow(path: Path) -> None:
+    recipe = load_recipe(path)
+    resolve(recipe_schema(recipe.values, path.name), recipe.values, recipe.provenance)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_on_a_page_and_begins_with_what_it_is(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert lines[0].startswith("# ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_a_small_recipe_runs(name: str, tmp_path: Path) -> None:
+    path = next(path for path in RECIPES if path.stem == name)
+    recipe = load_recipe(path, SMALL[name])
+    config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
+    reports: list[StepReport] = []
+    run = Run.create(name, root=tmp_path)
+    WORKFLOWS.load(recipe.values["workflow"])(config, run, [reports.append]).run()
+    assert reports[-1].step == 2
+    assert (run.path / "model" / "config.json").exists()
+    if name == "grpo_arithmetic":
+        assert "curriculum/chance_0" in reports[-1].metrics
