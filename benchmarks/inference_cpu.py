@@ -92,9 +92,13 @@ def run_transformers(model: ModelConfig, prompts: list[Any], tokens: int, dtype:
 
     def once(num_tokens: int) -> None:
         module.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=True,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=True,
             pad_token_id=0,
-        )  # fmt: skip
+        )
 
     once(4)
     start = time.perf_counter()

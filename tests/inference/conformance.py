@@ -4,9 +4,12 @@
 
     class TestMyEngine(EngineConformance):
         @pytest.fixture(scope="class")
-        def engine(self): ...             # an engine over `reference`'s weights, closed afterwards
+        @classmethod
+        def engine(cls): ...              # an engine over `reference`'s weights, closed afterwards
+
         @pytest.fixture(scope="class")
-        def reference(self): ...          # the same model as a transformers module, fp32, eager attention
+        @classmethod
+        def reference(cls): ...           # the same model as a transformers module, fp32, eager attention
 
 A test whose feature the engine does not list is skipped, so the skips of a run say what the engine lacks. Override
 `atol` for engines that compute in less than fp32.

@@ -14,19 +14,22 @@ from tests.inference.native_models import make_engine, reference
 
 class TestNative(EngineConformance):
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[Engine]:
+    @classmethod
+    def engine(cls) -> Iterator[Engine]:
         engine = make_engine()
         yield engine
         engine.close()
 
     @pytest.fixture(scope="class")
-    def reference(self) -> Any:
+    @classmethod
+    def reference(cls) -> Any:
         return reference()
 
 
 class TestNativeBatchInvariant(TestNative):
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[Engine]:
+    @classmethod
+    def engine(cls) -> Iterator[Engine]:
         engine = make_engine(batch_invariant=True)
         yield engine
         engine.close()
