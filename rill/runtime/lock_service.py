@@ -104,12 +104,13 @@ class LockService:
     def _find_turn(self, group: str, client: str, is_resumed: bool) -> Turn | None:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in.
 
-        A rank that lent its part may go back into a turn that others of its group have kept.
+        A rank that lent its part may go back into a turn that others of its group have kept; one that left it may
+        come again while no other group waits for the devices.
         """
         for turn in self._turns:
             if turn.group != group:
                 continue
-            if is_resumed and turn.inside:
+            if turn.inside and (is_resumed or not (turn.lending or self._is_wanted(turn))):
                 return turn
             if name_of(client) not in turn.entered and not turn.lending:
                 return turn
@@ -183,6 +184,7 @@ class LockService:
             turn.asked.pop(client, None)
             self._leave(turn, client)
             self._end_if_empty(turn)
+            turn.entered.discard(name_of(client))  # relaunched, it joins its group's turn again
         self._advance()
 
     # --- whose turn it is ---------------------------------------------------------------------------------
@@ -271,6 +273,11 @@ class LockService:
         if any(role.is_consumer or role.has_other_producers for role in inputs):
             return NO_DATA
         return UNKNOWN
+
+    def _is_wanted(self, turn: Turn) -> bool:
+        """Whether another group waits for devices of this turn."""
+        others = [t for t in self._turns if t.state == WAITING and t.group != turn.group]
+        return any(self._conflict(other, turn) for other in others)
 
     def _works_on(self, turn: Turn, channel: str) -> bool:
         role = self._machine.broker.view.role_of(turn.group, channel)

@@ -1,8 +1,8 @@
 """The real loop, channels, feeder, fleet and rollout workers around a scripted engine and a trainer that only records.
 
-    scene = Scene(tmp_path, cluster, max_lag=1)
-    scene.run()
-    scene.trained()      # what reached the loss, step by step
+scene = Scene(tmp_path, cluster, max_lag=1)
+scene.run()
+scene.trained()      # what reached the loss, step by step
 """
 
 from __future__ import annotations
@@ -217,4 +217,3 @@ class Scene:
 
     def kill(self, rank: int) -> None:
         os.kill(self.rollout.addresses()[rank].pid, signal.SIGKILL)
-

@@ -1,0 +1,130 @@
+"""Lost engines: killed, stale or cut off from new weights. The run goes on, or ends with a name and a reason."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rill.errors import RunError, WeightSyncError
+from rill.runtime.cluster import Cluster
+from tests.workflows.broken_transport import TRANSPORT
+from tests.workflows.scene import Scene
+from tests.workflows.test_conservation import check_conserved, check_once
+
+SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
+"""Slow enough that an engine is always killed with work in its hands."""
+
+
+def kill_at_step(scene: Scene, rank: int, step: int) -> threading.Thread:
+    """Kill an engine while the batch of `step` is being made."""
+
+    def work() -> None:
+        while scene.loop.admission.version < step or not scene.loop.feeder._running:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        scene.kill(rank)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(
+        tmp_path, cluster, name="killed", steps=4, groups_per_step=3, max_new_tokens=30, engine=SLOW
+    )
+    killing = kill_at_step(scene, 0, 1)
+    with caplog.at_level(logging.WARNING, "rill"):
+        scene.run()
+    killing.join()
+    check_conserved(scene)
+    check_once(scene, 4, 3)
+    assert scene.fleet._relaunches == [1]
+    assert "rollout-killed[0] is lost" in caplog.text
+    scene.close()
+
+
+def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name="killed-ahead",
+        engines="0-1",
+        steps=6,
+        groups_per_step=3,
+        max_new_tokens=30,
+        max_lag=2,
+        order="admission",
+        engine=SLOW,
+    )
+    killing = kill_at_step(scene, 1, 2)
+    scene.run()
+    killing.join()
+    check_conserved(scene)
+    check_once(scene, 6, 3)
+    assert scene.fleet._relaunches == [0, 1]
+    versions = {record["versions"][-1] for records in scene.said().values() for record in records}
+    assert max(versions) >= 5, "the relaunched engine took the newer weights too"
+    scene.close()
+
+
+def test_an_engine_that_dies_too_often_ends_the_run_by_name(tmp_path: Path, cluster: Cluster) -> None:
+    scene = Scene(tmp_path, cluster, name="mortal", steps=3, max_relaunches=0, engine=SLOW)
+    kill_at_step(scene, 0, 0)
+    with pytest.raises(RunError, match=r"rollout-mortal\[0\] is lost .*max_relaunches"):
+        scene.run()
+    scene.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("dropped bucket", "did not arrive"),
+        ("wrong order", "checksum differs|bytes arrived"),
+        ("stale bytes", "checksum differs"),
+        ("half written", "bytes arrived"),
+        ("flipped bit", "checksum differs"),
+    ],
+)
+def test_a_damaged_transfer_is_caught_and_named(
+    tmp_path: Path, cluster: Cluster, fault: str, reason: str
+) -> None:
+    name = fault.replace(" ", "-")
+    scene = Scene(tmp_path, cluster, name=name, steps=4, transport={"type": TRANSPORT, "fault": fault})
+    with pytest.raises(WeightSyncError, match=reason) as caught:
+        scene.run()
+    assert f"rollout-{name}[0]" in str(caught.value)
+    assert scene.loop.admission.version == 1, "the weights of version 3 are those after the second step"
+    assert len(scene.trained()) == 2
+    scene.close()
+
+
+def test_a_transfer_damaged_once_costs_a_relaunch_and_the_run_goes_on(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    broken = {"type": TRANSPORT, "fault": "flipped bit", "once": str(tmp_path / "over")}
+    scene = Scene(tmp_path, cluster, name="once", steps=4, transport=broken)
+    scene.run()
+    check_conserved(scene)
+    check_once(scene, 4, 3)
+    assert scene.fleet._relaunches == [1]
+    scene.close()
+
+
+def test_an_engine_that_says_it_updated_and_did_not_is_named_by_the_canary(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    stale = {"fault": "ignores updates", "fault_from": 2}
+    scene = Scene(tmp_path, cluster, name="stale", steps=4, engine=stale)
+    with pytest.raises(WeightSyncError, match="answers with other weights") as caught:
+        scene.run()
+    assert "rollout-stale[0]" in str(caught.value)
+    scene.close()
