@@ -27,6 +27,8 @@ except ImportError as error:
         "the CUDA engine needs Triton, which comes with torch's CUDA builds: install torch for CUDA"
     ) from error
 
+__all__ = ["PREFILL_TILE", "SPLIT", "TritonKernels", "invariant_matmul", "tl", "triton"]
+
 SPLIT = 512
 PREFILL_TILE = 64
 

@@ -340,6 +340,25 @@ def test_two_requests_under_one_id_are_refused(engine: NativeEngine) -> None:
         engine.submit([request("x", prompts((5,))[0]), request("x", prompts((6,))[0])])
 
 
+def test_an_id_is_taken_until_its_request_ends(engine: NativeEngine) -> None:
+    engine.pause(PauseMode.INTERRUPT)
+    (future,) = engine.submit([request("x", prompts((5,))[0])])
+    with pytest.raises(RequestError, match="same id"):
+        engine.submit([request("x", prompts((6,))[0])])
+    engine.resume()
+    future.result(timeout=30)
+    assert len(engine.generate([request("x", prompts((6,))[0])])[0].token_ids) == 12
+
+
+def test_a_callback_that_raises_ends_neither_its_request_nor_the_engine(engine: NativeEngine) -> None:
+    def broken(delta: Delta) -> None:
+        raise ValueError("not mine")
+
+    (future,) = engine.submit([request(0, prompts((5,))[0])], broken)
+    assert len(future.result(timeout=30).token_ids) == 12
+    assert len(engine.generate([request(1, prompts((5,))[0])])[0].token_ids) == 12
+
+
 def test_close_aborts_what_runs_and_refuses_what_comes(engine: NativeEngine) -> None:
     (future,) = engine.submit([request(0, prompts((5,))[0], max_new_tokens=200)])
     engine.close()

@@ -18,6 +18,7 @@ It sleeps on the command queue when there is nothing to do: idle, paused, releas
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -58,6 +59,8 @@ from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,6 +130,8 @@ class NativeEngine:
         self._closed = False
         self._pending: tuple[StepBatch, PendingStep] | None = None
         self._live: dict[str, Sequence] = {}
+        self._ids: set[str] = set()
+        """Of requests from submit() until they end; guarded by _wake, since callers' threads check it."""
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._steps = self._sampled_tokens = 0
 
@@ -142,7 +147,7 @@ class NativeEngine:
         self._admission = Admission(self._runner.model, tokenizer, self._max_context, config.seed)
 
         self._commands: deque[_Command] = deque()
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(threading.RLock())
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         self._thread.start()
@@ -177,10 +182,12 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         self._check_available()
         sequences = [self._admission.sequence(request, on_delta) for request in requests]
-        ids = [request.id for request in requests]
-        if len(set(ids)) != len(ids) or any(i in self._live for i in ids):
-            raise RequestError("two requests under way have the same id: give each its own")
-        self._post(_Command("submit", lambda: self._add(sequences)))
+        ids = {request.id for request in requests}
+        with self._wake:
+            if len(ids) != len(requests) or not ids.isdisjoint(self._ids):
+                raise RequestError("two requests under way have the same id: give each its own")
+            self._post(_Command("submit", lambda: self._add(sequences)))
+            self._ids |= ids
         return [seq.future for seq in sequences]
 
     def generate(self, requests: Sequence_[Request], timeout_s: float = 600.0) -> list[Completion]:
@@ -365,7 +372,7 @@ class NativeEngine:
             if len(seq.tokens) % self.config.block_size < 2:  # a block has just become known, or computed
                 self._scheduler.blocks.publish(seq)
             if seq.on_delta is not None:
-                seq.on_delta(seq.take_delta())
+                self._tell(seq, seq.take_delta())
         for scored, values in zip(batch.scored, result.scores, strict=True):
             seq = scored.chunk.seq
             assert isinstance(seq, ScoredSequence)
@@ -385,9 +392,19 @@ class NativeEngine:
         self._cached_tokens += seq.num_cached
         self._generated_tokens += seq.num_generated
         if seq.on_delta is not None:
-            seq.on_delta(seq.take_delta(reason))
+            self._tell(seq, seq.take_delta(reason))
+        with self._wake:
+            self._ids.discard(seq.id)
         if seq.future.set_running_or_notify_cancel():
             seq.future.set_result(seq.completion(reason))
+
+    def _tell(self, seq: Sequence, delta: Delta) -> None:
+        assert seq.on_delta is not None
+        try:
+            seq.on_delta(delta)
+        except Exception:
+            logger.exception("on_delta of request %s failed and will not be called again", seq.id)
+            seq.on_delta = None
 
     # --- commands, run by the engine's thread -------------------------------------------------------------
 
