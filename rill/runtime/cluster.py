@@ -44,6 +44,7 @@ from rill.runtime.placement import Placement, Seat, resolve
 from rill.runtime.process import Event, Exited, allow_many_files
 from rill.runtime.report import explain
 from rill.runtime.session import open_session
+from rill.runtime.session_key import SessionKey
 from rill.runtime.transfer import free_port
 from rill.runtime.worker import Worker
 
@@ -281,10 +282,19 @@ class Cluster:
 
     def _make_context(self, node: Node) -> RuntimeContext:
         session_dir = self.session.session_dir
-        tcp_host = node.host if len(self._nodes) > 1 else None
-        mailbox = Mailbox(f"ipc://{session_dir}/driver", tcp_host=tcp_host)
+        is_spread = len(self._nodes) > 1
+        key = SessionKey.new() if is_spread else None
+        if key is not None:
+            key.save(session_dir)  # for the hub
+        mailbox = Mailbox(f"ipc://{session_dir}/driver", tcp_host=node.host if is_spread else None, key=key)
         address = WorkerAddress(
-            DRIVER_GROUP, 0, node.node_id, os.getpid(), mailbox.endpoint, mailbox.tcp_endpoint
+            DRIVER_GROUP,
+            0,
+            node.node_id,
+            os.getpid(),
+            mailbox.endpoint,
+            mailbox.tcp_endpoint,
+            mailbox.raw_endpoint,
         )
         mailbox.on(HELLO, self._on_hello)
         return RuntimeContext(
@@ -298,6 +308,7 @@ class Cluster:
             calls=CallBook(mailbox, address),
             host=node.host,
             num_nodes=len(self._nodes),
+            key=key,
         )
 
     def _start_services(self) -> None:
@@ -311,7 +322,7 @@ class Cluster:
         key = rank.placeholder.identity
         node = self._node(rank.seat.node_id)
         seats_on_node = sum(1 for other in group.ranks if other.seat.node_id == rank.seat.node_id)
-        num_threads = group.threads or max(1, (os.cpu_count() or 1) // seats_on_node)
+        num_threads = group.threads or max(1, node.node.num_cores // seats_on_node)
         handle = Handle(f"{group.name}.__init__", [rank.placeholder])
         handle.explain_with(self.diagnose)
         with self._lock:
@@ -417,6 +428,8 @@ class Cluster:
         if rank.member is not None:
             self.context.mailbox.forget(rank.member.address.endpoint_from(self.context.node_id))
             self.context.mailbox.forget(rank.member.endpoint_for(self.context.node_id, concurrent=False))
+            if rank.member.address.raw_endpoint:
+                self.context.mailbox.forget(rank.member.address.raw_endpoint)
 
     def _node(self, node_id: str) -> NodeClient:
         if node_id not in self._nodes:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rill.runtime.hub import HubClient
     from rill.runtime.mailbox import Mailbox
     from rill.runtime.parcel import Parcels
+    from rill.runtime.session_key import SessionKey
     from rill.runtime.transfer import Transfer
 
 DRIVER_GROUP = "driver"
@@ -37,6 +38,8 @@ class WorkerAddress:
     """The mailbox that processes of the same node send to (ipc)."""
     tcp_endpoint: str = ""
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
+    raw_endpoint: str = ""
+    """Where processes of other nodes send raw bytes, unencrypted. Empty where the run has one node."""
     incarnation: int = 0
     """Counts the launches of this rank, from 0."""
     gpus: tuple[int, ...] = ()
@@ -76,6 +79,8 @@ class RuntimeContext:
     host: str = "127.0.0.1"
     """The address of this node that other nodes can reach."""
     num_nodes: int = 1
+    key: SessionKey | None = None
+    """What lets this process in at other nodes. None where the run has one node."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
     services: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +141,7 @@ class RuntimeContext:
 def _open_hub(context: RuntimeContext) -> Any:
     from rill.runtime.hub import HubClient
 
-    return HubClient(context.hub_endpoint, context.address.identity)
+    return HubClient(context.hub_endpoint, context.address.identity, context.key)
 
 
 def _open_store(context: RuntimeContext) -> Any:

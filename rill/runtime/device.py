@@ -47,6 +47,11 @@ def _rebuild_device(
     return Device(kind=kind, index=index, id=global_id, node_id=node_id, labels=labels, options=options)
 
 
+def num_own_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One machine of the cluster."""
@@ -55,6 +60,8 @@ class Node:
     host: str = "127.0.0.1"
     """An address that the other nodes can reach."""
     labels: frozenset[str] = frozenset()
+    num_cores: int = field(default_factory=num_own_cores)
+    """The cores that processes there may run on; unless given, those of the machine that made this object."""
 
 
 def local_devices(

@@ -88,6 +88,8 @@ class Directory:
                 known = None
         if known is not None:
             self._context.mailbox.forget(known.endpoint_from(self._context.node_id))
+            if known.raw_endpoint:
+                self._context.mailbox.forget(known.raw_endpoint)
         for listener in self._listeners:
             listener(identity, reason)
 
@@ -107,8 +109,10 @@ class Directory:
 
     def _learn(self, found: list[Any]) -> WorkerAddress:
         *values, gpus, _world_size = found
-        group, rank, node_id, pid, endpoint, tcp_endpoint, incarnation = values
-        address = WorkerAddress(group, rank, node_id, pid, endpoint, tcp_endpoint, incarnation, tuple(gpus))
+        group, rank, node_id, pid, endpoint, tcp_endpoint, raw_endpoint, incarnation = values
+        address = WorkerAddress(
+            group, rank, node_id, pid, endpoint, tcp_endpoint, raw_endpoint, incarnation, tuple(gpus)
+        )
         with self._lock:
             if address.identity not in self._dead:
                 self._known[address.group, address.rank] = address

@@ -33,6 +33,7 @@ from rill.runtime.device import CUDA
 from rill.runtime.mailbox import Frames, Mailbox, bind_tcp, receive
 from rill.runtime.main_module import MainModule, install_main
 from rill.runtime.process import read_all
+from rill.runtime.session_key import SessionKey
 from rill.runtime.worker import Seating, Worker, begin_call, build
 from rill.telemetry import trace
 
@@ -51,6 +52,7 @@ class HostSpec:
     host: str
     num_nodes: int
     hub_endpoint: str
+    key: SessionKey | None
     driver: WorkerAddress
     seating: Seating
     incarnation: int
@@ -114,11 +116,11 @@ class WorkerHost:
         self._ready = threading.Event()
         tcp_host = spec.host if spec.num_nodes > 1 else None
         base = f"ipc://{spec.session_dir}/{spec.socket_name}"
-        self.mailbox = mailbox or Mailbox(base, tcp_host=tcp_host)
+        self.mailbox = mailbox or Mailbox(base, tcp_host=tcp_host, key=spec.key)
         self._work = self.mailbox.context.socket(zmq.PULL)
         self._work.setsockopt(zmq.RCVHWM, 0)
         self._work.bind(f"{base}-work")
-        self._work_tcp = bind_tcp(self._work, tcp_host) if tcp_host else ""
+        self._work_tcp = bind_tcp(self._work, tcp_host, spec.key) if tcp_host else ""
         self._work_endpoint = f"{base}-work"
         address = WorkerAddress(
             group=spec.seating.group_name,
@@ -127,6 +129,7 @@ class WorkerHost:
             pid=os.getpid(),
             endpoint=self.mailbox.endpoint,
             tcp_endpoint=self.mailbox.tcp_endpoint,
+            raw_endpoint=self.mailbox.raw_endpoint,
             incarnation=spec.incarnation,
             gpus=tuple(device.index for device in spec.seating.devices if device.kind == CUDA),
         )
@@ -139,6 +142,7 @@ class WorkerHost:
             hub_endpoint=spec.hub_endpoint,
             host=spec.host,
             num_nodes=spec.num_nodes,
+            key=spec.key,
             mailbox=self.mailbox,
             calls=CallBook(self.mailbox, address),
             torch_device=spec.seating.device,

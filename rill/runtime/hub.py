@@ -51,6 +51,7 @@ from rill.runtime.hub_journal import HubJournal
 from rill.runtime.hub_machine import Machine
 from rill.runtime.process_watch import ProcessWatch
 from rill.runtime.segments import unlink
+from rill.runtime.session_key import SessionKey
 
 __all__ = ["Hub", "HubClient", "hub_command", "main"]
 
@@ -61,7 +62,8 @@ _POLL_MS = 500
 
 
 def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None) -> list[str]:
-    """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"."""
+    """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"; it
+    needs the session's key in the session's folder."""
     command = [sys.executable, "-m", "rill.runtime.hub", "--session-dir", str(session_dir)]
     command += ["--endpoint", endpoint, "--parent-pid", str(os.getpid())]
     if tcp:
@@ -100,9 +102,10 @@ class Hub:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        for address in (endpoint, tcp):
-            if address:
-                self._socket.bind(address)
+        self._socket.bind(endpoint)
+        if tcp:
+            SessionKey.read(session_dir).guard(self._socket)
+            self._socket.bind(tcp)
         self._decoder = msgspec.msgpack.Decoder()
         self._encoder = msgspec.msgpack.Encoder()
         self.is_stopping = False

@@ -29,6 +29,7 @@ from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.hub_machine import FAILURE, PUSH
 from rill.runtime.process_watch import ProcessWatch
+from rill.runtime.session_key import SessionKey
 from rill.runtime.waits import answer_dumps
 
 _log = logging.getLogger(__name__)
@@ -96,9 +97,10 @@ class _Sent:
 class HubClient:
     """Thread-safe; one per process (or per worker thread). `identity` is "group[rank]#launch"."""
 
-    def __init__(self, endpoint: str, identity: str) -> None:
+    def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
         self.identity = identity
         self.endpoint = endpoint
+        self._key = key
         self._queue: deque[tuple[str, Any, Pending | None, Callable[[], None] | None]] = deque()
         self._sent: deque[_Sent] = deque()
         self._first_sent = 1
@@ -247,6 +249,8 @@ class HubClient:
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
+        if self._key is not None and not self.endpoint.startswith("ipc:"):
+            self._key.present(socket)
         socket.connect(self.endpoint)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)

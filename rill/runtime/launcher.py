@@ -63,6 +63,7 @@ class Launcher:
             node_id=client.node.node_id,
             host=client.node.host,
             num_nodes=self._context.num_nodes,
+            key=self._context.key,
             hub_endpoint=self._hub_endpoint_for(client.node),
         )
         return Start(
@@ -100,6 +101,7 @@ class Launcher:
             node_id=client.node.node_id,
             host=client.node.host,
             num_nodes=self._context.num_nodes,
+            key=self._context.key,
             hub_endpoint=self._hub_endpoint_for(client.node),
             driver=self._context.address,
             seating=seating,

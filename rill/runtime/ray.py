@@ -21,7 +21,7 @@ from typing import Any
 
 from rill.errors import MissingExtraError, RunError
 from rill.runtime.backend import Opened
-from rill.runtime.device import Device, Node, local_devices
+from rill.runtime.device import Device, Node, local_devices, num_own_cores
 from rill.runtime.local import LocalNode, NodeClient
 from rill.runtime.process import Event, Start
 from rill.runtime.session import Session, open_session
@@ -140,7 +140,8 @@ class RayNode:
             described = self._ray.get(self._actor.describe.remote(wanted), timeout=START_WAIT_S)
         except self._ray.exceptions.RayError as error:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
-        self.session_dir, self.shm_dir, devices = described
+        self.session_dir, self.shm_dir, devices, num_cores = described
+        self.node = replace(self.node, num_cores=num_cores)
         threading.Thread(target=self._read_events, name="rill-node-events", daemon=True).start()
         found: list[Device] = devices
         return found
@@ -196,8 +197,9 @@ class NodeActor:
             on_lost=lambda _: os._exit(1),  # without its agent the node is lost, and the driver sees it so
         )
 
-    def describe(self, wanted: str | int | Sequence[Device]) -> tuple[str, str, list[Device]]:
-        return str(self._session.session_dir), str(self._session.shm_dir), local_devices(wanted)
+    def describe(self, wanted: str | int | Sequence[Device]) -> tuple[str, str, list[Device], int]:
+        session = self._session
+        return str(session.session_dir), str(session.shm_dir), local_devices(wanted), num_own_cores()
 
     def start(self, request: Start) -> None:
         self._local.start(request)

@@ -17,6 +17,7 @@ from rill.runtime.call import CallBook
 from rill.runtime.context import RuntimeContext, WorkerAddress
 from rill.runtime.mailbox import Mailbox
 from rill.runtime.process import read_all
+from rill.runtime.session_key import SessionKey
 from rill.runtime.store_server import StoreServer
 
 
@@ -31,6 +32,7 @@ class StoreHostSpec:
     host: str
     num_nodes: int
     hub_endpoint: str
+    key: SessionKey | None
 
 
 def main(start: int | bytes) -> None:
@@ -52,6 +54,7 @@ def main(start: int | bytes) -> None:
         calls=CallBook(mailbox, address),
         host=spec.host,
         num_nodes=spec.num_nodes,
+        key=spec.key,
     )
     runtime_context.install(context)
     StoreServer(context)

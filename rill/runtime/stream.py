@@ -1,11 +1,26 @@
-"""A large object between nodes: chunks of its buffers, copied once at the end that receives them."""
+"""A large object between nodes: chunks of its buffers, copied once at the end that receives them.
+
+Chunks travel in the clear, so what describes one is a fixed struct and not a pickle.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 CHUNK_BYTES = 4 * 1024 * 1024
+_PLACE = struct.Struct("<IQ")
+
+
+def pack_place(index: int, offset: int) -> bytes:
+    """Which buffer a chunk belongs to, and where in it."""
+    return _PLACE.pack(index, offset)
+
+
+def unpack_place(data: bytes) -> tuple[int, int]:
+    index, offset = _PLACE.unpack(data)
+    return index, offset
 
 
 def send_chunks(buffers: Sequence[memoryview], post: Callable[[int, int, memoryview], None]) -> None:

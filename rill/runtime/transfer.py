@@ -3,7 +3,7 @@
     same process      the object itself, by reference
     same node         shared memory: one copy in, none out (parcel.py)
     same GPU          CUDA IPC: one copy on the device (cuda_ipc.py)
-    other node        TCP, in chunks with a bounded number in flight
+    other node        TCP, in chunks with a bounded number in flight; the pickle encrypted, raw buffers not
 
     send ──▶ window (WINDOW_BYTES unreceived per peer) ──▶ peer's inbox ──▶ arrivals by (group, rank, tag) ──▶ recv
                  ▲                                                                                            │
@@ -17,8 +17,8 @@ when the peer ends.
 
 from __future__ import annotations
 
-import itertools
 import pickle
+import secrets
 import socket
 import threading
 import time
@@ -34,13 +34,14 @@ from rill.runtime.cuda_ipc import exporter_for
 from rill.runtime.directory import Directory, remaining_s
 from rill.runtime.mailbox import Frames
 from rill.runtime.pending import DEFAULT_WAIT_S, FillingPending, Pending
-from rill.runtime.stream import Incoming, send_chunks
+from rill.runtime.stream import Incoming, pack_place, send_chunks, unpack_place
 from rill.runtime.window import Windows
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
 
-TRANSFER, RECEIPT, CHUNK, CREDIT = b"xfer", b"rcpt", b"chnk", b"cred"
+TRANSFER, RECEIPT, STREAM, CREDIT = b"xfer", b"rcpt", b"strm", b"cred"
+_TOKEN_BYTES = 16
 
 Source: TypeAlias = tuple[str, int, str]
 """Group, rank and tag."""
@@ -66,18 +67,19 @@ class Transfer:
         self._arrivals: dict[Source, deque[Callable[[], Any]]] = {}
         self._posted: dict[Source, deque[Pending[Any]]] = {}
         self._windows = Windows(self._me.name)
-        self._streams: dict[tuple[str, int], Incoming] = {}
-        self._stream_ids = itertools.count()
+        self._streams: dict[bytes, Incoming] = {}
+        """By the token that the sender announced and every chunk must show."""
         self._async_sends: deque[tuple[Pending[None], Callable[[], None]]] = deque()
         self._sender: threading.Thread | None = None
         self._routes: dict[str, int] = {}
         for kind, handler in (
             (TRANSFER, self._on_transfer),
             (RECEIPT, self._on_receipt),
-            (CHUNK, self._on_chunk),
+            (STREAM, self._on_stream),
             (CREDIT, self._on_credit),
         ):
             context.mailbox.on(kind, handler)
+        context.mailbox.on_raw(self._on_chunk)
         self._directory.on_death(self._on_death)
 
     # --- sending ------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ class Transfer:
 
     def _stream(self, peer: WorkerAddress, tag: str, encoded: wire.Encoded, deadline_s: float) -> None:
         self._count("tcp")
-        stream_id = next(self._stream_ids)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         sizes = [buffer.nbytes for buffer in encoded.buffers]
         meta = (
             self._me.group,
@@ -171,18 +173,14 @@ class Transfer:
             encoded.num_bytes,
         )
         endpoint = peer.endpoint_from(self._context.node_id)
-        start = [
-            CHUNK,
-            pickle.dumps((self._me.identity, stream_id, -1, 0)),
-            pickle.dumps((meta, sizes)),
-            encoded.header,
-        ]
-        self._context.mailbox.post(endpoint, start)
+        # Chunks take another connection: they may go once the receiver knows their token.
+        self._windows.take_credit(peer, deadline_s)
+        self._context.mailbox.post(endpoint, [STREAM, pickle.dumps((token, meta, sizes)), encoded.header])
+        self._windows.wait_all_credits(peer, deadline_s)
 
         def post_chunk(index: int, offset: int, chunk: memoryview) -> None:
             self._windows.take_credit(peer, deadline_s)
-            head = pickle.dumps((self._me.identity, stream_id, index, offset))
-            self._context.mailbox.post(endpoint, [CHUNK, head, chunk], copy=False)
+            self._context.mailbox.post_raw(peer.raw_endpoint, [token, pack_place(index, offset), chunk])
 
         send_chunks(encoded.buffers, post_chunk)
         self._windows.wait_all_credits(peer, deadline_s)  # the chunks were views of the caller's memory
@@ -286,21 +284,24 @@ class Transfer:
     def _on_receipt(self, frames: Frames) -> None:
         self._windows.received(*pickle.loads(frames[0]))
 
+    def _on_stream(self, frames: Frames) -> None:
+        token, meta, sizes = pickle.loads(frames[0])
+        self._streams[token] = Incoming(meta, bytes(frames[1]), sizes)
+        self._after_chunk(token)
+
     def _on_chunk(self, frames: Frames) -> None:
-        identity, stream_id, index, offset = pickle.loads(frames[0])
-        if index < 0:
-            meta, sizes = pickle.loads(frames[1])
-            incoming = Incoming(meta, bytes(frames[2]), sizes)
-            self._streams[identity, stream_id] = incoming
-        else:
-            found = self._streams.get((identity, stream_id))
-            if found is None:
-                return
-            incoming = found
-            incoming.take(index, offset, memoryview(frames[1]))
-            self._context.mailbox.post(incoming.meta[4], [CREDIT, pickle.dumps(self._me.identity)])
+        """Comes in the clear, from anybody: without a token that was announced it is nothing."""
+        token = bytes(frames[0])
+        if len(frames) != 3 or token not in self._streams:
+            return
+        self._streams[token].take(*unpack_place(bytes(frames[1])), memoryview(frames[2]))
+        self._after_chunk(token)
+
+    def _after_chunk(self, token: bytes) -> None:
+        incoming = self._streams[token]
+        self._context.mailbox.post(incoming.meta[4], [CREDIT, pickle.dumps(self._me.identity)])
         if incoming.is_complete:
-            del self._streams[identity, stream_id]
+            del self._streams[token]
             self._deliver(incoming.meta[:3], lambda: self._open_stream(incoming))
 
     def _open_stream(self, incoming: Incoming) -> Any:
@@ -318,8 +319,8 @@ class Transfer:
         with self._changed:
             lost = [source for source in self._posted if source[:2] == (group, int(rank))]
             waiting = [pending for source in lost for pending in self._posted.pop(source)]
-            for key in [key for key in self._streams if key[0] == identity]:
-                del self._streams[key]
+            for token in [token for token, stream in self._streams.items() if stream.meta[3] == identity]:
+                del self._streams[token]
             self._changed.notify_all()
         for pending in waiting:
             pending.fail(PeerDiedError(f"{pending.what}: {name} is gone: {reason}"))

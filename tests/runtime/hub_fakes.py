@@ -112,8 +112,11 @@ class HubProcess:
         self.endpoint = f"ipc://{self.session_dir}/hub.sock"
         self.start()
 
+    def command(self) -> list[str]:
+        return hub_command(self.session_dir, self.endpoint, shm_dir=self.shm_dir)
+
     def start(self) -> None:
-        command = hub_command(self.session_dir, self.endpoint, shm_dir=self.shm_dir)
+        command = self.command()
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(command, env=env)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rill.errors import PeerDiedError, StuckError
+from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime import store as store_module
 from rill.runtime.context import RuntimeContext, WorkerAddress
 from rill.runtime.segments import LARGEST_SLAB_SLOT, slot_size, unlink
+from rill.runtime.session_key import SessionKey
 from rill.runtime.store import Store
 from rill.runtime.store_server import StoreServer
 from rill.runtime.wire import encode
@@ -133,6 +137,9 @@ def test_a_size_class_fits_and_wastes_little(num_bytes: int) -> None:
     assert slot_size(size) == size or size <= LARGEST_SLAB_SLOT
 
 
+KEY = SessionKey.new()
+
+
 def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> RuntimeContext:
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
@@ -143,6 +150,7 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
         node_id=node_id,
         address=WorkerAddress(group, 0, node_id, os.getpid(), ""),
         hub_endpoint=hub.endpoint,
+        key=KEY,
         mailbox=None,  # type: ignore[arg-type]
         calls=None,  # type: ignore[arg-type]
     )
@@ -164,5 +172,52 @@ def test_a_payload_of_another_node_comes_over_tcp_in_chunks(hub: HubProcess, tmp
     assert np.array_equal(read["x"], original["x"]) and read["y"] == original["y"]
     assert released == [1]  # the copy is ours: the other node's memory is free
     server.close()
+    here.close()
+    there.close()
+
+
+def test_the_store_server_does_not_answer_strangers(hub: HubProcess, tmp_path: Path) -> None:
+    there = context_of(hub, tmp_path / "there", "n1", "producer")
+    ref = there.store.write(encode({"x": np.ones(1000)}))
+    server = StoreServer(there)
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(server.endpoint)
+    request = msgspec.msgpack.encode((ref[2], ref[3], 100, 0, b"n" * 16))
+    for frames in ([request], [request, SessionKey.new().mac(request)], [request, b""]):
+        stranger.send_multipart(frames)
+    assert not stranger.poll(300)
+    stranger.send_multipart([request, KEY.mac(request)])
+    assert stranger.poll(5000), "the same request with the key is answered"
+    stranger.close(linger=0)
+    server.close()
+    there.close()
+
+
+def test_an_answer_that_another_made_is_not_unpickled(hub: HubProcess, tmp_path: Path) -> None:
+    here = context_of(hub, tmp_path / "here", "n0", "consumer")
+    there = context_of(hub, tmp_path / "there", "n1", "producer")
+    there.key = SessionKey.new()  # it stands for somebody who answers in the place of a store server
+    here.key = KEY
+    ref = there.store.write(encode({"x": np.ones(1000)}))
+    server = zmq.Context.instance().socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    there.hub.call("registry", "publish", ["store/n1", f"tcp://127.0.0.1:{port}", True], 10.0)
+    failures: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            here.store.read(ref, lambda: None)
+        except RunError as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    identity, raw, _code = server.recv_multipart()
+    assert there.key is not None
+    chunk = bytes(4096)
+    server.send_multipart([identity, b"1", there.key.mac(raw, b"1", chunk[: ref[4]]), chunk])
+    reader.join(timeout=10)
+    assert len(failures) == 1 and "not sent by n1" in str(failures[0])
+    server.close(linger=0)
     here.close()
     there.close()

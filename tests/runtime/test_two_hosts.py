@@ -76,28 +76,60 @@ def environment() -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def test_groups_transfers_channels_and_deaths_work_across_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+@pytest.fixture
+def address(hosts: list[str], tmp_path: Path) -> Iterator[str]:
+    """A Ray cluster of both hosts."""
     first, second = hosts
-    address = f"{HOSTS[first]}:6399"
+    head_address = f"{HOSTS[first]}:6399"
     temp = Path("/tmp/rill-test-ray")
     shutil.rmtree(temp, ignore_errors=True)
-    head = start_ray(
-        first, tmp_path, "--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={temp}"
-    )
+    options = ("--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={temp}")
+    running = [start_ray(first, tmp_path, *options)]
     try:
-        wait_for_ray(first, address, 1)
-        other = start_ray(second, tmp_path, f"--address={address}")
-        wait_for_ray(first, address, 2)
-        script = Path(__file__).with_name("two_hosts_script.py")
-        command = in_host(first, sys.executable, str(script), address)
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
-        steps = done.stdout.split()
-        assert done.returncode == 0, f"{steps}\n{done.stderr[-4000:]}"
-        assert steps[-1] == "closed"
-        other.terminate()
+        wait_for_ray(first, head_address, 1)
+        running.append(start_ray(second, tmp_path, f"--address={head_address}"))
+        wait_for_ray(first, head_address, 2)
+        yield head_address
     finally:
-        head.terminate()
+        for process in reversed(running):
+            process.terminate()
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def run_driver(*command: str) -> str:
+    """Run a driver on the first host; gives what it printed."""
+    first = next(iter(HOSTS))
+    done = subprocess.run(
+        in_host(first, sys.executable, *command),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_groups_transfers_channels_and_deaths_work_across_two_hosts(address: str) -> None:
+    script = Path(__file__).with_name("two_hosts_script.py")
+    assert run_driver(str(script), address).split()[-1] == "closed"
+
+
+FIGURE_FIVE = """
+import sys
+from rill import Cluster
+from tests.runtime.figure_five import run
+for rollout_on, actor_on in (("0-1", "0-1"), ("0", "1"), ("1", "0")):
+    with Cluster.ray(sys.argv[1], devices="cpu:1") as cluster:
+        assert {device.node_id for device in cluster.devices} == {"node0", "node1"}
+        print(run(cluster, rollout_on, actor_on, num_steps=3, batch_size=12), flush=True)
+"""
+
+
+def test_the_program_of_figure_five_runs_unchanged_on_two_hosts(address: str) -> None:
+    """Both groups spread over the hosts and sharing devices; then each group on a host of its own."""
+    expected = [2 * sum(range(12))] * 3
+    assert run_driver("-c", FIGURE_FIVE, address).splitlines() == [str(expected)] * 3
 
 
 def wait_for_ray(host: str, address: str, num_nodes: int) -> None:

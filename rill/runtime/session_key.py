@@ -1,0 +1,78 @@
+"""The secret of a session that spans several nodes, and the doors it locks.
+
+A session on one node has none: its sockets are files in a folder that only its user can enter. With several nodes the
+driver makes one key; it reaches the other processes inside their start requests (a socketpair, or a call of Ray's
+actor) and the hub as a file of mode 0600, never on a command line, in the environment or in a log.
+
+    calls, hub, receipts        CURVE: encrypted, both ends prove that they have the key
+    requests to a store server  a MAC over each request, and over that part of the answer that will be unpickled
+    raw buffers of a transfer   in the clear, each chunk under a random token that was announced over CURVE
+
+So nothing is unpickled that was not made by a holder of the key, and a stranger can neither send nor fetch. Raw tensor
+bytes are not encrypted, because that costs a large part of the bandwidth: somebody who can read or change packets on
+the wire can read or change those.
+
+CURVE's own view is that a server's public key is public. Here it is not: it is never sent in the clear by the
+protocol, and only holders of the session's key know it, so that knowing it is the proof that a client gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+KEY_NAME = "session.key"
+MAC_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """One CURVE key pair, the same in every process of the session. Does not show itself when printed."""
+
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> SessionKey:
+        return cls(*zmq.curve_keypair())
+
+    @classmethod
+    def read(cls, session_dir: Path) -> SessionKey:
+        """The key that `save` left in the session's folder."""
+        public, secret = (session_dir / KEY_NAME).read_bytes().split()
+        return cls(public, secret)
+
+    def save(self, session_dir: Path) -> None:
+        """Leave the key for processes that are started by a command line, readable by this user only."""
+        descriptor = os.open(session_dir / KEY_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(self.public + b"\n" + self.secret)
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Let only holders of the key in at the endpoints that `socket` binds from now on."""
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.curve_server = True
+
+    def present(self, socket: zmq.Socket[Any]) -> None:
+        """Show the key at the endpoints that `socket` connects to from now on, and ask it of them."""
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.curve_serverkey = self.public
+
+    def mac(self, *parts: bytes | memoryview) -> bytes:
+        """A code over `parts` that only a holder of the key can make."""
+        maker = hmac.new(self.secret, digestmod=hashlib.sha256)
+        for part in parts:
+            maker.update(len(part).to_bytes(8, "little"))
+            maker.update(part)
+        return maker.digest()
+
+    def is_mac(self, code: bytes, *parts: bytes | memoryview) -> bool:
+        return hmac.compare_digest(code, self.mac(*parts))

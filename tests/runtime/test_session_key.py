@@ -1,0 +1,151 @@
+"""Who may talk to the processes of a session that spans nodes: only those that have its key."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import socket as sockets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from rill.errors import RunError, StuckError
+from rill.runtime.hub import HubClient, hub_command
+from rill.runtime.mailbox import Mailbox
+from rill.runtime.session import open_session
+from rill.runtime.session_key import KEY_NAME, SessionKey
+from rill.runtime.stream import Incoming
+from rill.runtime.transfer import free_port
+from tests.runtime.hub_fakes import HubProcess
+
+pytestmark = pytest.mark.timeout(60)
+
+KEY = SessionKey.new()
+
+
+class Inbox:
+    """A mailbox on TCP, and what arrived in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.raw: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.mailbox = Mailbox(f"ipc://{folder}/inbox", tcp_host="127.0.0.1", key=KEY)
+        self.mailbox.on(b"kind", self.arrived.put)
+        self.mailbox.on_raw(self.raw.put)
+        self.mailbox.start()
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Iterator[Inbox]:
+    made = Inbox(tmp_path)
+    yield made
+    made.mailbox.close()
+
+
+def post_from(folder: Path, name: str, key: SessionKey | None, endpoint: str) -> None:
+    sender = Mailbox(f"ipc://{folder}/{name}", key=key)
+    sender.post(endpoint, [b"kind", name.encode()])
+    sender.close()
+
+
+def test_a_mailbox_hears_its_session_and_nobody_else_on_tcp(inbox: Inbox, tmp_path: Path) -> None:
+    endpoint = inbox.mailbox.tcp_endpoint
+    post_from(tmp_path, "no-key", None, endpoint)
+    post_from(tmp_path, "other-key", SessionKey.new(), endpoint)
+    with sockets.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as plain:
+        plain.sendall(b"\xff" + bytes(8) + b"\x7f\x03" + b"NULL" + bytes(500))
+    post_from(tmp_path, "member", KEY, endpoint)
+    assert inbox.arrived.get(timeout=10) == [b"member"]
+    with pytest.raises(queue.Empty):
+        inbox.arrived.get(timeout=0.5)
+
+
+def test_a_mailbox_on_the_same_node_needs_no_key(inbox: Inbox, tmp_path: Path) -> None:
+    post_from(tmp_path, "neighbour", None, inbox.mailbox.endpoint)
+    assert inbox.arrived.get(timeout=10) == [b"neighbour"]
+
+
+def test_what_comes_in_the_clear_never_reaches_a_handler_of_messages(inbox: Inbox) -> None:
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.connect(inbox.mailbox.raw_endpoint)
+    stranger.send_multipart([b"kind", pickle.dumps("harm")])
+    assert inbox.raw.get(timeout=10)[0] == b"kind"
+    assert inbox.arrived.empty()
+    stranger.close(linger=0)
+
+
+def test_a_port_for_other_nodes_is_not_opened_without_a_key(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="needs a session key"):
+        Mailbox(f"ipc://{tmp_path}/inbox", tcp_host="127.0.0.1")
+
+
+def test_chunks_that_do_not_fit_are_refused() -> None:
+    incoming = Incoming((), b"", [100])
+    with pytest.raises((ValueError, IndexError)):
+        incoming.take(0, 90, memoryview(bytes(20)))
+    with pytest.raises(IndexError):
+        incoming.take(1, 0, memoryview(bytes(20)))
+
+
+class TcpHub(HubProcess):
+    """A hub that other nodes can reach."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tcp = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+        super().__init__(folder)
+
+    def command(self) -> list[str]:
+        KEY.save(self.session_dir)
+        return hub_command(self.session_dir, self.endpoint, tcp=self.tcp, shm_dir=self.shm_dir)
+
+
+def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> None:
+    hub = TcpHub(tmp_path)
+    clients = [
+        HubClient(hub.tcp, "member[0]#0", KEY),
+        HubClient(hub.tcp, "stranger[0]#0"),
+        HubClient(hub.tcp, "stranger[1]#0", SessionKey.new()),
+        HubClient(hub.endpoint, "neighbour[0]#0"),
+    ]
+    member, *strangers, neighbour = clients
+    member.call("registry", "sync", None, 20)
+    neighbour.call("registry", "sync", None, 20)
+    for stranger in strangers:
+        with pytest.raises(StuckError):
+            stranger.call("registry", "sync", None, 0.5)
+    known = member.query("registry", "members", None, 10)
+    assert set(known) == {"member[0]#0", "neighbour[0]#0"}
+    for client in clients:
+        client.close()
+    hub.close()
+
+
+def test_the_key_is_in_no_command_line_and_in_no_text(tmp_path: Path) -> None:
+    KEY.save(tmp_path)
+    command = " ".join(hub_command(tmp_path, "ipc://x", tcp="tcp://127.0.0.1:1"))
+    for told in (command, repr(KEY), str(KEY), f"{KEY}"):
+        assert KEY.secret.decode() not in told and KEY.public.decode() not in told
+    assert SessionKey.read(tmp_path) == KEY
+
+
+def test_only_their_user_can_enter_the_session_s_folders() -> None:
+    session = open_session()
+    try:
+        KEY.save(session.session_dir)
+        for folder in (session.session_dir, session.shm_dir):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((session.session_dir / KEY_NAME).stat().st_mode) == 0o600
+    finally:
+        session.close()
+
+
+def test_a_mac_covers_every_part_and_their_borders() -> None:
+    code = KEY.mac(b"ab", b"c")
+    assert KEY.is_mac(code, b"ab", b"c")
+    assert not KEY.is_mac(code, b"a", b"bc")
+    assert not KEY.is_mac(code, b"ab", b"d")
+    assert not SessionKey.new().is_mac(code, b"ab", b"c")
