@@ -23,7 +23,7 @@ M token of the pack, Q query token of this rank, H query head, G key/value head,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,6 @@ class PackedLayout:
     groups: tuple[_PaddedGroup, ...] = ()
     context_group: Any = None
     """Process group over which the row is cut, or None."""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def build_layout(

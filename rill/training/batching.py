@@ -6,7 +6,6 @@ to do runs an idle pack (two tokens, weight zero) to keep step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +27,6 @@ from rill.training.packing import (
 )
 from rill.training.parallel import World
 from rill.types import Floats, TokenIds, Trajectory
-
-log = logging.getLogger(__name__)
 
 _CUDA_ROW_MULTIPLE = 128
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from rill.errors import ConfigError, UnsupportedError
 
@@ -250,7 +250,6 @@ def gradient_norm(parameters: Iterable[tuple[Tensor, Tensor]], device: torch.dev
 
 __all__ = [
     "Rendezvous",
-    "Shard",
     "World",
     "apply_tensor_parallel",
     "full",
