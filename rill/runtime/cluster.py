@@ -51,6 +51,7 @@ from rill.runtime.worker import Worker
 W = TypeVar("W", bound=Worker)
 
 KILL_WAIT_S = 10.0
+HUB_WAIT_S = 30.0
 CLOSE_WAIT_S = 2.0
 """What all groups together are given to end in order when the cluster closes."""
 REPORT_FROM_S = 10.0
@@ -161,6 +162,10 @@ class Cluster:
     def nodes(self) -> list[Node]:
         """The machines, the driver's first."""
         return [client.node for client in self._nodes.values()]
+
+    def coreside(self, *groups: str) -> None:
+        """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
+        self.context.hub.call("locks", "coreside", list(groups), HUB_WAIT_S)
 
     # --- groups -------------------------------------------------------------------------------------------
 

@@ -22,10 +22,12 @@ class OffloadLevel(IntEnum):
 
 
 class Shelf:
-    """Host copies of emptied storages."""
+    """Host copies of emptied storages. Pinned memory is dear to allocate, so a tensor keeps its host buffer for the
+    next time: from the second turn on, a switch costs two transfers and nothing else."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._buffers: dict[int, torch.UntypedStorage] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +39,7 @@ class Shelf:
             storage = tensor.untyped_storage()
             if storage.device.type == "cpu" or storage.nbytes() == 0:
                 continue
-            host = torch.UntypedStorage(storage.nbytes()).pin_memory()  # type: ignore[no-untyped-call]
+            host = self._buffer(id(tensor), storage.nbytes())
             host.copy_(storage, non_blocking=True)
             self._kept[id(tensor)] = (storage, host)
         if self._kept:
@@ -54,3 +56,10 @@ class Shelf:
         if self._kept:
             torch.cuda.synchronize()
         self._kept.clear()
+
+    def _buffer(self, key: int, num_bytes: int) -> torch.UntypedStorage:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.nbytes() != num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+            self._buffers[key] = buffer
+        return buffer

@@ -46,6 +46,8 @@ from rill.workflows.warmup import warm_up
 W = TypeVar("W", bound=Worker)
 
 MAX_JOBS = 1_000_000
+PRELOAD = ("rill.workflows.rollout", "rill.workflows.actor", "rill.models.loading", "transformers")
+"""Imported once, by the process that workers are forked from: seconds for every worker after the first."""
 NEVER_S = 1e9
 """The feeder waits for outcomes for as long as the run lasts; the loop holds the deadline of a step."""
 
@@ -77,11 +79,13 @@ class RLConfig(RecipeConfig):
         values = dict(values)
         model, seed = values.get("model"), values.get("seed")
         rollout = values["rollout"] = as_table(values.get("rollout", {}))
-        engine = rollout["engine"] = as_table(rollout.get("engine", "native"))
+        engine = rollout["engine"] = {"type": "native", **as_table(rollout.get("engine", {}))}
         trainer = values["trainer"] = as_table(values.get("trainer", {}))
         if model is not None:
             engine.setdefault("model", model)
             trainer.setdefault("model", model)
+        if engine.get("type", "native") == "native":
+            engine.setdefault("dtype", trainer.get("compute_dtype", "float32"))  # sampled as it is trained
         sampling = rollout.get("sampling")
         if isinstance(sampling, dict) and sampling.get("temperature"):
             trainer.setdefault("temperature", sampling["temperature"])
@@ -106,7 +110,7 @@ def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     devices = config.devices or "auto"
     if config.type == "ray":
         return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
-    return Cluster(devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
+    return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
 
 
 def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
@@ -184,6 +188,8 @@ class RLSetup:
     def run_loop(self, train_step: TrainStep, trained: Mapping[str, WorkerGroup[Any]]) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder."""
         config, timeout_s = self.config, self.config.loop.step_timeout_s
+        if config.cluster.resident:
+            self.cluster.coreside("rollout", *trained)
         self._warm_up()
         flow = Flow(jobs=self.jobs, rollouts=self.rollouts, outcomes=self.outcomes)
         fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)

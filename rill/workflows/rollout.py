@@ -67,7 +67,7 @@ class RolloutWorker(Worker):
     ) -> None:
         self.config = config
         self.algorithm = Algorithm(algorithm)
-        self.engine: Engine = ENGINES.load(config.engine.type)(config.engine)
+        self.engine: Engine = ENGINES.load(config.engine.type)(placed(config.engine, self.device))
         self.sync = sync
         self.receiver = open_receiver(sync.transport)
         self.seed = seed
@@ -188,3 +188,10 @@ class RolloutWorker(Worker):
         """For the canary."""
         with self.device_lock():
             return self.engine.score(sequences)
+
+
+def placed(engine: PartConfig, device: str) -> PartConfig:
+    """The engine's configuration with the device its worker was given, where it is free to choose one."""
+    if "device" in type(engine).model_fields and engine.model_dump()["device"] == "auto":
+        return engine.model_copy(update={"device": device})
+    return engine

@@ -95,6 +95,9 @@ class ClusterConfig(Config):
     """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
     devices: int = Field(0, ge=0)
     """Device slots to use. 0: all that are found."""
+    resident: bool = False
+    """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
+    between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""
     threads: int = Field(0, ge=0)
     """Threads of each worker process. 0: cores divided by the workers that compute at the same time."""
 
