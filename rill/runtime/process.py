@@ -16,8 +16,9 @@ Guarantees:
 
 The worker's main is imported once, here, and workers are forked from this process with it in place: they start in
 milliseconds and share its memory. It pulls in nothing that reads the environment when it is loaded (no numpy, no
-torch), so a worker's environment is complete before those are imported. `preload` names more modules to share. A
-worker whose environment speaks to the loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
+torch), so a worker's environment is complete before those are imported. `preload` names more modules to share; they
+are imported after the hub has been started and before the first worker. A worker whose environment speaks to the
+loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -209,11 +210,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-        for module in (WORKER_MAIN, *self.spec.preload):
-            importlib.import_module(module)
-        # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
-        gc.collect()
-        gc.freeze()
+        self._import_once([WORKER_MAIN])
         while os.getppid() == self.parent_pid:
             watched: list[socket.socket | int] = [self.control, self.wake_read]
             readable, _, _ = select.select(watched, [], [], TICK_S)
@@ -231,8 +228,20 @@ class Agent:
                 self._handle(request)
         self._end()
 
+    def _import_once(self, modules: Sequence[str]) -> None:
+        """For the processes that are forked from here on."""
+        if all(module in sys.modules for module in modules):
+            return
+        for module in modules:
+            importlib.import_module(module)
+        # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
+        gc.collect()
+        gc.freeze()
+
     def _handle(self, request: object) -> None:
         if isinstance(request, Start):
+            if not request.restart:  # services need none of it, and workers wait for them
+                self._import_once(self.spec.preload)
             self._start(request, [])
         elif isinstance(request, Kill):
             for child in self.children.values():

@@ -1,0 +1,76 @@
+"""The same seed and plan give the same bytes; so do other placements, and a run that was stopped and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rill.errors import RunError
+from rill.telemetry.run import Run
+from rill.workflows.loop import StepReport
+from tests.e2e.tiny import fingerprint, resume, start
+
+INVARIANT = "rollout.engine.batch_invariant=true"
+CORRECTED = "algorithm.correction=tis"
+"""Makes the loss depend on the engine's log-probabilities, to the last bit."""
+TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2")
+ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Undisturbed, on one shared device."""
+    return start(tmp_path_factory.mktemp("whole"), "whole", INVARIANT, CORRECTED)
+
+
+def test_two_engines_beside_the_trainer_give_the_same_weights_as_one_shared_device(
+    whole: Run, tmp_path: Path
+) -> None:
+    split = start(tmp_path, "split", INVARIANT, CORRECTED, *TWO_ENGINES)
+    assert fingerprint(split) == fingerprint(whole)
+
+
+def test_a_run_stopped_after_a_checkpoint_and_resumed_gives_the_same_weights(
+    whole: Run, tmp_path: Path
+) -> None:
+    assert fingerprint(stopped_and_resumed(tmp_path, INVARIANT, CORRECTED)) == fingerprint(whole)
+
+
+@pytest.mark.slow
+def test_another_seed_gives_other_weights(whole: Run, tmp_path: Path) -> None:
+    assert fingerprint(start(tmp_path, "other", INVARIANT, CORRECTED, "seed=4")) != fingerprint(whole)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_kl_coefficient_and_the_names_of_refilled_groups(tmp_path: Path) -> None:
+    settings = (INVARIANT, "algorithm.filters.drop_equal_rewards=true", *ADAPTIVE)
+    whole = start(tmp_path, "whole", *settings)
+    assert fingerprint(stopped_and_resumed(tmp_path, *settings)) == fingerprint(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_an_asynchronous_run_resumes_with_the_groups_it_had_begun(tmp_path: Path, steps_ahead: int) -> None:
+    reports: list[StepReport] = []
+    settings = (*TWO_ENGINES, f"loop.max_lag={steps_ahead}", "loop.order=admission")
+    run = stopped(tmp_path, *settings)
+    resume(run, observers=[reports.append])
+    assert reports[-1].step == 4
+    assert max(report.metrics.get("lag/max", 0.0) for report in reports) <= steps_ahead
+
+
+def stopped_and_resumed(root: Path, *settings: str) -> Run:
+    return resume(stopped(root, *settings))
+
+
+def stopped(root: Path, *settings: str) -> Run:
+    """Ends after its third step; its last checkpoint is of the second."""
+
+    def stop(report: StepReport) -> None:
+        if report.step == 3:
+            raise RunError("stopped by the test")
+
+    with pytest.raises(RunError, match="stopped by the test"):
+        start(root, "stopped", *settings, observers=[stop])
+    return Run.open("stopped", root=root)

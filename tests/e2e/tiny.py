@@ -1,0 +1,64 @@
+"""Whole runs of tiny.toml, in this process: the driver is the test, the workers are real."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from rill.cli.train import carry_out
+from rill.config.files import load_recipe
+from rill.config.resolve import dump_config, resolve
+from rill.telemetry.run import Run
+from rill.types import Prompt, Trajectory
+from rill.workflows import recipe_schema
+from rill.workflows.loop import Observer
+from rill.workflows.reasoning import ReasoningWorkflow
+
+RECIPE = Path(__file__).with_name("tiny.toml")
+
+
+def share_of_digits(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    """Any model gets some of it, so that there is something to learn from the first step on."""
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def constant(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    """A reward that does not look at the answer."""
+    return 1.0
+
+
+def resolved(recipe: Path, overrides: Sequence[str]) -> ReasoningWorkflow.Config:
+    values = load_recipe(recipe, list(overrides))
+    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    assert isinstance(config, ReasoningWorkflow.Config)
+    return config
+
+
+def start(root: Path, name: str, *overrides: str, observers: Sequence[Observer] = ()) -> Run:
+    config = resolved(RECIPE, overrides)
+    run = Run.create(name, root=root, config_toml=dump_config(config))
+    with run.running():
+        ReasoningWorkflow(config, run, observers).run()
+    return run
+
+
+def resume(run: Run, *overrides: str, observers: Sequence[Observer] = ()) -> Run:
+    config = resolved(run.config_path, overrides)
+    run = Run.resume(run.path)
+    with run.running():
+        ReasoningWorkflow(config, run, observers).run()
+    return run
+
+
+def as_command(root: Path, name: str, *overrides: str) -> Run:
+    """As `rill train` does it: with metrics, guards and a report."""
+    config = resolved(RECIPE, overrides)
+    run = Run.create(name, root=root, config_toml=dump_config(config))
+    carry_out(config, run)
+    return run
+
+
+def fingerprint(run: Run) -> str:
+    """Of the bytes of the trained weights."""
+    return hashlib.sha256((run.path / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
