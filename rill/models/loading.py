@@ -6,6 +6,7 @@ from a network: a path that does not exist is an error that says so.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,20 +90,33 @@ def load_model(
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     source = config.tokenizer or config.path
     if source == "chars":
         return build_char_tokenizer()
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
+    folder = _existing(source)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            _existing(source), local_files_only=True
-        )
+        loader = PreTrainedTokenizerFast if _stands_alone(folder) else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"{source} holds no tokenizer that transformers can load: {error}") from error
     return tokenizer
+
+
+def _stands_alone(folder: str) -> bool:
+    """Whether the folder's tokenizer.json is all there is to its tokenizer.
+
+    AutoTokenizer goes by the model's type instead: beside a qwen2 model it makes a byte-level tokenizer of any
+    vocabulary, which silently loses the white space of rill's character tokenizer.
+    """
+    path = Path(folder) / "tokenizer_config.json"
+    if not path.is_file() or not (Path(folder) / "tokenizer.json").is_file():
+        return False
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return values.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> None:
