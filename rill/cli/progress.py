@@ -79,6 +79,10 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def note(self, text: str) -> None:
+        """A line that stays, above the live panel."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def curve(self, name: str) -> str:
         """The figure's history as one line of bars."""
         return spark(self._history.get(name, []))

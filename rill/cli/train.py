@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,9 @@ from rill.cli.progress import Progress
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.dashboard.report import write_report
+from rill.errors import RillError
 from rill.telemetry import trace
+from rill.telemetry.guards import Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
@@ -80,17 +83,36 @@ def carry_out(config: RecipeConfig, run: Run) -> None:
     def record(report: StepReport) -> None:
         metrics.write(report.step, report.metrics)
 
+    watch = GuardWatch(run.path, config.guards())
+
+    def guard(report: StepReport) -> None:
+        for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
+            progress.note(f"guard: {finding}")
+
     with run.running():
         try:
             with Progress(Console()) as progress:
-                WORKFLOWS.load(config.workflow)(config, run, [record, progress.observe]).run()
+                WORKFLOWS.load(config.workflow)(config, run, [record, progress.observe, guard]).run()
+        except RillError as error:
+            error.add_note(_how_to_go_on(run))
+            raise
         finally:
+            watch.close()
             metrics.close()
             trace.flush()
-    _summarise(run, progress, write_report(run))
+    _summarise(run, progress, write_report(run), watch.findings)
 
 
-def _summarise(run: Run, progress: Progress, page: Path) -> None:
+def _how_to_go_on(run: Run) -> str:
+    checkpoints = whole_checkpoints(run)
+    if not checkpoints:
+        return "there is no checkpoint to go on from: `checkpoint_every` was not reached (0: only at the end)"
+    return f"go on from step {step_of(checkpoints[-1])} with: {run.resume_command}"
+
+
+def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        say(f"guard:    {finding}")
     for name, label in (("reward/mean", "reward"), ("eval/accuracy", "held-out accuracy")):
         values = progress.history(name)
         if values:

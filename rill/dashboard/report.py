@@ -15,6 +15,7 @@ from typing import Any
 
 from rill.errors import UserError
 from rill.telemetry.chrome import Event, read_trace
+from rill.telemetry.guards import GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, write_atomically
@@ -48,6 +49,7 @@ def collect(run: Run) -> dict[str, Any]:
         "metrics": _metrics(run),
         "timeline": _timeline(run),
         "rollouts": _rollouts(run),
+        "findings": list(read_lines(run.path / GUARDS_FILE)),
         "config": run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else "",
     }
 

@@ -22,6 +22,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.runtime.worker import Worker
+from rill.telemetry.guards import Guard, default_guards
 from rill.telemetry.run import Run
 from rill.training.policy import PolicyTrainer
 from rill.types import Prompt
@@ -33,6 +34,7 @@ from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import (
+    MISMATCH_LIMITS,
     ClusterConfig,
     EvalConfig,
     LoopConfig,
@@ -69,6 +71,10 @@ class RLConfig(RecipeConfig):
     sync: SyncConfig = SyncConfig()
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    def guards(self) -> list[Guard]:
+        limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
+        return default_guards(max_lag=self.loop.max_lag, mismatch_limit=limit)
 
     @model_validator(mode="before")
     @classmethod

@@ -7,12 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from rill.config import Config, OneOf, PartConfig
+from rill.telemetry.guards import Guard, default_guards
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 """Device ids of a group, as rill.runtime.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
+
+
+MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""Largest mean |log π_trainer − log π_engine| of the same tokens and weights, in nats, by the trainer's precision."""
 
 
 class RecipeConfig(Config):
@@ -23,6 +28,10 @@ class RecipeConfig(Config):
     """Decides the order of the data, sampling and fresh weights; the same seed and plan give the same run."""
     sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
     """Trackers that get the figures too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
+
+    def guards(self) -> list[Guard]:
+        """What is watched while the recipe runs."""
+        return default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
 
 
 class SamplingConfig(Config):
