@@ -114,8 +114,12 @@ def recipe(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         "trainer": trainer,
         "loop": {"steps": args.steps + 1, "groups_per_step": args.groups, "step_timeout_s": args.timeout},
         "eval": {"every": 0, "num_prompts": 1, "max_new_tokens": 4},
-        "sync": {"canary_tolerance": 0.05, "timeout_s": args.timeout},
-        "cluster": {"devices": 1},
+        "sync": {
+            "canary_tolerance": 0.05,
+            "timeout_s": args.timeout,
+            "transport": {"type": "cuda_ipc" if is_cuda else "shm"},
+        },
+        "cluster": {"devices": 1, "resident": args.resident},
     }
 
 
@@ -221,6 +225,12 @@ def main() -> None:
         "--folder", default="", help="where the model and the run go; unset: a temporary folder"
     )
     parser.add_argument("--keep", default="", help="copy metrics, trace and logs here")
+    parser.add_argument(
+        "--resident",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="both groups stay on the device",
+    )
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if args.small:
