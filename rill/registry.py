@@ -27,7 +27,9 @@ class Registry(Mapping[str, str]):
     def register(self, name: str, target: str) -> None:
         """Add a part from outside rill, e.g. `ENVIRONMENTS.register("maze", "my_lab.maze:Maze")`."""
         if name in self._parts and self._parts[name] != target:
-            raise UnknownNameError(f"{self.kind} {name!r} is taken by {self._parts[name]}: choose another name")
+            raise UnknownNameError(
+                f"{self.kind} {name!r} is taken by {self._parts[name]}: choose another name"
+            )
         self._parts[name] = target
 
     def load(self, name: str) -> Any:
@@ -68,7 +70,9 @@ def load_target(target: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UnknownNameError(
-            unknown_name_message(f"name in {module_name}", attribute, [n for n in vars(module) if n[0] != "_"])
+            unknown_name_message(
+                f"name in {module_name}", attribute, [n for n in vars(module) if n[0] != "_"]
+            )
         ) from None
 
 
