@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
-from rill.runtime.device import LOCAL_NODE, Device, Node, local_devices
+from rill.runtime.device import Device, Node, local_devices
 from rill.runtime.local import LocalNode, NodeClient
 from rill.runtime.process import Event
-from rill.runtime.session import Session
+from rill.runtime.session import Session, open_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,25 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """This machine."""
+    """This machine, as one node or as several.
 
-    def __init__(self, devices: str | int | Sequence[Device], labels: frozenset[str]) -> None:
-        self._devices = local_devices(devices, labels=labels)
-        self._node = Node(node_id=LOCAL_NODE, labels=labels)
-        self._start: Callable[[], LocalNode] | None = None
+    Several nodes on one machine are a rehearsal: each has folders, an agent and devices of its own, and everything
+    between them goes over TCP as it would between machines.
+    """
+
+    def __init__(
+        self,
+        devices: str | int | Sequence[Device],
+        labels: frozenset[str] = frozenset(),
+        *,
+        num_nodes: int = 1,
+    ) -> None:
+        """`devices` counts per node."""
+        self._nodes = [Node(node_id=f"node{n}", labels=labels) for n in range(num_nodes)]
+        per_node = local_devices(devices, labels=labels)
+        self._devices = [replace(device, node_id=node.node_id) for node in self._nodes for device in per_node]
+        self._start: dict[str, Callable[[], LocalNode]] = {}
+        self._sessions: list[Session] = []
 
     def open(
         self,
@@ -56,20 +70,25 @@ class LocalBackend:
         on_event: Callable[[Event], None],
         on_lost: Callable[[str, str], None],
     ) -> Opened:
-        self._start = lambda: LocalNode(
-            self._node,
-            session_id=session.session_id,
-            session_dir=str(session.session_dir),
-            shm_dir=str(session.shm_dir),
-            preload=preload,
-            on_event=on_event,
-            on_lost=lambda reason: on_lost(LOCAL_NODE, reason),
-        )
-        return Opened([self._start()], self._devices)
+        for node in self._nodes[1:]:
+            self._sessions.append(open_session(f"{session.session_id}-{node.node_id}"))
+        for node, own in zip(self._nodes, [session, *self._sessions], strict=True):
+            self._start[node.node_id] = partial(
+                LocalNode,
+                node,
+                session_id=own.session_id,
+                session_dir=str(own.session_dir),
+                shm_dir=str(own.shm_dir),
+                preload=preload,
+                on_event=on_event,
+                on_lost=partial(on_lost, node.node_id),
+            )
+        return Opened([start() for start in self._start.values()], self._devices)
 
     def reopen(self, node_id: str) -> NodeClient:
-        assert self._start is not None and node_id == LOCAL_NODE
-        return self._start()
+        return self._start[node_id]()
 
     def close(self) -> None:
-        """Nothing beside the agent was taken."""
+        """Remove the folders of nodes other than the driver's, which the cluster removes."""
+        for session in self._sessions:
+            session.close()

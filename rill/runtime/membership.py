@@ -1,7 +1,8 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
 A client joins with its first request; a worker then tells its group, rank, world size and devices with `register`.
-The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died".
+The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died"; who
+joins later is told of those that are dead and not replaced.
 Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
 """
 
@@ -15,6 +16,8 @@ from rill.runtime.service import DEFERRED, Handler, group_of, name_of
 if TYPE_CHECKING:
     from rill.runtime.hub_machine import Machine
 
+_LEFT = "left"
+
 
 class Membership:
     """Processes by identity; values by key."""
@@ -27,6 +30,8 @@ class Membership:
         """group -> number of the event at which its first process joined."""
         self.seats: dict[str, dict[int, frozenset[int]]] = {}
         """group -> rank -> devices, as its ranks told; a rank's seat outlives its process, for the next one."""
+        self._deaths: dict[str, dict[str, Any]] = {}
+        """name -> the note of its death, until the name joins again."""
         self._world_size: dict[str, int] = {}
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
@@ -76,6 +81,9 @@ class Membership:
         older = [c for c in self.members if name_of(c) == name_of(client) and c != client]
         for earlier in older:
             machine.end_client(earlier, f"replaced by {client}", machine.now_s)
+        self._deaths.pop(name_of(client), None)
+        for note in self._deaths.values():
+            machine.push(client, "peer_died", note)
         self.members[client] = dict(info)
         self.first_seen.setdefault(group_of(client), machine.num_events)
         return None
@@ -92,13 +100,15 @@ class Membership:
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:
-        self._machine.end_client(client, "left", self._machine.now_s)
+        self._machine.end_client(client, _LEFT, self._machine.now_s)
         return DEFERRED
 
     def _died(self, client: str, seq: int, payload: Any) -> Any:
-        """A supervisor's word: [identity or name, reason]."""
+        """A supervisor's word: [identity or name, reason]. It may have died before it joined."""
         who, reason = payload
         dead = [c for c in self.members if who in (c, name_of(c))]
+        if not dead and name_of(who) != who:
+            dead = [who]
         for member in dead:
             self._machine.end_client(member, reason, self._machine.now_s)
         return dead
@@ -135,5 +145,7 @@ class Membership:
             if not self._waiting[key]:
                 del self._waiting[key]
         note = {"identity": client, "name": name_of(client), "reason": reason, "info": info}
+        if reason != _LEFT:
+            self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):
             self._machine.push(other, "peer_died", note)

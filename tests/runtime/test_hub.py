@@ -17,7 +17,7 @@ from rill.runtime import hub_journal
 from rill.runtime.hub import HubClient
 from rill.runtime.hub_journal import HubJournal
 from rill.runtime.hub_machine import Machine
-from tests.runtime.hub_fakes import OPTIONS, HubProcess, descriptor, hub_process
+from tests.runtime.hub_fakes import OPTIONS, FakeHub, HubProcess, descriptor, hub_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -214,3 +214,17 @@ def test_compaction_keeps_the_state_and_drops_the_log(
     again = HubJournal(tmp_path).recover(Machine)
     assert again.query("registry.values", "") == machine.query("registry.values", "")
     assert again.expected("a[0]#0") == 201
+
+
+def test_a_death_before_joining_is_told_to_all_and_to_those_who_join_later() -> None:
+    fake = FakeHub()
+    fake.join("driver[0]#0")
+    fake.join("w[0]#0")
+    fake.send("driver[0]#0", "registry.died", ["w[1]#0", "exit code 9"])
+    fake.join("late[0]#0")
+    for client in ("w[0]#0", "late[0]#0"):
+        notes = [body["identity"] for topic, body in fake.pushes[client] if topic == "peer_died"]
+        assert notes == ["w[1]#0"]
+    fake.join("w[1]#1")
+    fake.join("later[0]#0")
+    assert "later[0]#0" not in fake.pushes, "a rank that came back is no longer dead"

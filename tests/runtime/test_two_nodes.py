@@ -1,0 +1,94 @@
+"""Several nodes rehearsed on one machine: everything between them goes over TCP, under the session's key."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from rill import Channel, Cluster
+from rill.errors import PeerDiedError
+from rill.runtime.backend import LocalBackend
+from rill.runtime.session_key import KEY_NAME
+from tests.runtime.figure_five import run
+from tests.runtime.two_hosts_script import Host
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(backend=LocalBackend("cpu:1", num_nodes=2)) as made:
+        yield made
+
+
+def test_objects_of_every_size_cross_between_nodes(cluster: Cluster) -> None:
+    group = Host.launch(cluster, name="host", threads=1)
+    assert [node for node, _ in group.where().wait(30)] == ["node0", "node1"]
+    sending = group.on(0).send_array(3_000_000)
+    assert group.on(1).receive_array().wait(60) == [3_000_000]
+    assert sending.wait(60)[0]["tcp"] == 1
+    assert group.share(5_000_000).wait(60) == [5_000_000] * 2
+    channel = Channel.create(cluster, "items")
+    consuming = group.on(1).consume(channel)
+    group.on(0).produce(channel, 20).wait(60)
+    channel.end()
+    assert consuming.wait(60) == [list(range(20))]
+
+
+def test_a_transfer_ignores_chunks_of_strangers(cluster: Cluster) -> None:
+    group = Host.launch(cluster, name="host", threads=1)
+    target = cluster.members("host")[1].address
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.connect(target.raw_endpoint)
+    for frames in (
+        [b""],
+        [b"x" * 16, b"", b""],
+        [b"x" * 16, bytes(12), bytes(1000)],
+        [bytes(16), b"short", b"y"],
+    ):
+        stranger.send_multipart(frames)
+    sending = group.on(0).send_array(3_000_000)
+    assert group.on(1).receive_array().wait(60) == [3_000_000]
+    sending.wait(60)
+    stranger.close(linger=0)
+
+
+def test_a_peer_on_another_node_that_dies_ends_the_waits_on_it(cluster: Cluster) -> None:
+    group = Host.launch(cluster, name="host", threads=1)
+    waiting = group.on(0).wait_for(1)
+    os.kill(cluster.members("host")[1].address.pid, signal.SIGKILL)
+    error = waiting.outcomes(30)[0].error
+    assert isinstance(error, PeerDiedError) or "host[1]" in str(error)
+    group.relaunch(1)
+    for doubled in group.double(np.arange(1_000_000)).wait(60):
+        assert (doubled == 2 * np.arange(1_000_000)).all()
+
+
+def test_the_program_of_figure_five_runs_with_a_group_on_each_node(cluster: Cluster) -> None:
+    assert run(cluster, "0", "1", num_steps=2, batch_size=12) == [2 * sum(range(12))] * 2
+
+
+def test_the_key_of_a_session_shows_nowhere_but_in_its_file(cluster: Cluster) -> None:
+    Host.launch(cluster, name="host", threads=1)
+    key = cluster.context.key
+    assert key is not None
+    folder = cluster.session.session_dir
+    assert (folder / KEY_NAME).stat().st_mode & 0o777 == 0o600
+    shown = [path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != KEY_NAME]
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ"):
+            try:
+                shown.append((process / name).read_bytes())
+            except OSError:  # it ended, or is not ours
+                continue
+    assert not any(key.secret in text or key.public in text for text in shown)
+
+
+def test_a_node_s_default_threads_are_its_own_cores(cluster: Cluster) -> None:
+    assert all(node.num_cores == len(os.sched_getaffinity(0)) for node in cluster.nodes)
