@@ -11,7 +11,7 @@ from tests.e2e.tiny import as_command
 
 
 def test_a_constant_reward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reward = "rollout.env.reward.function=tests.e2e.tiny:constant"
+    reward = "rollout.env.reward.function=tests.e2e.rewards:constant"
     run = as_command(tmp_path, "constant", reward, "loop.checkpoint_every=0")
     findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
     assert findings["no signal"]["step"] == 3, "it speaks after three steps in a row"

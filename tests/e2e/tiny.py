@@ -10,22 +10,11 @@ from rill.cli.train import carry_out
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.telemetry.run import Run
-from rill.types import Prompt, Trajectory
 from rill.workflows import recipe_schema
 from rill.workflows.loop import Observer
 from rill.workflows.reasoning import ReasoningWorkflow
 
 RECIPE = Path(__file__).with_name("tiny.toml")
-
-
-def share_of_digits(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    """Any model gets some of it, so that there is something to learn from the first step on."""
-    return sum(c.isdigit() for c in text) / max(1, len(text))
-
-
-def constant(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    """A reward that does not look at the answer."""
-    return 1.0
 
 
 def resolved(recipe: Path, overrides: Sequence[str]) -> ReasoningWorkflow.Config:

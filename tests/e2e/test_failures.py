@@ -1,0 +1,107 @@
+"""One run that loses, one after another, an engine, its trainer and its driver; and one that loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rill.telemetry.run import Run, RunStatus
+from tests.e2e.tiny import RECIPE, fingerprint, start
+
+STEPS = 9
+SETTINGS = (f"loop.steps={STEPS}", "rollout.engine.batch_invariant=true", "loop.checkpoint_every=1")
+DEADLINE_S = 100.0
+
+
+class Command:
+    """`rill train …` as a user starts it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.log = folder / f"output-{time.monotonic_ns()}.txt"
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "PYTHONUNBUFFERED": "1"}
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from rill.cli.main import main; main()", "train", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        self.family: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        def is_there() -> bool:
+            assert self.process.poll() is None, self.output
+            steps = [int(found) for found in re.findall(r"^step (\d+)/", self.output, re.MULTILINE)]
+            return max(steps, default=-1) >= step
+
+        wait_until(is_there, f"step {step}", lambda: self.output)
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            self.family[process.pid] = process
+
+    def kill(self, worker: str) -> None:
+        """Kill a worker by its process's name."""
+        names = {process.name(): pid for pid, process in self.family.items() if process.is_running()}
+        found = [pid for name, pid in names.items() if name.startswith(worker)]
+        assert found, f"no process {worker} among {sorted(names)}"
+        os.kill(found[0], signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def check_nobody_is_left(self) -> None:
+        def is_gone(process: psutil.Process) -> bool:
+            try:
+                return process.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                return True
+
+        wait_until(lambda: all(map(is_gone, self.family.values())), "the workers' end", lambda: self.output)
+
+
+def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"no {what}:\n{explain()}"
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(400)
+def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(tmp_path: Path) -> None:
+    first = Command(tmp_path, str(RECIPE), *SETTINGS, "--name", "hurt", "--root", str(tmp_path))
+    first.wait_for_step(1)
+    first.kill("rollout[0]")
+    first.wait_for_step(3)
+    first.kill("actor[0]")
+    assert first.wait() == 1, first.output
+    assert "actor[0]" in first.output and "SIGKILL" in first.output
+    found = re.search(r"go on from step (\d+) with: rill train --resume (\S+)", first.output)
+    assert found and int(found[1]) >= 2, first.output
+    first.check_nobody_is_left()
+    run = Run.open(found[2])
+    assert run.state().status is RunStatus.FAILED
+    assert "rollout[0] is lost" in run.log_path.read_text()
+
+    second = Command(tmp_path, "--resume", str(run.path))
+    second.wait_for_step(int(found[1]) + 1)
+    second.process.kill()
+    second.wait()
+    second.check_nobody_is_left()
+    assert run.state().status is RunStatus.INTERRUPTED
+
+    third = Command(tmp_path, "--resume", str(run.path))
+    assert third.wait() == 0, third.output
+    whole = start(tmp_path, "whole", *SETTINGS)
+    assert fingerprint(run) == fingerprint(whole)
