@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from rill.errors import CheckpointError
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run, write_atomically
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "loop.json"
@@ -48,15 +51,25 @@ class RunCheckpoints:
         return folder
 
     def load_latest(self) -> dict[str, Any] | None:
-        """The state of the newest whole checkpoint, its groups loaded; None when there is none."""
-        for folder in reversed(whole_checkpoints(self._run)):
+        """The state of the newest whole checkpoint, its groups loaded; None when there is none.
+
+        Damaged ones are passed over, with a word in the log; where nothing else is left that is an error, because the
+        run would otherwise begin anew without saying so.
+        """
+        found = whole_checkpoints(self._run)
+        for folder in reversed(found):
             state = _read_state(folder)
             if state is None:
+                log.warning("%s is damaged: passed over", folder)
                 continue
             handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
             for handle in handles:
                 handle.wait(timeout_s=self._timeout_s)
             return state
+        if found:
+            raise CheckpointError(
+                f"all {len(found)} checkpoints in {self._folder} are damaged: start the run anew"
+            )
         return None
 
     def _drop_old(self) -> None:
