@@ -3,7 +3,10 @@
     python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 1024]
 
 Prints one JSON line per measurement: {"name", "system", "value", "unit"}. A rival that is not installed is left out.
-RLinf needs packages of its own versions: run it in an environment of its own and compare with its lines.
+runtime_channel.py runs this too, adds channels and RLinf, and compares everything with the targets.
+
+Start-up is counted from before the first import until five items have gone through a channel from one group to
+another; idle memory and the number of processes are taken then, in the same program.
 """
 
 from __future__ import annotations
@@ -18,14 +21,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 
 
+RESULTS: dict[tuple[str, str], float] = {}
+"""Every value that was reported, by name and system."""
+
+
 def report(name: str, system: str, value: float, unit: str) -> None:
+    RESULTS[(name, system)] = value
     print(json.dumps({"name": name, "system": system, "value": round(value, 6), "unit": unit}), flush=True)
 
 
@@ -34,6 +44,14 @@ class Node(Worker):
 
     def nothing(self) -> None:
         pass
+
+    def put_five(self, channel: Channel) -> None:
+        for n in range(5):
+            channel.put(n)
+
+    def take_five(self, channel: Channel) -> None:
+        for _ in range(5):
+            channel.take()
 
     def send_arrays(self, num_bytes: int, count: int) -> None:
         import numpy as np
@@ -76,13 +94,11 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
     system = f"rill-{backend}"
     with Cluster(devices="cpu:2") if backend == "local" else Cluster.ray("local", devices="cpu:2") as cluster:
         group = Node.launch(cluster, name="node", threads=1)
-        time.sleep(0.5)
-        report("idle_memory", system, tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
         one, both = group.on(0), group
         for _ in range(50):
             one.nothing().wait(30)
         report(
-            "call_round_trip", system, 1e6 * median_seconds(lambda: one.nothing().wait(30), num_calls), "us"
+            "call round trip", system, 1e6 * median_seconds(lambda: one.nothing().wait(30), num_calls), "us"
         )
         report(
             "group_call_2_ranks",
@@ -111,11 +127,12 @@ def measure_many_ranks(num_ranks: int) -> None:
         report(f"launch_{num_ranks}_ranks", "rill-local", time.perf_counter() - started_s, "s")
         seconds = median_seconds(lambda: group.nothing().wait(120), 10)
         report(f"group_call_{num_ranks}_ranks", "rill-local", 1e3 * seconds, "ms")
-        report(f"idle_memory_{num_ranks}_ranks", "rill-local", tree_memory_mb(os.getpid()), "MB (PSS)")
+        memory_mb, _ = tree_memory(os.getpid())
+        report(f"idle_memory_{num_ranks}_ranks", "rill-local", memory_mb, "MB (PSS)")
 
 
-def tree_memory_mb(root: int) -> float:
-    """Proportional memory of a process and all its descendants; shared pages are counted once."""
+def tree_memory(root: int) -> tuple[float, int]:
+    """Proportional memory in MB of a process and all its descendants, shared pages counted once; and how many."""
     import psutil
 
     processes = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
@@ -125,35 +142,48 @@ def tree_memory_mb(root: int) -> float:
             total += process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return total / 1e6
+    return total / 1e6, len(processes)
 
 
+_RILL_STARTUP = """
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from benchmarks.runtime_calls import Node, print_startup
+with {cluster} as cluster:
+    producer = Node.launch_async(cluster, name="producer", placement="0", threads=1)
+    consumer = Node.launch_async(cluster, name="consumer", placement="1", threads=1)
+    channel = Channel.create(cluster, "first")
+    taking = consumer.take_five(channel)
+    producer.put_five(channel).wait(60)
+    taking.wait(60)
+    print_startup(started_s)
+"""
 STARTUP = {
-    "rill-local": """
-from rill.runtime.cluster import Cluster
-from benchmarks.runtime_calls import Node
-with Cluster(devices="cpu:2") as cluster:
-    Node.launch(cluster, name="node", threads=1).nothing().wait(60)
-    print(time.perf_counter() - started_s)
-""",
-    "rill-ray": """
-from rill.runtime.cluster import Cluster
-from benchmarks.runtime_calls import Node
-with Cluster.ray("local", devices="cpu:2") as cluster:
-    Node.launch(cluster, name="node", threads=1).nothing().wait(60)
-    print(time.perf_counter() - started_s)
-""",
+    "rill-local": _RILL_STARTUP.format(cluster='Cluster(devices="cpu:2")'),
+    "rill-ray": _RILL_STARTUP.format(cluster='Cluster.ray("local", devices="cpu:2")'),
     "ray": """
 import ray
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+from ray.util.queue import Queue
+from benchmarks.runtime_calls import print_startup
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 @ray.remote
 class Node:
-    def nothing(self): pass
-nodes = [Node.remote() for _ in range(2)]
-ray.get([node.nothing.remote() for node in nodes])
-print(time.perf_counter() - started_s)
+    def put_five(self, queue):
+        for n in range(5): queue.put(n)
+    def take_five(self, queue):
+        for n in range(5): queue.get()
+producer, consumer, queue = Node.remote(), Node.remote(), Queue()
+ray.get([producer.put_five.remote(queue), consumer.take_five.remote(queue)])
+print_startup(started_s)
 """,
 }
+
+
+def print_startup(started_s: float) -> None:
+    """The last step of a start-up program: how long it took, and what it holds now."""
+    seconds = time.perf_counter() - started_s
+    time.sleep(1.0)
+    print(seconds, *tree_memory(os.getpid()))
 
 
 def measure_startup(system: str, repeats: int) -> None:
@@ -166,8 +196,11 @@ def measure_startup(system: str, repeats: int) -> None:
         )
         if done.returncode:
             raise SystemExit(f"{system} did not start:\n{done.stderr[-2000:]}")
-        samples.append(float(done.stdout.split()[-1]))
-    report("startup_to_first_answer", system, median(samples), "s")
+        seconds, memory_mb, num_processes = map(float, done.stdout.split()[-3:])
+        samples.append(seconds)
+    report("startup to five items", system, median(samples), "s")
+    report("idle memory", system, memory_mb, "MB (PSS, driver and all it started)")
+    report("idle processes", system, num_processes, "processes")
 
 
 def measure_ray(num_calls: int, num_arrays: int) -> None:
@@ -187,16 +220,17 @@ def measure_ray(num_calls: int, num_arrays: int) -> None:
         def take(self, array: object) -> None:
             pass
 
-    first, second = Actor.remote(), Actor.remote()
+    actor: Any = Actor
+    first, second = actor.remote(), actor.remote()
     ray.get([first.nothing.remote(), second.nothing.remote()])
     report(
-        "call_round_trip",
+        "call round trip",
         "ray",
         1e6 * median_seconds(lambda: ray.get(first.nothing.remote()), num_calls),
         "us",
     )
     pair = (first, second)
-    both = median_seconds(lambda: ray.get([actor.nothing.remote() for actor in pair]), num_calls)
+    both = median_seconds(lambda: ray.get([one.nothing.remote() for one in pair]), num_calls)
     report("group_call_2_ranks", "ray", 1e6 * both, "us")
     for num_bytes in (16 * 2**20, 64 * 2**20):
         ray.get(second.take.remote(first.make.remote(num_bytes)))
@@ -205,8 +239,19 @@ def measure_ray(num_calls: int, num_arrays: int) -> None:
             ray.get(second.take.remote(first.make.remote(num_bytes)))
         rate = num_bytes * num_arrays / (time.perf_counter() - started_s) / 1e6
         report(f"p2p_{num_bytes >> 20}MiB", "ray", rate, "MB/s")
-    report("idle_memory", "ray", tree_memory_mb(os.getpid()), "MB (PSS, driver and all it started)")
     ray.shutdown()
+
+
+def measure(*, quick: bool, rivals: list[str]) -> None:
+    """Everything in this file, except many ranks."""
+    num_calls, num_arrays, repeats = (100, 4, 1) if quick else (3000, 40, 3)
+    measure_startup("rill-local", repeats)
+    measure_rill("local", num_calls, num_arrays)
+    if "ray" in rivals:
+        measure_startup("ray", 1)
+        measure_startup("rill-ray", repeats)
+        measure_rill("ray", num_calls, num_arrays)
+        measure_ray(num_calls, num_arrays)
 
 
 def main() -> None:
@@ -215,17 +260,9 @@ def main() -> None:
     parser.add_argument("--rivals", default="ray", help="comma-separated: ray; empty for none")
     parser.add_argument("--ranks", type=int, default=0, help="also measure a group of so many ranks")
     args = parser.parse_args()
-    num_calls, num_arrays, repeats = (100, 4, 1) if args.quick else (3000, 40, 3)
-    rivals = [name for name in args.rivals.split(",") if name and importlib.util.find_spec(name)]
-    measure_startup("rill-local", repeats)
-    measure_rill("local", num_calls, num_arrays)
+    measure(quick=args.quick, rivals=[n for n in args.rivals.split(",") if n and importlib.util.find_spec(n)])
     if args.ranks:
         measure_many_ranks(args.ranks)
-    if "ray" in rivals:
-        measure_startup("ray", repeats)
-        measure_startup("rill-ray", repeats)
-        measure_rill("ray", num_calls, num_arrays)
-        measure_ray(num_calls, num_arrays)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Channels: small items per second, bytes per second of large tensors, latency, and what the broker itself moves.
+"""The runtime against its targets: start-up, calls, channels and memory, of rill, of its rivals and of the machine.
 
-    python benchmarks/runtime_channel.py [--quick] [--rivals ray,multiprocessing,zmq,shm]
+    python benchmarks/runtime_channel.py [--quick] [--rivals ray,multiprocessing,zmq,shm] [--rlinf-python PATH]
 
-Prints one JSON line per measurement: {"name", "system", "value", "unit"}, then the ratios. All in one run, one machine:
+Prints one JSON line per measurement, {"name", "system", "value", "unit"}, then the ratios, then one line per target:
+{"target", "is", "should be", "met"}. All in one run on one machine:
 
-- rivals: Ray's queue actor and object store, multiprocessing.Queue; left out when not installed;
-- physical limits: raw pyzmq ipc messages, and copies into and out of recycled shared memory in one process.
-
-Claims: small items >= 20 x a queue actor on Ray; 16 producers and 16 consumers hold the rate of one pair; 16 MB tensors
->= 60 % of the shared-memory copy rate; the broker's traffic per item does not grow with the payload.
+- rill on its local backend and on Ray, and between two nodes rehearsed on this machine (TCP);
+- rivals: Ray (actor call, queue actor, object store), multiprocessing.Queue; left out when not installed; RLinf, with
+  the Python of an environment of its own (runtime_rlinf.py says how to make one);
+- physical limits: raw pyzmq messages over ipc and TCP, and copies into and out of recycled shared memory.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ import json
 import mmap
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.queues import Queue as ProcessQueue
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import runtime_calls
+from benchmarks.runtime_calls import RESULTS, report
+from rill.runtime.backend import LocalBackend
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
+from rill.runtime.session_key import SessionKey
 from rill.runtime.worker import Worker
 
 SMALL = {"prompt_id": "gsm8k/17", "reward": 1.0}
 LARGE_BYTES = 16 * 1024 * 1024
-_results: dict[tuple[str, str], float] = {}
-
-
-def report(name: str, system: str, value: float, unit: str) -> None:
-    _results[(name, system)] = value
-    print(json.dumps({"name": name, "system": system, "value": round(value, 4), "unit": unit}), flush=True)
+TCP_ARRAYS = "16 MB arrays between nodes"
 
 
 class Port(Worker):
@@ -75,18 +77,17 @@ class Port(Worker):
             back.put(forth.take())
 
 
-def rill(num_small: int, num_large: int, wide: int) -> None:
-    with Cluster(devices="cpu:2") as cluster:
-        for width in dict.fromkeys((1, 4, wide)):
-            producers = _launch(cluster, f"producer{width}", 0, width)
-            consumers = _launch(cluster, f"consumer{width}", 1, width)
-            _small_items(cluster, producers, consumers, num_small, width)
-            if width == 1:
-                _latency(cluster, consumers, 300)
-                _large_items(cluster, producers, consumers, num_large)
-                _broker_traffic(cluster, producers, consumers)
-            producers.close()
-            consumers.close()
+def rill(cluster: Cluster, system: str, num_small: int, num_large: int, widths: Sequence[int]) -> None:
+    for width in widths:
+        producers = _launch(cluster, f"producer{width}", 0, width)
+        consumers = _launch(cluster, f"consumer{width}", 1, width)
+        _small_items(cluster, producers, consumers, num_small, width, system)
+        if width == 1:
+            _latency(cluster, consumers, 300, system)
+            _large_items(cluster, producers, consumers, num_large, system)
+            _broker_traffic(cluster, producers, consumers, system)
+        producers.close()
+        consumers.close()
 
 
 def _launch(cluster: Cluster, name: str, device: int, width: int) -> WorkerGroup[Port]:
@@ -96,7 +97,12 @@ def _launch(cluster: Cluster, name: str, device: int, width: int) -> WorkerGroup
 
 
 def _small_items(
-    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, width: int
+    cluster: Cluster,
+    producers: WorkerGroup[Port],
+    consumers: WorkerGroup[Port],
+    count: int,
+    width: int,
+    system: str,
 ) -> None:
     for name in ("warm", "small"):
         channel = Channel.create(cluster, f"{name}-{width}")
@@ -106,10 +112,10 @@ def _small_items(
         ended = taking.wait(timeout_s=600)
         assert sum(taken for taken, _ in ended) == count // width * width
     rate = count / (max(end_s for _, end_s in ended) - min(started))
-    report(f"small items, {width} to {width}", "rill", rate, "items/s")
+    report(f"small items, {width} to {width}", system, rate, "items/s")
 
 
-def _latency(cluster: Cluster, consumers: WorkerGroup[Port], count: int) -> None:
+def _latency(cluster: Cluster, consumers: WorkerGroup[Port], count: int, system: str) -> None:
     forth, back = Channel.create(cluster, "forth"), Channel.create(cluster, "back")
     echoing = consumers.echo(forth, back, count)
     forth.put(0)
@@ -118,22 +124,24 @@ def _latency(cluster: Cluster, consumers: WorkerGroup[Port], count: int) -> None
     for n in range(1, count):
         forth.put(n)
         back.take()
-    report("put, take, put, take", "rill", (time.perf_counter() - started_s) / (count - 1) * 1e6, "us")
+    report("put, take, put, take", system, (time.perf_counter() - started_s) / (count - 1) * 1e6, "us")
     echoing.wait(timeout_s=60)
 
 
 def _large_items(
-    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int
+    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, system: str
 ) -> None:
     for name in ("warm", "large"):
         channel = Channel.create(cluster, f"{name}-arrays", capacity_items=4)
         taking = consumers.take_arrays(channel, count)
         (started_s,) = producers.put_arrays(channel, count, LARGE_BYTES).wait(timeout_s=600)
         (ended_s,) = taking.wait(timeout_s=600)
-    report("16 MB arrays", "rill", count * LARGE_BYTES / (ended_s - started_s) / 1e9, "GB/s")
+    report("16 MB arrays", system, count * LARGE_BYTES / (ended_s - started_s) / 1e9, "GB/s")
 
 
-def _broker_traffic(cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port]) -> None:
+def _broker_traffic(
+    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], system: str
+) -> None:
     """Bytes that the hub writes to its journal: every descriptor and every request, and nothing else."""
     for num_bytes in (16 * 1024, 1024 * 1024, LARGE_BYTES):
         channel = Channel.create(cluster, f"traffic-{num_bytes}", capacity_items=8)
@@ -143,7 +151,19 @@ def _broker_traffic(cluster: Cluster, producers: WorkerGroup[Port], consumers: W
         taking.wait(timeout_s=600)
         time.sleep(0.1)
         per_item = (_journal_bytes(cluster) - before) / 50
-        report(f"broker traffic per item of {num_bytes // 1024} KB", "rill", per_item, "bytes")
+        report(f"broker traffic per item of {num_bytes // 1024} KB", system, per_item, "bytes")
+
+
+def between_nodes(num_large: int) -> None:
+    """From one node to another, as far as one machine can show it: everything goes over TCP on the loopback device."""
+    with Cluster(backend=LocalBackend("cpu:1", num_nodes=2)) as cluster:
+        producers, consumers = _launch(cluster, "producer", 0, 1), _launch(cluster, "consumer", 1, 1)
+        for name in ("warm", "large"):
+            channel = Channel.create(cluster, name, capacity_items=4)
+            taking = consumers.take_arrays(channel, num_large)
+            (started_s,) = producers.put_arrays(channel, num_large, LARGE_BYTES).wait(timeout_s=600)
+            (ended_s,) = taking.wait(timeout_s=600)
+        report(TCP_ARRAYS, LOCAL, num_large * LARGE_BYTES / (ended_s - started_s) / 1e9, "GB/s")
 
 
 def _journal_bytes(cluster: Cluster) -> int:
@@ -172,8 +192,11 @@ def ray(num_small: int, num_large: int) -> None:
                 queue.get()
             return time.time()
 
-        def make(self, num_bytes: int) -> Any:
-            return np.ones(num_bytes // 8)
+        def __init__(self) -> None:
+            self.array = np.ones(LARGE_BYTES // 8)
+
+        def make(self) -> Any:
+            return self.array
 
         def look(self, array: Any) -> float:
             return float(array[-1])
@@ -185,10 +208,14 @@ def ray(num_small: int, num_large: int) -> None:
         started_s = ray.get(producer.put_small.remote(queue, count))
         seconds = ray.get(taking) - started_s
     report("small items, 1 to 1", "ray queue actor", count / seconds, "items/s")
-    ray.get(consumer.look.remote(producer.make.remote(LARGE_BYTES)))
+    ray.get(consumer.look.remote(producer.make.remote()))
     started_s = time.perf_counter()
-    for _ in range(num_large):
-        ray.get(consumer.look.remote(producer.make.remote(LARGE_BYTES)))
+    looking: list[Any] = []
+    for _ in range(num_large):  # four in flight, as the channel's capacity
+        looking.append(consumer.look.remote(producer.make.remote()))
+        if len(looking) == 4:
+            ray.get(looking.pop(0))
+    ray.get(looking)
     seconds = time.perf_counter() - started_s
     report("16 MB arrays", "ray object store", num_large * LARGE_BYTES / seconds / 1e9, "GB/s")
     ray.shutdown()
@@ -216,36 +243,48 @@ def _feed(queue: ProcessQueue[Any], payload: Any, count: int) -> None:
         queue.put(payload)
 
 
-def zmq_ipc(num_small: int, num_large: int) -> None:
+def zmq_messages(num_small: int, num_large: int) -> None:
+    """Raw messages; over TCP in the clear and under CURVE, in chunks as between nodes."""
+    with tempfile.TemporaryDirectory() as folder:
+        ipc, chunk_bytes = f"ipc://{folder}/s", 4 * 1024 * 1024
+        num_chunks = num_large * LARGE_BYTES // chunk_bytes // 4
+        rate = _zmq_rate(ipc, 64, num_small, None)
+        report("small items, 1 to 1", "pyzmq ipc (limit)", rate, "items/s")
+        rate = _zmq_rate(ipc, LARGE_BYTES, num_large, None) * LARGE_BYTES / 1e9
+        report("16 MB arrays", "pyzmq ipc (limit)", rate, "GB/s")
+        for name, key in (("in the clear", None), ("under CURVE", SessionKey.new())):
+            rate = _zmq_rate("tcp://127.0.0.1:*", chunk_bytes, num_chunks, key) * chunk_bytes / 1e9
+            report(TCP_ARRAYS, f"pyzmq TCP, {name} (limit)", rate, "GB/s")
+
+
+def _zmq_rate(endpoint: str, num_bytes: int, count: int, key: SessionKey | None) -> float:
     import zmq
 
-    with tempfile.TemporaryDirectory() as folder:
-        endpoint = f"ipc://{folder}/s"
-        context = multiprocessing.get_context("spawn")
-        for name, num_bytes, count, unit in (
-            ("small items, 1 to 1", 64, num_small, "items/s"),
-            ("16 MB arrays", LARGE_BYTES, num_large, "GB/s"),
-        ):
-            socket: Any = zmq.Context.instance().socket(zmq.PULL)
-            socket.setsockopt(zmq.RCVHWM, 4 if num_bytes > 1024 else 10_000)
-            socket.bind(endpoint)
-            process = context.Process(target=_push, args=(endpoint, num_bytes, count))
-            process.start()
-            socket.recv()
-            started_s = time.perf_counter()
-            for _ in range(count - 1):
-                socket.recv(copy=False)
-            rate = (count - 1) / (time.perf_counter() - started_s)
-            report(name, "pyzmq ipc (limit)", rate if unit == "items/s" else rate * num_bytes / 1e9, unit)
-            process.join()
-            socket.close()
+    socket: Any = zmq.Context.instance().socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 4 if num_bytes > 1024 else 10_000)
+    if key is not None:
+        key.guard(socket)
+    socket.bind(endpoint)
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    process = multiprocessing.get_context("spawn").Process(target=_push, args=(bound, num_bytes, count, key))
+    process.start()
+    socket.recv()
+    started_s = time.perf_counter()
+    for _ in range(count - 1):
+        socket.recv(copy=False)
+    rate = (count - 1) / (time.perf_counter() - started_s)
+    process.join()
+    socket.close()
+    return rate
 
 
-def _push(endpoint: str, num_bytes: int, count: int) -> None:
+def _push(endpoint: str, num_bytes: int, count: int, key: SessionKey | None) -> None:
     import zmq
 
     socket: Any = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 4 if num_bytes > 1024 else 10_000)
+    if key is not None:
+        key.present(socket)
     socket.connect(endpoint)
     payload = bytes(num_bytes)
     for _ in range(count):
@@ -284,29 +323,123 @@ def shm(_num_small: int, num_large: int) -> None:
 RIVALS: dict[str, Callable[[int, int], None]] = {
     "ray": ray,
     "multiprocessing": multiprocessing_queue,
-    "zmq": zmq_ipc,
+    "zmq": zmq_messages,
     "shm": shm,
 }
 
 
+def rlinf(python: str, *, quick: bool) -> None:
+    """RLinf in its own environment; its figures come back as JSON lines."""
+    sizes = ("200", "10", "100") if quick else ("1000", "40", "500")
+    options = zip(("--num-small", "--num-large", "--num-calls"), sizes, strict=True)
+    script = Path(__file__).with_name("runtime_rlinf.py")
+    command = [python, str(script), *(word for option in options for word in option)]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"RLinf did not run:\n{done.stderr[-3000:]}")
+    for line in done.stdout.splitlines():
+        if line.startswith('{"name"'):
+            row = json.loads(line)
+            report(row["name"], "rlinf", row["value"], row["unit"])
+
+
+# --- comparison -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A ratio of two measurements and its bound."""
+
+    what: str
+    ours: tuple[str, str]
+    theirs: tuple[str, str]
+    at_least: float = 0.0
+    at_most: float = float("inf")
+
+    def report(self) -> None:
+        if self.ours in RESULTS and self.theirs in RESULTS:
+            ratio = RESULTS[self.ours] / RESULTS[self.theirs]
+            bound = f">= {self.at_least:g}" if self.at_least else f"<= {self.at_most:g}"
+            line = {"target": self.what, "is": round(ratio, 4), "should be": bound}
+            print(json.dumps({**line, "met": self.at_least <= ratio <= self.at_most}), flush=True)
+
+
+SMALL_ITEMS, ARRAYS, STARTUP, CALL = (
+    "small items, 1 to 1",
+    "16 MB arrays",
+    "startup to five items",
+    "call round trip",
+)
+LOCAL, ON_RAY, RLINF = "rill-local", "rill-ray", "rlinf"
+TARGETS = (
+    Target("start-up / RLinf's", (STARTUP, LOCAL), (STARTUP, RLINF), at_most=0.1),
+    Target("start-up on Ray / RLinf's", (STARTUP, ON_RAY), (STARTUP, RLINF), at_most=0.5),
+    Target("small items / RLinf's", (SMALL_ITEMS, LOCAL), (SMALL_ITEMS, RLINF), at_least=100),
+    Target("small items on Ray / RLinf's", (SMALL_ITEMS, ON_RAY), (SMALL_ITEMS, RLINF), at_least=100),
+    Target(
+        "small items / a Ray queue actor's",
+        (SMALL_ITEMS, LOCAL),
+        (SMALL_ITEMS, "ray queue actor"),
+        at_least=20,
+    ),
+    Target(
+        "16 producers and 16 consumers / one pair",
+        ("small items, 16 to 16", LOCAL),
+        (SMALL_ITEMS, LOCAL),
+        at_least=0.9,
+    ),
+    Target("16 MB tensors / RLinf's", (ARRAYS, LOCAL), (ARRAYS, RLINF), at_least=5),
+    Target("16 MB tensors on Ray / RLinf's", (ARRAYS, ON_RAY), (ARRAYS, RLINF), at_least=5),
+    Target(
+        "16 MB tensors / shared memory, copied in and out",
+        (ARRAYS, LOCAL),
+        (ARRAYS, "shared memory, copied in and out (limit)"),
+        at_least=0.6,
+    ),
+    Target(
+        "broker traffic per item of 16 MB / of 16 KB",
+        ("broker traffic per item of 16384 KB", LOCAL),
+        ("broker traffic per item of 16 KB", LOCAL),
+        at_most=1.1,
+    ),
+    Target("group call / Ray's actor call", (CALL, LOCAL), (CALL, "ray"), at_most=0.25),
+    Target("group call on Ray / Ray's actor call", (CALL, ON_RAY), (CALL, "ray"), at_most=0.25),
+    Target("idle memory / RLinf's", ("idle memory", LOCAL), ("idle memory", RLINF), at_most=0.2),
+)
+
+
 def ratios() -> None:
-    for (name, system), value in list(_results.items()):
-        ours = _results.get((name, "rill"))
-        if system != "rill" and ours is not None:
-            print(json.dumps({"name": name, "rill / " + system: round(ours / value, 2)}), flush=True)
+    for (name, system), value in list(RESULTS.items()):
+        ours = RESULTS.get((name, LOCAL))
+        if system != LOCAL and ours is not None and value:
+            print(json.dumps({"name": name, "rill-local / " + system: round(ours / value, 4)}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, for a smoke run")
     parser.add_argument("--rivals", default=",".join(RIVALS))
+    parser.add_argument("--rlinf-python", default="", help="the Python of an environment that has RLinf")
     args = parser.parse_args()
     num_small, num_large = (20_000, 30) if args.quick else (200_000, 300)
-    rill(num_small, num_large, wide=4 if args.quick and (os.cpu_count() or 1) < 8 else 16)
-    for rival in filter(None, args.rivals.split(",")):
-        if rival != "ray" or importlib.util.find_spec("ray") is not None:
-            RIVALS[rival](num_small, num_large)
+    rivals = [name for name in args.rivals.split(",") if name]
+    if "ray" in rivals and importlib.util.find_spec("ray") is None:
+        rivals.remove("ray")
+    runtime_calls.measure(quick=args.quick, rivals=rivals)
+    with Cluster(devices="cpu:2") as cluster:
+        rill(cluster, LOCAL, num_small, num_large, (1, 4, 16))
+    if "ray" in rivals:
+        with Cluster.ray("local", devices="cpu:2") as cluster:
+            rill(cluster, ON_RAY, num_small, num_large, (1,))
+    between_nodes(num_large)
+    for rival in rivals:
+        RIVALS[rival](num_small, num_large)
+    if args.rlinf_python:
+        rlinf(args.rlinf_python, quick=args.quick)
     ratios()
+    for target in TARGETS:
+        target.report()
 
 
 if __name__ == "__main__":
