@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
 from tests.e2e.tiny import RECIPE, fingerprint, start
 
@@ -105,3 +106,25 @@ def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_resu
     assert third.wait() == 0, third.output
     whole = start(tmp_path, "whole", *SETTINGS)
     assert fingerprint(run) == fingerprint(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ("cluster.devices=2", "placement.rollout=0-1", "placement.actor=0-1"),
+        ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2", "loop.max_lag=2"),
+    ],
+    ids=["two engines and two trainer ranks share devices", "two engines run ahead"],
+)
+def test_a_killed_engine_comes_back_in_every_placement(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    steps = "loop.steps=12"
+    command = Command(tmp_path, str(RECIPE), steps, *placement, "--name", "hurt", "--root", str(tmp_path))
+    command.wait_for_step(2)
+    command.kill("rollout[1]")
+    assert command.wait() == 0, command.output
+    run = Run.open("hurt", root=tmp_path)
+    rows = [row for row in read_metrics(run.path) if "groups/kept" in row.values]
+    assert [row.values["groups/kept"] for row in rows] == [4.0] * 12
+    assert rows[-1].values["sync/relaunches"] == 1.0

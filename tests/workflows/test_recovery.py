@@ -11,8 +11,10 @@ import pytest
 
 from rill.errors import RunError, WeightSyncError
 from rill.runtime.cluster import Cluster
+from rill.types import PolicyVersion, Prompt
+from rill.workflows.sections import EvalConfig
 from tests.workflows.broken_transport import TRANSPORT
-from tests.workflows.scene import Scene
+from tests.workflows.scene import DEADLINE_S, Scene
 from tests.workflows.test_conservation import check_conserved, check_once
 
 SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
@@ -73,6 +75,20 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     assert scene.fleet._relaunches == [0, 1]
     versions = {record["versions"][-1] for records in scene.said().values() for record in records}
     assert max(versions) >= 5, "the relaunched engine took the newer weights too"
+    scene.close()
+
+
+def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    scene = Scene(tmp_path, cluster, name="idle", engines="0-1")
+    scene.fleet.publish(PolicyVersion(1))
+    scene.kill(0)
+    prompts = [Prompt(id=str(n), text="1+1=") for n in range(4)]
+    rewards = scene.fleet.evaluate(prompts, EvalConfig(samples=2, temperature=1.0), DEADLINE_S)
+    assert [len(row) for row in rewards] == [2, 2, 2, 2]
+    scene.kill(1)
+    assert scene.fleet.publish(PolicyVersion(2))["sync/relaunches"] == 2
     scene.close()
 
 
