@@ -59,7 +59,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if config.path:
-        return AutoConfig.from_pretrained(_existing(config.path), local_files_only=True)
+        return AutoConfig.from_pretrained(model_folder(config.path), local_files_only=True)
     shape = dict(config.shape)
     try:
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
@@ -76,7 +76,7 @@ def load_model(
     model: PreTrainedModel
     if config.path:
         model = AutoModelForCausalLM.from_pretrained(
-            _existing(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
+            model_folder(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
         )
         return model.to(device=device).eval()
     model_config = load_model_config(config)
@@ -97,7 +97,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return build_char_tokenizer()
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
-    folder = _existing(source)
+    folder = model_folder(source)
     try:
         loader = PreTrainedTokenizerFast if _stands_alone(folder) else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
@@ -128,7 +128,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: Pretraine
         )
 
 
-def _existing(path: str) -> str:
+def model_folder(path: str) -> str:
+    """The local folder behind a model or tokenizer path; an error in words where there is none."""
     if path.startswith(SCHEME):
         return str(packaged_folder(path))
     folder = Path(path).expanduser()

@@ -16,7 +16,7 @@ from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
 from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.loader import LoaderConfig, open_loader
-from rill.models.loading import ModelConfig
+from rill.models.loading import ModelConfig, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
@@ -143,6 +143,8 @@ class RLSetup:
         self.rollouts = Channel.create(cluster, "rollouts")
         self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
         self._is_warm = bool(whole_checkpoints(run))
+        if config.model.path and config.cluster.type == "local":
+            model_folder(config.model.path)  # here, where a wrong path is one line and not a worker's traceback
 
     def launch(self, worker: type[W], name: str, placement: str, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start a group; it is ready when this returns."""
