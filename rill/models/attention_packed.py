@@ -211,6 +211,10 @@ def _padded_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype == torch.bfloat16:
+        # torch's CPU kernel has a backward pass in bfloat16 that takes many times that in float32.
+        query, key, value = query.float(), key.float(), value.float()
     query_QHE, key_MGE, value_MGE = (x[0].transpose(0, 1) for x in (query, key, value))
     num_repeats = query_QHE.shape[1] // key_MGE.shape[1]
     pieces: list[Tensor] = []
@@ -234,8 +238,8 @@ def _padded_attention(
         pieces.append(out if group.contiguous is not None else out.index_select(0, group.flat))
         rows.append(group.rows)
     if len(pieces) == 1 and packed.groups[0].contiguous is not None:
-        return pieces[0][None]
-    out_QHE = torch.cat(pieces)
+        return pieces[0][None].to(dtype)
+    out_QHE = torch.cat(pieces).to(dtype)
     # rows is a permutation of the queries: its inverse puts every output back in its place.
     return out_QHE.index_select(0, torch.argsort(torch.cat(rows)))[None]
 

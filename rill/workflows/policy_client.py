@@ -16,6 +16,7 @@ from functools import partial
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Engine, Request
+from rill.telemetry import trace
 from rill.types import SamplingParams, TokenIds
 
 
@@ -26,6 +27,8 @@ class PolicyClient:
         self._engine = engine
         self._seed = seed
         self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._num_unanswered = 0
+        self._busy = trace.span("sampling", lane="engine")
 
     def episode(self, trajectory_id: str) -> EpisodePolicy:
         return EpisodePolicy(self, trajectory_id)
@@ -41,7 +44,16 @@ class PolicyClient:
         if not self._pending:
             loop.call_soon(self._flush)
         self._pending.append((request, answer))
-        return await answer
+        if self._num_unanswered == 0:
+            self._busy = trace.span("sampling", lane="engine")  # while anything is asked of the engine
+            self._busy.__enter__()
+        self._num_unanswered += 1
+        try:
+            return await answer
+        finally:
+            self._num_unanswered -= 1
+            if self._num_unanswered == 0:
+                self._busy.__exit__(None, None, None)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
