@@ -9,37 +9,28 @@ import pytest
 from rill.errors import RunError
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
-from tests.e2e.tiny import fingerprint, resume, start
+from tests.e2e.tiny import EXACT, INVARIANT, fingerprint, resume, start
 
-INVARIANT = "rollout.engine.batch_invariant=true"
-CORRECTED = "algorithm.correction=tis"
-"""Makes the loss depend on the engine's log-probabilities, to the last bit."""
 TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2")
 ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Undisturbed, on one shared device."""
-    return start(tmp_path_factory.mktemp("whole"), "whole", INVARIANT, CORRECTED)
 
 
 def test_two_engines_beside_the_trainer_give_the_same_weights_as_one_shared_device(
     whole: Run, tmp_path: Path
 ) -> None:
-    split = start(tmp_path, "split", INVARIANT, CORRECTED, *TWO_ENGINES)
+    split = start(tmp_path, "split", *EXACT, *TWO_ENGINES)
     assert fingerprint(split) == fingerprint(whole)
 
 
 def test_a_run_stopped_after_a_checkpoint_and_resumed_gives_the_same_weights(
     whole: Run, tmp_path: Path
 ) -> None:
-    assert fingerprint(stopped_and_resumed(tmp_path, INVARIANT, CORRECTED)) == fingerprint(whole)
+    assert fingerprint(stopped_and_resumed(tmp_path, *EXACT)) == fingerprint(whole)
 
 
 @pytest.mark.slow
 def test_another_seed_gives_other_weights(whole: Run, tmp_path: Path) -> None:
-    assert fingerprint(start(tmp_path, "other", INVARIANT, CORRECTED, "seed=4")) != fingerprint(whole)
+    assert fingerprint(start(tmp_path, "other", *EXACT, "seed=4")) != fingerprint(whole)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One run that loses, one after another, an engine, its trainer and its driver; and one that loses nothing."""
+"""One run that loses, one after another, an engine, its trainer and its driver, beside one that loses nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ import pytest
 
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
-from tests.e2e.tiny import RECIPE, fingerprint, start
+from tests.e2e.tiny import EXACT, RECIPE, fingerprint
 
-STEPS = 9
-SETTINGS = (f"loop.steps={STEPS}", "rollout.engine.batch_invariant=true", "loop.checkpoint_every=1")
 DEADLINE_S = 100.0
 
 
@@ -80,8 +78,11 @@ def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str
 
 
 @pytest.mark.timeout(400)
-def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(tmp_path: Path) -> None:
-    first = Command(tmp_path, str(RECIPE), *SETTINGS, "--name", "hurt", "--root", str(tmp_path))
+def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(
+    whole: Run, tmp_path: Path
+) -> None:
+    settings = (*EXACT, "loop.checkpoint_every=1", "--name", "hurt", "--root", str(tmp_path))
+    first = Command(tmp_path, str(RECIPE), *settings)
     first.wait_for_step(1)
     first.kill("rollout[0]")
     first.wait_for_step(3)
@@ -104,7 +105,6 @@ def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_resu
 
     third = Command(tmp_path, "--resume", str(run.path))
     assert third.wait() == 0, third.output
-    whole = start(tmp_path, "whole", *SETTINGS)
     assert fingerprint(run) == fingerprint(whole)
 
 

@@ -15,6 +15,11 @@ from rill.workflows.loop import Observer
 from rill.workflows.reasoning import ReasoningWorkflow
 
 RECIPE = Path(__file__).with_name("tiny.toml")
+STEPS = 8
+INVARIANT = "rollout.engine.batch_invariant=true"
+CORRECTED = "algorithm.correction=tis"
+"""Makes the loss depend on the engine's log-probabilities, to the last bit."""
+EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED)
 
 
 def resolved(recipe: Path, overrides: Sequence[str]) -> ReasoningWorkflow.Config:
