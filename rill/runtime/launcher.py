@@ -116,7 +116,7 @@ class Launcher:
             key=key,
             entry="rill.runtime.host:main",
             payload=pickle.dumps(spec),
-            env={**thread_env(num_threads), **visible_devices_env(seat.devices), **env},
+            env={**visible_devices_env(seat.devices), **thread_env(num_threads, env)},
             log_path=self._log_path(client, f"{group}-{seat.rank}-{incarnation}.log"),
         )
 
