@@ -401,7 +401,7 @@ TARGETS = (
         "broker traffic per item of 16 MB / of 16 KB",
         ("broker traffic per item of 16384 KB", LOCAL),
         ("broker traffic per item of 16 KB", LOCAL),
-        at_most=1.25,  # longer numbers, and a heartbeat now and then; the payload grows 1,024 times
+        at_most=1.1,
     ),
     Target("group call / Ray's actor call", (CALL, LOCAL), (CALL, "ray"), at_most=0.25),
     Target("group call on Ray / Ray's actor call", (CALL, ON_RAY), (CALL, "ray"), at_most=0.25),
