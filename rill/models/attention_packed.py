@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 ATTENTION_NAME = "rill_packed"
@@ -152,7 +152,7 @@ def packed_attention(
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
     if packed.groups:
-        return _padded_attention(query, key, value, packed, scaling, sliding_window), None
+        return _attend(query, key, value, packed, scaling, sliding_window), None
     return _flash_attention(query, key, value, packed, scaling, sliding_window), None
 
 
@@ -201,8 +201,15 @@ def _flash_attention(
     return out_QHE[None]
 
 
-# Its shapes differ with every pack: compiled, each one would be compiled anew.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def compile_layer(layer: nn.Module) -> None:
+    """torch.compile a decoder layer, once for all row lengths, without the padded attention inside it: its shapes
+    differ with every pack, and each one would be compiled anew."""
+    global _attend
+    # Here and not as a decorator: it imports the compiler, seconds that a process without compiled layers can spare.
+    _attend = torch.compiler.disable(_padded_attention)  # type: ignore[no-untyped-call]
+    layer.compile(dynamic=True)
+
+
 def _padded_attention(
     query: Tensor,
     key: Tensor,
@@ -367,3 +374,6 @@ class _GatherTokens(torch.autograd.Function):
         size = total.shape[3] // dist.get_world_size(ctx.group)
         rank = dist.get_rank(ctx.group)
         return total.narrow(3, rank * size, size).contiguous(), None
+
+
+_attend = _padded_attention

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rill.config import Config
 from rill.errors import TrainingError
+from rill.models.attention_packed import compile_layer
 from rill.models.loading import DTYPES, ModelConfig
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
 from rill.training.module import LM_PREFIX, PackedModule
@@ -280,7 +281,7 @@ class TrainEngine:
         for layer in self.module.layers:
             _checkpoint_layer(layer, self.config.activation_checkpointing)
             if self.config.compile:
-                layer.compile(dynamic=True)  # rows differ in length: one compilation serves all
+                compile_layer(layer)
         self._is_sharded = self.world.data_size * self.world.context_size > 1
         if self._is_sharded:
             shard_model(

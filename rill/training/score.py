@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rill.config import Config
 from rill.errors import WeightSyncError
+from rill.models.attention_packed import compile_layer
 from rill.models.loading import DTYPES, ModelConfig
 from rill.training.batching import Batcher
 from rill.training.engine import Precision
@@ -46,7 +47,7 @@ class ScoreModel:
         self.module.requires_grad_(False)
         if config.compile:
             for layer in self.module.layers:
-                layer.compile(dynamic=True)
+                compile_layer(layer)
         self._shelf = Shelf()
         self.batcher = Batcher(
             world=self.world,
