@@ -144,7 +144,9 @@ class RLSetup:
         self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
-            model_folder(config.model.path)  # here, where a wrong path is one line and not a worker's traceback
+            model_folder(
+                config.model.path
+            )  # here, where a wrong path is one line and not a worker's traceback
 
     def launch(self, worker: type[W], name: str, placement: str, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start a group; it is ready when this returns."""
