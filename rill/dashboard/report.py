@@ -93,9 +93,7 @@ def _lane_order(event: Event) -> tuple[str, str, int]:
 
 
 def _rollouts(run: Run) -> list[Any]:
-    groups = [
-        record for path in sorted((run.path / "rollouts").glob("*.jsonl")) for record in read_lines(path)
-    ]
+    groups = [record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path)]
     groups.sort(key=lambda group: (group["version"], group["group"]))
     if len(groups) > MAX_GROUPS:  # spread over the run rather than its beginning
         groups = [groups[int(i * len(groups) / MAX_GROUPS)] for i in range(MAX_GROUPS)]

@@ -6,7 +6,7 @@
       status.json        running | finished | failed | interrupted, and since when
       metrics.jsonl      figures by step              (rill.telemetry.metrics)
       trace/             spans, one file a process    (rill.telemetry.trace)
-      rollouts.jsonl     what the model said
+      rollouts/          what the model said, one file a rollout worker
       checkpoints/       what a resume starts from
       log.txt            what the run said
 
@@ -147,8 +147,8 @@ class Run:
         return self.path / "trace"
 
     @property
-    def rollouts_path(self) -> Path:
-        return self.path / "rollouts.jsonl"
+    def rollouts_dir(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def checkpoints_dir(self) -> Path:
