@@ -45,11 +45,6 @@ class Admission:
         else:
             self.dropped += 1
 
-    def take_back(self, count: int) -> None:
-        """Groups that were aborted into the buffer: they are neither running nor accepted until admitted again."""
-        assert self.running >= count
-        self.running -= count
-
     def trained(self) -> None:
         self.version += 1
 
