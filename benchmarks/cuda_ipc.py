@@ -114,6 +114,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(json.dumps({"skipped": "needs a CUDA device"}))
+        return
     num_bytes = int(args.gib * 2**30)
     with Cluster(devices="cuda:1") as cluster:
         sender = Sender.launch_async(cluster, name="sender", placement="0", num_bytes=num_bytes)

@@ -233,6 +233,9 @@ def main() -> None:
     )
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not (args.small or torch.cuda.is_available()):
+        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        return
     if args.small:
         args.groups, args.group_size, args.median, args.max_tokens = 8, 4, 16, 48
         args.sequences, args.micro = 16, 2048

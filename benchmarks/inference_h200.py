@@ -277,6 +277,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="correct,fixed,profile,tail,groups,update,memory,invariant")
     wanted = parser.parse_args().only.split(",")
+    if not torch.cuda.is_available():
+        report(skipped="needs a CUDA device")
+        return
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     if "correct" in wanted:
         try:

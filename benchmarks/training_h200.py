@@ -330,6 +330,9 @@ def main() -> None:
     parser.add_argument("--one-pass", action="store_true", help="the one-pass AdamW")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
+    if not (args.small or torch.cuda.is_available()):
+        print(json.dumps({"skipped": "needs a CUDA device; --small runs anywhere"}))
+        return
     run(
         set(args.only.split(",")),
         args.micro,
