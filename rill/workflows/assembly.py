@@ -16,11 +16,13 @@ from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
 from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.loader import LoaderConfig, open_loader
+from rill.errors import PlanError
 from rill.models.loading import ModelConfig, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
+from rill.runtime.placement import resolve
 from rill.runtime.worker import Worker
 from rill.telemetry.guards import Guard, default_guards
 from rill.telemetry.run import Run
@@ -142,6 +144,7 @@ class RLSetup:
         self.jobs = Channel.create(cluster, "jobs", capacity_items=MAX_JOBS)
         self.rollouts = Channel.create(cluster, "rollouts")
         self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
+        self._launched: list[str] = []
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
             model_folder(
@@ -154,11 +157,13 @@ class RLSetup:
             self.cluster, name=name, placement=placement, threads=self._threads, **init_kwargs
         )
         group.ready(self.config.loop.step_timeout_s)
+        self._launched.append(name)
         return group
 
     def launch_policy(self, rollout: str, actor: str) -> None:
         """The engines and the trainer of the policy, side by side."""
         config = self.config
+        self._check_ahead(rollout, actor)
         self.rollout = RolloutWorker.launch_async(
             self.cluster,
             name="rollout",
@@ -199,7 +204,7 @@ class RLSetup:
         """Warm up or resume, train to the last step, leave the model in the run folder."""
         config, timeout_s = self.config, self.config.loop.step_timeout_s
         if config.cluster.resident:
-            self.cluster.coreside("rollout", *trained)
+            self.cluster.coreside("rollout", *self._launched)
         self._warm_up()
         flow = Flow(jobs=self.jobs, rollouts=self.rollouts, outcomes=self.outcomes)
         fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)
@@ -218,6 +223,20 @@ class RLSetup:
         loop.restore()
         loop.run()
         self.wait(self.actor.export(str(self.folder.path.resolve() / "model")))
+
+    def _check_ahead(self, rollout: str, actor: str) -> None:
+        """Engines that run ahead hold their devices for the whole run: a trainer that shares them never gets a turn."""
+        if self.config.loop.max_lag == 0 or self.config.cluster.resident:
+            return
+        seats = [resolve(placement, self.cluster.devices) for placement in (rollout, actor)]
+        engines, trainers = ({d.id for seat in group for d in seat.devices} for group in seats)
+        if engines & trainers:
+            raise PlanError(
+                f"loop.max_lag = {self.config.loop.max_lag} lets engines sample while the trainer trains, but both are "
+                f"placed on devices {sorted(engines & trainers)}: place them apart (cluster.devices=2 "
+                "placement.rollout=0 placement.actor=1), keep both in memory (cluster.resident=true), or set "
+                "loop.max_lag = 0"
+            )
 
     @property
     def _threads(self) -> int:

@@ -74,7 +74,8 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     check_once(scene, 6, 3)
     assert scene.fleet._relaunches == [0, 1]
     versions = {record["versions"][-1] for records in scene.said().values() for record in records}
-    assert max(versions) >= 5, "the relaunched engine took the newer weights too"
+    # The last batch is trained from version 6, and its tokens may be two versions older, no more.
+    assert max(versions) >= 6 - 2, "sampling went on with weights newer than those at the kill"
     scene.close()
 
 

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rill.config import load_recipe, resolve
+from rill.errors import PlanError
+from rill.runtime.cluster import Cluster
+from rill.telemetry.run import Run
+from rill.workflows.assembly import RLSetup
+from rill.workflows.reasoning import ReasoningWorkflow
+
+
+def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path: Path) -> None:
+    values = load_recipe("demo", ["loop.max_lag=1"])
+    config = resolve(ReasoningWorkflow.Config, values.values, values.provenance)
+    run = Run.create("r", root=tmp_path)
+    with Cluster(devices="cpu:1") as cluster:
+        setup = RLSetup(config, run, cluster, [])
+        with pytest.raises(PlanError, match="place them apart"):
+            setup.launch_policy("all", "all")
+    run.close()
