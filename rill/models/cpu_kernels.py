@@ -1,40 +1,20 @@
-"""Builds and calls cpu_kernels.cpp: attention, norms, rotary embedding, activation and sampling on the CPU.
+"""Typed calls into cpu_kernels.cpp: attention, norms, rotary embedding, activation and sampling on the CPU.
 
-Built once per machine with the host's C++ compiler (about three seconds) into the user's cache folder. Where there
-is no compiler `load_cpu_kernels` returns None and callers use torch. Rows are bit-identical whatever the batch and
-the number of threads; rill.models.invariant relies on it.
-
-The library is loaded into torch's process and uses torch's OpenMP runtime, so both share one pool of threads.
+Where there is no compiler `load_cpu_kernels` returns None and callers use torch. Rows are bit-identical whatever the
+batch and the number of threads; rill.models.invariant relies on it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from ctypes import c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rill.models.attention_paged import PagedBatch
-
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-# Reassociation lets the compiler vectorise sums; the order it picks is fixed when the library is built.
-FLAGS = [
-    "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
-    "-fno-signed-zeros", "-freciprocal-math",
-]  # fmt: skip
-BUILD_TIMEOUT_S = 120.0
+from rill.models.cpu_build import load_library
 
 _SIGNATURES: dict[str, list[Any]] = {
     "add_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int, c_int],
@@ -51,54 +31,8 @@ _SIGNATURES: dict[str, list[Any]] = {
 @functools.cache
 def load_cpu_kernels() -> CpuKernels | None:
     """The kernels, built if need be; None where they cannot be."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        logger.warning(
-            "no C++ compiler on the path: the CPU engine runs on torch operations, which is slower"
-        )
-        return None
-    try:
-        return CpuKernels(ctypes.CDLL(str(_build(compiler))))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("the CPU kernels could not be built, so torch operations are used: %s", error)
-        return None
-
-
-def _build(compiler: str) -> Path:
-    flags = [*FLAGS, "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S
-    )
-    identity = SOURCE.read_bytes() + version.stdout + " ".join(flags).encode() + _cpu_identity()
-    name = f"cpu_kernels-{hashlib.sha256(identity).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rill"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="rill-"))
-    library = folder / name
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            object_file, built = Path(scratch) / "kernels.o", Path(scratch) / name
-            # Two steps: linking with fast-math flags would change how the whole process rounds denormals.
-            for command in (
-                [compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
-                [compiler, "-shared", "-fopenmp", str(object_file), "-o", str(built)],
-            ):
-                subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S)
-            built.replace(library)  # atomic: processes that start together may all build it
-    return library
-
-
-def _cpu_identity() -> bytes:
-    """-march=native depends on the processor, and a home folder may be shared by different ones."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    ).encode()
+    library = load_library("cpu_kernels")
+    return None if library is None else CpuKernels(library)
 
 
 class CpuKernels:
