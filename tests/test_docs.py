@@ -41,6 +41,17 @@ def test_the_readme_names_every_room() -> None:
             assert f"\n  {folder.name}/ " in readme, f"README.md has no line for rill/{folder.name}/"
 
 
+def test_every_test_that_the_design_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/design.md").read_text(encoding="utf-8")))
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not named - there
+
+
 def test_every_command_is_documented() -> None:
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     for name in COMMANDS:
