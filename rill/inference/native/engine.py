@@ -5,35 +5,32 @@ two steps, so no lock is held while the model runs and every control method sees
 
     callers                         engine thread
     ───────                         ─────────────
-    submit, abort, pause,   ──►  commands ─► run all that wait
+    submit, abort, pause,   ──►  commands ─► run all that wait          (commands.py, control.py)
     update_weights, score, …              │
                                           ▼
-                             schedule ─► launch step n ─► read step n-1 (n, where nothing overlaps)
-                                 ▲                             │ append tokens, finish, deltas
-                                 └─────────────────────────────┘
-    futures, on_delta       ◄──  completed between two steps
+                             schedule ─► launch step n ─► read step n-1 (core.py)
+                                 ▲                             │ append tokens, end sequences
+                                 └─────────────────────────────┤
+    futures, on_delta       ◄──────────────────────────────────┘        (outlet.py)
 
 It sleeps on the command queue when there is nothing to do: idle, paused, released or unavailable.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError, ModelError, RequestError, StuckError, UnsupportedError, WeightSyncError
+from rill.errors import EngineError, ModelError, StuckError, UnsupportedError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -46,33 +43,19 @@ from rill.inference.base import (
 )
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
-from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.model_runner import ModelRunner, PendingStep
+from rill.inference.native.commands import CONTROL_TIMEOUT_S, CommandQueue
+from rill.inference.native.control import EngineControl
+from rill.inference.native.core import EngineCore
+from rill.inference.native.model_runner import ModelRunner
+from rill.inference.native.outlet import CallerOutlet
 from rill.inference.native.runners import build_runner
-from rill.inference.native.scheduler import NeedsResults, Scheduler
-from rill.inference.native.sequence import ScoredSequence, Sequence
-from rill.inference.native.weight_update import copy_weights
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.types import Floats, PolicyVersion, StopReason, TokenIds
+from rill.types import Floats, PolicyVersion, TokenIds
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-CONTROL_TIMEOUT_S = 120.0
-"""For control methods without a deadline of their own: far above the length of any step."""
-
-
-@dataclass(slots=True, eq=False)
-class _Command:
-    name: str
-    run: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
 
 
 class NativeEngine:
@@ -123,32 +106,24 @@ class NativeEngine:
             tokenizer = load_tokenizer(config.model)
         self.tokenizer = tokenizer
         self._runner: ModelRunner = build_runner(config, model)
-        self._version = PolicyVersion(0)
-        self._pause: PauseMode | None = None
-        self._released: MemoryLevel | None = None
-        self._unavailable: str | None = None
-        self._closed = False
-        self._pending: tuple[StepBatch, PendingStep] | None = None
-        self._live: dict[str, Sequence] = {}
-        self._ids: set[str] = set()
-        """Of requests from submit() until they end; guarded by _wake, since callers' threads check it."""
-        self._finished = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._steps = self._sampled_tokens = 0
-
         limit = _context_limit(self._runner, config.max_context)
-        self._num_blocks = _num_blocks(self._runner, config, limit)
-        self._max_context = min(limit, (self._num_blocks - 1) * config.block_size)
-        self._builder = BatchBuilder(
-            config.max_num_seqs, -(-self._max_context // config.block_size), config.block_size
+        num_blocks = _num_blocks(self._runner, config, limit)
+        self._max_context = min(limit, (num_blocks - 1) * config.block_size)
+        self._outlet = CallerOutlet()
+        self._core = EngineCore(
+            self._runner,
+            BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache),
+            self._outlet,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+            max_context=self._max_context,
+            check_every_step=config.check_every_step,
         )
-        self._scheduler = self._new_scheduler()
-        self._runner.allocate_cache(self._num_blocks)
+        self._control = EngineControl(self._core)
+        self._runner.allocate_cache(num_blocks)
         self._runner.prepare()
         self._admission = Admission(self._runner.model, tokenizer, self._max_context, config.seed)
-
-        self._commands: deque[_Command] = deque()
-        self._wake = threading.Condition(threading.RLock())
-        self._drained: list[Future[None]] = []
+        self._commands = CommandQueue(self._control.describe)
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         self._thread.start()
 
@@ -169,7 +144,7 @@ class NativeEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        return self._version
+        return self._core.version
 
     @property
     def max_context(self) -> int:
@@ -182,12 +157,8 @@ class NativeEngine:
     ) -> list[Future[Completion]]:
         self._check_available()
         sequences = [self._admission.sequence(request, on_delta) for request in requests]
-        ids = {request.id for request in requests}
-        with self._wake:
-            if len(ids) != len(requests) or not ids.isdisjoint(self._ids):
-                raise RequestError("two requests under way have the same id: give each its own")
-            self._post(_Command("submit", lambda: self._add(sequences)))
-            self._ids |= ids
+        self._outlet.take_ids(request.id for request in requests)
+        self._commands.post("submit", lambda: self._core.add(sequences))
         return [seq.future for seq in sequences]
 
     def generate(self, requests: Sequence_[Request], timeout_s: float = 600.0) -> list[Completion]:
@@ -196,7 +167,7 @@ class NativeEngine:
         try:
             return [future.result(timeout=max(0.0, deadline - time.monotonic())) for future in futures]
         except FutureTimeoutError:
-            num_left, state = sum(not f.done() for f in futures), self._state()
+            num_left, state = sum(not f.done() for f in futures), self._control.describe()
             self.abort([request.id for request in requests])
             raise StuckError(
                 f"generate: {num_left} of {len(futures)} requests had not ended after {timeout_s} s ({state})"
@@ -206,50 +177,49 @@ class NativeEngine:
         self, sequences: Sequence_[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
     ) -> list[Floats]:
         self._check_available()
-        if self._released is not None:
+        if self._control.released is not None:
             raise EngineError(
-                f"the engine's memory is released ({self._released}): call restore() before score()"
+                f"the engine's memory is released ({self._control.released}): call restore() before score()"
             )
         deadline = time.monotonic() + timeout_s
         scored = [self._admission.scored_sequence(tokens, temperature) for tokens in sequences]
-        self._post(_Command("score", lambda: self._add(scored)))
+        self._commands.post("score", lambda: self._core.add(scored))
         try:
             return [seq.scored.result(timeout=max(0.0, deadline - time.monotonic())) for seq in scored]
         except FutureTimeoutError:
             self.abort([seq.id for seq in scored])
-            raise StuckError(f"score: not done after {timeout_s} s ({self._state()})") from None
+            raise StuckError(f"score: not done after {timeout_s} s ({self._control.describe()})") from None
 
     def abort(self, request_ids: Sequence_[str] | None = None) -> None:
         ids = None if request_ids is None else list(request_ids)
-        command = _Command("abort", lambda: self._abort(ids))
-        self._post(command)
-        if threading.current_thread() is not self._thread:  # from on_delta it takes effect after this step
-            self._await(command, CONTROL_TIMEOUT_S)
+        command = self._commands.post("abort", lambda: self._core.abort(ids))
+        if not self._commands.is_runner:  # from on_delta it takes effect after this step
+            self._commands.wait(command)
 
     # --- control -----------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
-        drained: Future[None] = self._call("pause", lambda: self._set_pause(mode), timeout_s)
+        drained = self._commands.call("pause", lambda: self._control.set_pause(mode), timeout_s)
         try:
             drained.result(timeout=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError:
             raise StuckError(
-                f"pause({mode}): requests still run after {timeout_s} s ({self._state()})"
+                f"pause({mode}): requests still run after {timeout_s} s ({self._control.describe()})"
             ) from None
 
     def resume(self) -> None:
-        self._call("resume", lambda: self._set_pause(None))
+        self._commands.call("resume", lambda: self._control.set_pause(None))
 
     def release(self, level: MemoryLevel) -> None:
-        self._call("release", lambda: self._release(level))
+        self._commands.call("release", lambda: self._control.release(level))
 
     def restore(self) -> None:
-        self._call("restore", self._restore)
+        self._commands.call("restore", self._control.restore)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         fence = self._runner.record_caller()
-        self._call("update_weights", lambda: self._update(tensors, version, partial, fence))
+        self._commands.call("update_weights", lambda: self._control.update(tensors, version, partial, fence))
         self._runner.wait_in_caller()
 
     def load_adapter(
@@ -267,36 +237,21 @@ class NativeEngine:
             tensors = dict(source)
         if scale is None:
             raise ModelError(f"adapter {name!r} comes as tensors, so give its scale: alpha / rank")
-        self._call("load_adapter", lambda: self._set_adapter(name, tensors, scale))
+        self._commands.call("load_adapter", lambda: self._set_adapter(name, tensors, scale))
 
     def unload_adapter(self, name: str) -> None:
         """Requests that still use it are aborted."""
-        self._call("unload_adapter", lambda: self._unload_adapter(name))
+        self._commands.call("unload_adapter", lambda: self._unload_adapter(name))
 
     def flush(self) -> None:
-        self._call("flush", self._scheduler.blocks.flush)
+        self._commands.call("flush", self._core.scheduler.blocks.flush)
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_finished=self._finished,
-            num_preempted=scheduler.num_preempted,
-            num_prompt_tokens=self._prompt_tokens,
-            num_cached_tokens=self._cached_tokens,
-            num_generated_tokens=self._generated_tokens,
-            num_kv_blocks=scheduler.blocks.num_usable,
-            num_free_kv_blocks=scheduler.blocks.num_free,
-            version=self._version,
-            extra={"num_steps": float(self._steps), "num_sampled_tokens": float(self._sampled_tokens)},
-        )
+        return self._core.stats()
 
     def close(self) -> None:
         """Abort what runs, end the thread, give all memory back. May be called twice."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._commands.close()
         self._thread.join(timeout=CONTROL_TIMEOUT_S)
         if self._thread.is_alive():
             raise StuckError(f"close: the engine's thread did not end within {CONTROL_TIMEOUT_S} s")
@@ -304,318 +259,40 @@ class NativeEngine:
     # --- the engine's thread -----------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        core, control, commands = self._core, self._control, self._commands
         try:
+            commands.enter_thread()
             self._runner.enter_thread()
-            while not self._closed:
-                self._run_commands()
-                if self._can_step:
-                    self.step()
+            while not commands.is_closed:
+                commands.run_waiting(lambda: control.can_step)
+                if control.can_step:
+                    core.step()
+                control.report_drained()
         except BaseException as error:  # boundary: a dead thread must not leave its callers waiting
-            self._fail_all(error)
+            commands.close()
+            failure = EngineError(f"the engine's thread died: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            core.fail_all(failure)
+            control.fail(failure)
             if not isinstance(error, EngineError):
                 raise
         finally:
-            self._shut_down()
-
-    @property
-    def _can_step(self) -> bool:
-        if self._unavailable is not None or self._released is not None:
-            return False
-        return self._scheduler.has_work or self._pending is not None
-
-    def step(self) -> None:
-        """schedule -> run -> postprocess; called by the engine's thread only."""
-        try:
-            if self._needs_results_first():
-                self._drain()
-            chunks = self._scheduler.schedule()
-        except NeedsResults:
-            self._drain()
-            chunks = self._scheduler.schedule()
-        launched = None
-        if chunks:
-            batch = self._builder.build(chunks)
-            launched = (batch, self._runner.launch(batch))
-            self._steps += 1
-        previous, self._pending = self._pending, launched
-        if previous is not None:
-            self._postprocess(*previous)
-        if not self._runner.is_overlapped:
-            self._drain()
-        if self.config.check_every_step:
-            self._drain()
-            self._scheduler.check()
-        self._report_drained()
-
-    def _needs_results_first(self) -> bool:
-        """Penalties read the newest token on the host, so such sequences cannot run one step ahead."""
-        return self._pending is not None and any(seq.needs_history for seq in self._pending[0].sampled)
-
-    def _drain(self) -> None:
-        """Read the step in flight, if there is one."""
-        previous, self._pending = self._pending, None
-        if previous is not None:
-            self._postprocess(*previous)
-
-    def _postprocess(self, batch: StepBatch, step: PendingStep) -> None:
-        result = step.result()
-        version = int(self._version)
-        self._sampled_tokens += len(result.tokens_S)
-        for seq, token, logprob in zip(batch.sampled, result.tokens_S, result.logprobs_S, strict=True):
-            seq.num_in_flight -= 1
-            if seq.is_finished:
-                continue  # it ended one step earlier; this token was computed before that was known
-            reason = seq.append(token, logprob, version)
-            if reason is not None:
-                self._finish(seq, reason)
-                continue
-            if len(seq.tokens) % self.config.block_size < 2:  # a block has just become known, or computed
-                self._scheduler.blocks.publish(seq)
-            if seq.on_delta is not None:
-                self._tell(seq, seq.take_delta())
-        for scored, values in zip(batch.scored, result.scores, strict=True):
-            seq = scored.chunk.seq
-            assert isinstance(seq, ScoredSequence)
-            start = scored.chunk.start + 1
-            seq.scores[start : start + len(values)] = values
-            if scored.chunk.is_last and not seq.is_finished:
-                self._scheduler.finish(seq)
-                del self._live[seq.id]
-                seq.scored.set_result(seq.scores)
-
-    def _finish(self, seq: Sequence, reason: StopReason) -> None:
-        self._scheduler.blocks.publish(seq)  # the next turn of a conversation begins with all of this one
-        self._scheduler.finish(seq)
-        del self._live[seq.id]
-        self._finished += 1
-        self._prompt_tokens += seq.num_prompt
-        self._cached_tokens += seq.num_cached
-        self._generated_tokens += seq.num_generated
-        if seq.on_delta is not None:
-            self._tell(seq, seq.take_delta(reason))
-        with self._wake:
-            self._ids.discard(seq.id)
-        if seq.future.set_running_or_notify_cancel():
-            seq.future.set_result(seq.completion(reason))
-
-    def _tell(self, seq: Sequence, delta: Delta) -> None:
-        assert seq.on_delta is not None
-        try:
-            seq.on_delta(delta)
-        except Exception:
-            logger.exception("on_delta of request %s failed and will not be called again", seq.id)
-            seq.on_delta = None
-
-    # --- commands, run by the engine's thread -------------------------------------------------------------
-
-    def _run_commands(self) -> None:
-        with self._wake:
-            while not self._commands and not self._closed and not self._can_step:
-                self._wake.wait(timeout=1.0)
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            try:
-                command.done.set_result(command.run())
-            except Exception as error:  # noqa: BLE001 boundary: what a command raises belongs to its caller
-                command.done.set_exception(error)
-
-    def _add(self, sequences: Sequence_[Sequence]) -> None:
-        for seq in sequences:
-            self._live[seq.id] = seq
-            self._scheduler.add(seq)
-            if seq.request.adapter is not None and seq.request.adapter not in self._runner.adapters.names:
-                self._finish(seq, StopReason.ABORTED)  # it was unloaded between submit() and here
-
-    def _abort(self, ids: list[str] | None) -> None:
-        self._drain()
-        wanted = list(self._live) if ids is None else [i for i in ids if i in self._live]
-        for seq in [self._live[i] for i in wanted]:
-            if isinstance(seq, ScoredSequence):
-                self._scheduler.finish(seq)
-                del self._live[seq.id]
-                seq.scored.set_exception(EngineError("scoring was aborted"))
-            else:
-                self._finish(seq, StopReason.ABORTED)
-        self._report_drained()
-
-    def _set_pause(self, mode: PauseMode | None) -> Future[None]:
-        self._pause = mode
-        self._scheduler.admits_new = mode is None
-        self._scheduler.is_frozen = mode is PauseMode.INTERRUPT
-        self._drain()
-        drained: Future[None] = Future()
-        if mode is PauseMode.FINISH:
-            self._drained.append(drained)
-            self._report_drained()
-        else:
-            drained.set_result(None)
-        return drained
-
-    def _report_drained(self) -> None:
-        started = self._scheduler.running or any(seq.num_preempted for seq in self._scheduler.waiting)
-        if self._drained and (self._pause is not PauseMode.FINISH or not started):
-            for future in self._drained:
-                future.set_result(None)
-            self._drained.clear()
-
-    def _release(self, level: MemoryLevel) -> None:
-        self._drain()
-        is_idle = not self._scheduler.running and not self._scheduler.waiting
-        if (self._pause is not PauseMode.INTERRUPT and self._scheduler.running) or not (
-            is_idle or self._pause
-        ):
-            raise EngineError(
-                f"release({level}) while requests run ({self._state()}): pause() first, or wait until idle"
-            )
-        self._preempt_all()
-        self._scheduler.blocks.flush()
-        self._runner.free_cache()
-        if level in (MemoryLevel.WEIGHTS, MemoryLevel.GRAPHS):
-            self._runner.drop_graphs()  # graphs hold the addresses of both; they are captured again on restore
-            self._runner.offload_weights()
-        self._released = level
-
-    def _restore(self) -> None:
-        if self._released is None:
-            return
-        if self._released is not MemoryLevel.KV:
-            self._runner.reload_weights()
-        self._runner.allocate_cache(self._num_blocks)
-        self._builder.forget()
-        self._runner.prepare()
-        self._released = None
-
-    def _update(self, tensors: NamedTensors, version: PolicyVersion, partial: bool, fence: Any) -> None:
-        self._drain()
-        self._preempt_all()
-        self._scheduler.blocks.flush()
-        self._runner.wait_for(fence)
-        try:
-            self._take_weights(tensors, version, partial=partial)
-        except BaseException:
-            # Only now: a request that arrives while an update goes well waits for it like any other command.
-            self._unavailable = f"the update to version {version} failed"
-            raise
-        self._version = version
-        if not partial:
-            self._unavailable = None
-
-    def _take_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool) -> None:
-        if version <= self._version:
-            raise WeightSyncError(
-                f"the engine has version {self._version} and was given {version}: versions only grow"
-            )
-        if self._released not in (None, MemoryLevel.KV):
-            self._runner.reload_weights()
-            copy_weights(self._runner, tensors, partial=partial)
-            self._runner.offload_weights()
-        else:
-            copy_weights(self._runner, tensors, partial=partial)
-        self._runner.finish_update()
+            commands.fail_waiting()
+            core.close()
 
     def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
-        self._drain()
-        for seq in [s for s in self._scheduler.running if s.request.adapter == name]:
-            self._scheduler.preempt(seq)  # what it has in the cache came from the adapter's old weights
-        self._runner.adapters.load(name, tensors, scale)
-        self._admission.adapters = self._runner.adapters.names
+        self._admission.adapters = self._control.set_adapter(name, tensors, scale)
 
     def _unload_adapter(self, name: str) -> None:
-        self._abort([i for i, seq in self._live.items() if seq.request.adapter == name])
-        self._runner.adapters.unload(name)
-        self._admission.adapters = self._runner.adapters.names
-
-    def _preempt_all(self) -> None:
-        for seq in list(self._scheduler.running):
-            self._scheduler.preempt(seq)
-
-    # --- inside ------------------------------------------------------------------------------------------
-
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        blocks = BlockManager(
-            self._num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache
-        )
-        return Scheduler(
-            blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_batched_tokens,
-            root_key=self._root_key,
-            # Starting a prompt breaks out of the captured decode step, so starts are gathered.
-            num_gathered=config.max_num_seqs // 16 if self._runner.uses_graphs else 0,
-        )
-
-    def _root_key(self, seq: Sequence) -> bytes:
-        adapter = self._runner.adapters.identity(seq.request.adapter)
-        return BlockManager.root_key(self._version, adapter, seq.request.cache_salt)
-
-    def _call(self, name: str, run: Callable[[], T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
-        if threading.current_thread() is self._thread:
-            raise EngineError(
-                f"{name}() was called from on_delta, which must not block: call it from another thread"
-            )
-        command = _Command(name, run)
-        self._post(command)
-        result: T = self._await(command, timeout_s)
-        return result
-
-    def _post(self, command: _Command) -> None:
-        with self._wake:
-            if self._closed:
-                raise EngineError(f"{command.name}() on a closed engine")
-            self._commands.append(command)
-            self._wake.notify()
-
-    def _await(self, command: _Command, timeout_s: float) -> Any:
-        try:
-            return command.done.result(timeout=timeout_s)
-        except FutureTimeoutError:
-            raise StuckError(
-                f"{command.name}: the engine's thread did not take the command within {timeout_s} s ({self._state()})"
-            ) from None
+        self._admission.adapters = self._control.unload_adapter(name)
 
     def _check_available(self) -> None:
-        if self._closed:
+        if self._commands.is_closed:
             raise EngineError("the engine is closed")
-        if self._unavailable is not None:
+        if self._control.unavailable is not None:
             raise EngineError(
-                f"{self._unavailable}: the engine waits for a whole update_weights() to succeed"
+                f"{self._control.unavailable}: the engine waits for a whole update_weights() to succeed"
             )
-
-    def _state(self) -> str:
-        scheduler = self._scheduler
-        pause = f", paused ({self._pause})" if self._pause else ""
-        released = f", memory released ({self._released})" if self._released else ""
-        return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting{pause}{released}"
-
-    def _fail_all(self, error: BaseException) -> None:
-        failure = EngineError(f"the engine's thread died: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        self._closed = True
-        for seq in self._live.values():
-            future: Future[Any] = seq.scored if isinstance(seq, ScoredSequence) else seq.future
-            if not future.done():
-                future.set_exception(failure)
-        for waiter in self._drained:
-            waiter.set_exception(failure)
-        self._live.clear()
-
-    def _shut_down(self) -> None:
-        with self._wake:
-            self._closed = True
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command.done.set_exception(EngineError(f"the engine closed before {command.name}() ran"))
-        self._pending = None
-        for seq in list(self._live.values()):
-            if isinstance(seq, ScoredSequence):
-                seq.scored.set_exception(EngineError("the engine closed"))
-            elif seq.future.set_running_or_notify_cancel():
-                seq.future.set_result(seq.completion(StopReason.ABORTED))
-        self._live.clear()
-        self._runner.free_cache()
 
 
 def _context_limit(runner: ModelRunner, configured: int | None) -> int:

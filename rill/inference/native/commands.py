@@ -1,0 +1,115 @@
+"""What callers' threads want done, waiting for the engine's thread to do it between two steps.
+
+    caller   post(name, work) ──► queue ──► run_waiting()   engine's thread
+             wait(command)    ◄── done  ◄────────┘
+
+Anybody may post; one thread runs. What a command raises belongs to the caller who waits for it. Once closed, nothing
+is taken any more and whoever still waits is told so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rill.errors import EngineError, StuckError
+
+T = TypeVar("T")
+
+CONTROL_TIMEOUT_S = 120.0
+"""For commands without a deadline of their own: far above the length of any step."""
+
+IDLE_WAIT_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Command:
+    name: str
+    run: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+
+class CommandQueue:
+    def __init__(self, describe: Callable[[], str]) -> None:
+        """`describe`: the engine's state in words, for the message of a wait that ran out."""
+        self._describe = describe
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._is_closed = False
+        self._runner: threading.Thread | None = None
+
+    # --- callers' threads --------------------------------------------------------------------------------
+
+    def post(self, name: str, run: Callable[[], Any]) -> Command:
+        command = Command(name, run)
+        with self._wake:
+            if self._is_closed:
+                raise EngineError(f"{name}() on a closed engine")
+            self._commands.append(command)
+            self._wake.notify()
+        return command
+
+    def wait(self, command: Command, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        try:
+            return command.done.result(timeout=timeout_s)
+        except FutureTimeoutError:
+            raise StuckError(
+                f"{command.name}: the engine's thread did not take the command within {timeout_s} s "
+                f"({self._describe()})"
+            ) from None
+
+    def call(self, name: str, run: Callable[[], T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
+        """post() and wait()."""
+        if self.is_runner:
+            raise EngineError(
+                f"{name}() was called from on_delta, which must not block: call it from another thread"
+            )
+        result: T = self.wait(self.post(name, run), timeout_s)
+        return result
+
+    def close(self) -> None:
+        """Take no more, and let run_waiting() return. What still waits is the runner's to fail."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_runner(self) -> bool:
+        """Whether the calling thread is the one that runs the commands: it must not wait for one."""
+        return threading.current_thread() is self._runner
+
+    # --- the engine's thread -----------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        self._runner = threading.current_thread()
+
+    def run_waiting(self, has_other_work: Callable[[], bool]) -> None:
+        """Run every command that waits; sleep until there is one, unless there is other work or an end."""
+        with self._wake:
+            while not self._commands and not self._is_closed and not has_other_work():
+                self._wake.wait(timeout=IDLE_WAIT_S)
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            try:
+                command.done.set_result(command.run())
+            except Exception as error:  # noqa: BLE001 boundary: what a command raises belongs to its caller
+                command.done.set_exception(error)
+
+    def fail_waiting(self) -> None:
+        """Close, and tell those whose commands were never run."""
+        with self._wake:
+            self._is_closed = True
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command.done.set_exception(EngineError(f"the engine closed before {command.name}() ran"))

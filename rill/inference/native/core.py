@@ -1,0 +1,188 @@
+"""The engine's inside: sequences, scheduler, batch builder and runner, driven one step at a time.
+
+    schedule ─► build ─► launch step n ─► read step n-1 (n, where nothing overlaps) ─► outlet
+        ▲                                          │ append tokens, end sequences, publish blocks
+        └──────────────────────────────────────────┘
+
+Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
+tokens through the outlet. `control.py` has what happens between two steps: pauses, memory, weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rill.errors import EngineError
+from rill.inference.base import EngineStats
+from rill.inference.native.batch import BatchBuilder, StepBatch
+from rill.inference.native.block_manager import BlockManager
+from rill.inference.native.model_runner import ModelRunner, PendingStep
+from rill.inference.native.outlet import News, Outlet
+from rill.inference.native.scheduler import NeedsResults, Scheduler
+from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.types import PolicyVersion, StopReason
+
+
+class EngineCore:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        blocks: BlockManager,
+        outlet: Outlet,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        max_context: int,
+        check_every_step: bool,
+    ) -> None:
+        self.runner = runner
+        self.outlet = outlet
+        self.version = PolicyVersion(0)
+        self.live: dict[str, Sequence] = {}
+        """Everything that was added and has not ended."""
+        self.scheduler = Scheduler(
+            blocks,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            root_key=self._root_key,
+            # Starting a prompt breaks out of the captured decode step, so starts are gathered.
+            num_gathered=max_num_seqs // 16 if runner.uses_graphs else 0,
+        )
+        self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
+        self._check_every_step = check_every_step
+        self._pending: tuple[StepBatch, PendingStep] | None = None
+        self._finished = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._steps = self._sampled_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._pending is not None
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            self.live[seq.id] = seq
+            self.scheduler.add(seq)
+            if seq.request.adapter is not None and seq.request.adapter not in self.runner.adapters.names:
+                self.abort([seq.id])  # it was unloaded between submit() and here
+
+    def abort(self, ids: list[str] | None) -> None:
+        """End these, or all; ids that are not under way are ignored."""
+        self.drain()
+        wanted = list(self.live) if ids is None else [i for i in ids if i in self.live]
+        for seq in [self.live[i] for i in wanted]:
+            self._end(seq)
+            if isinstance(seq, ScoredSequence):
+                self.outlet.fail(seq, EngineError("scoring was aborted"))
+            else:
+                self.outlet.deliver([News(seq, StopReason.ABORTED)])
+
+    def step(self) -> None:
+        """schedule -> run -> postprocess."""
+        try:
+            if self._needs_results_first():
+                self.drain()
+            chunks = self.scheduler.schedule()
+        except NeedsResults:
+            self.drain()
+            chunks = self.scheduler.schedule()
+        launched = None
+        if chunks:
+            batch = self.builder.build(chunks)
+            launched = (batch, self.runner.launch(batch))
+            self._steps += 1
+        previous, self._pending = self._pending, launched
+        if previous is not None:
+            self._postprocess(*previous)
+        if not self.runner.is_overlapped:
+            self.drain()
+        if self._check_every_step:
+            self.drain()
+            self.scheduler.check()
+
+    def drain(self) -> None:
+        """Read the step in flight, if there is one."""
+        previous, self._pending = self._pending, None
+        if previous is not None:
+            self._postprocess(*previous)
+
+    def preempt_all(self) -> None:
+        """Nothing holds blocks any more; what ran is computed again, tokens kept. Only after drain()."""
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+
+    def fail_all(self, error: BaseException) -> None:
+        for seq in self.live.values():
+            self.outlet.fail(seq, error)
+        self.live.clear()
+
+    def close(self) -> None:
+        """End everything without another step, and give the cache back."""
+        self._pending = None
+        for seq in list(self.live.values()):
+            if isinstance(seq, ScoredSequence):
+                self.outlet.fail(seq, EngineError("the engine closed"))
+            else:
+                self.outlet.deliver([News(seq, StopReason.ABORTED)])
+        self.live.clear()
+        self.runner.free_cache()
+
+    def stats(self) -> EngineStats:
+        """Any thread: each number is right, though not all of one instant."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_finished=self._finished,
+            num_preempted=scheduler.num_preempted,
+            num_prompt_tokens=self._prompt_tokens,
+            num_cached_tokens=self._cached_tokens,
+            num_generated_tokens=self._generated_tokens,
+            num_kv_blocks=scheduler.blocks.num_usable,
+            num_free_kv_blocks=scheduler.blocks.num_free,
+            version=self.version,
+            extra={"num_steps": float(self._steps), "num_sampled_tokens": float(self._sampled_tokens)},
+        )
+
+    def _needs_results_first(self) -> bool:
+        """Penalties read the newest token on the host, so such sequences cannot run one step ahead."""
+        return self._pending is not None and any(seq.needs_history for seq in self._pending[0].sampled)
+
+    def _postprocess(self, batch: StepBatch, step: PendingStep) -> None:
+        result = step.result()
+        version, blocks = int(self.version), self.scheduler.blocks
+        self._sampled_tokens += len(result.tokens_S)
+        news: list[News] = []
+        for seq, token, logprob in zip(batch.sampled, result.tokens_S, result.logprobs_S, strict=True):
+            seq.num_in_flight -= 1
+            if seq.is_finished:
+                continue  # it ended one step earlier; this token was computed before that was known
+            reason = seq.append(token, logprob, version)
+            if reason is not None:
+                self._end(seq)
+            elif len(seq.tokens) % blocks.block_size < 2:  # a block has just become known, or computed
+                blocks.publish(seq)
+            news.append(News(seq, reason))
+        self.outlet.deliver(news)
+        for scored, values in zip(batch.scored, result.scores, strict=True):
+            seq = scored.chunk.seq
+            assert isinstance(seq, ScoredSequence)
+            start = scored.chunk.start + 1
+            seq.scores[start : start + len(values)] = values
+            if scored.chunk.is_last and not seq.is_finished:
+                self._end(seq)
+                self.outlet.score(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        """Out of the scheduler and of the books; its result is the outlet's to deliver."""
+        self.scheduler.blocks.publish(seq)  # the next turn of a conversation begins with all of this one
+        self.scheduler.finish(seq)
+        del self.live[seq.id]
+        if not seq.is_scored:
+            self._finished += 1
+            self._prompt_tokens += seq.num_prompt
+            self._cached_tokens += seq.num_cached
+            self._generated_tokens += seq.num_generated
+
+    def _root_key(self, seq: Sequence) -> bytes:
+        adapter = self.runner.adapters.identity(seq.request.adapter)
+        return BlockManager.root_key(self.version, adapter, seq.request.cache_salt)

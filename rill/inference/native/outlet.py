@@ -1,0 +1,88 @@
+"""The one door by which tokens leave the engine: streams, completions, scores, failures.
+
+    step's results ──► append to the sequences ──► Outlet.deliver(all of the step's news) ──► on_delta, futures
+                                                   Outlet.fail / .score
+
+Called by the engine's thread alone, once a step, after the sequences hold their new tokens and before anybody outside
+has seen one. Whatever must know of every token first (a write-ahead log, say) is an Outlet around this one.
+
+Request ids are taken here too, by the callers' threads: an id is in use from submit() until its end was delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from rill.errors import RequestError
+from rill.inference.base import Delta
+from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.types import StopReason
+
+logger = logging.getLogger(__name__)
+
+
+class News(NamedTuple):
+    """A sequence with tokens that were not yet delivered, or one that has ended."""
+
+    seq: Sequence
+    reason: StopReason | None
+
+
+class Outlet(Protocol):
+    def deliver(self, news: Iterable[News]) -> None:
+        """All that one step brought. seq.num_reported tells how many of a streamed sequence's tokens are out."""
+        ...
+
+    def score(self, seq: ScoredSequence) -> None:
+        """All of its scores are known."""
+        ...
+
+    def fail(self, seq: Sequence, error: BaseException) -> None:
+        """It ends without a result."""
+        ...
+
+
+class CallerOutlet:
+    """To the callers: on_delta, and the futures that submit() and score() returned."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._lock = threading.Lock()
+
+    def take_ids(self, ids: Iterable[str]) -> None:
+        """Callers' threads. RequestError when two are the same or one is in use."""
+        given = list(ids)
+        with self._lock:
+            if len(set(given)) != len(given) or not self._ids.isdisjoint(given):
+                raise RequestError("two requests under way have the same id: give each its own")
+            self._ids.update(given)
+
+    def deliver(self, news: Iterable[News]) -> None:
+        for seq, reason in news:
+            if seq.on_delta is not None:
+                self._tell(seq, seq.take_delta(reason))
+            if reason is not None:
+                with self._lock:
+                    self._ids.discard(seq.id)
+                if seq.future.set_running_or_notify_cancel():
+                    seq.future.set_result(seq.completion(reason))
+
+    def score(self, seq: ScoredSequence) -> None:
+        seq.scored.set_result(seq.scores)
+
+    def fail(self, seq: Sequence, error: BaseException) -> None:
+        future: Future[Any] = seq.scored if isinstance(seq, ScoredSequence) else seq.future
+        if not future.done():
+            future.set_exception(error)
+
+    def _tell(self, seq: Sequence, delta: Delta) -> None:
+        assert seq.on_delta is not None
+        try:
+            seq.on_delta(delta)
+        except Exception:
+            logger.exception("on_delta of request %s failed and will not be called again", seq.id)
+            seq.on_delta = None
