@@ -86,6 +86,8 @@ class RLConfig(RecipeConfig):
             return values
         values = dict(values)
         model, seed = values.get("model"), values.get("seed")
+        if isinstance(model, dict) and seed is not None:
+            model = values["model"] = {"seed": seed, **model}
         rollout = values["rollout"] = as_table(values.get("rollout", {}))
         engine = rollout["engine"] = {"type": "native", **as_table(rollout.get("engine", {}))}
         trainer = values["trainer"] = as_table(values.get("trainer", {}))

@@ -109,11 +109,12 @@ class SFTWorkflow:
         @classmethod
         def _hand_down(cls, values: Any) -> Any:
             if isinstance(values, dict) and "model" in values:
-                values = {
-                    **values,
-                    "trainer": {"model": values["model"], **as_table(values.get("trainer", {}))},
-                }
-                values["loader"] = {"seed": values.get("seed", 0), **as_table(values.get("loader", {}))}
+                seed, model = values.get("seed", 0), values["model"]
+                if isinstance(model, dict):
+                    model = {"seed": seed, **model}
+                trainer = {"model": model, **as_table(values.get("trainer", {}))}
+                loader = {"seed": seed, **as_table(values.get("loader", {}))}
+                values = {**values, "model": model, "trainer": trainer, "loader": loader}
             return values
 
     def __init__(self, config: Config, run: Run, observers: Sequence[Observer]) -> None:

@@ -8,6 +8,7 @@ from rill.config import load_recipe, resolve
 from rill.errors import PlanError
 from rill.runtime.cluster import Cluster
 from rill.telemetry.run import Run
+from rill.workflows import recipe_schema
 from rill.workflows.assembly import RLSetup
 from rill.workflows.reasoning import ReasoningWorkflow
 
@@ -21,3 +22,16 @@ def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path:
         with pytest.raises(PlanError, match="place them apart"):
             setup.launch_policy("all", "all")
     run.close()
+
+
+@pytest.mark.parametrize("recipe", ["demo", "ppo_arithmetic", "sft_arithmetic"])
+def test_the_seed_of_a_recipe_decides_the_fresh_weights_of_every_part(recipe: str) -> None:
+    def weights_seeds(*changes: str) -> set[int]:
+        values = load_recipe(recipe, list(changes))
+        config = resolve(recipe_schema(values.values, recipe), values.values, values.provenance)
+        tables = config.model_dump()
+        engine = [tables["rollout"]["engine"]] if "rollout" in tables else []
+        return {part["model"]["seed"] for part in (tables, tables["trainer"], *engine)}
+
+    assert weights_seeds("seed=3") == {3}
+    assert weights_seeds("seed=3", "model.seed=5") == {5}
