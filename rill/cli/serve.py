@@ -18,7 +18,7 @@ from rill.config import Config, OneOf, PartConfig, resolve
 from rill.config.files import parse_override
 from rill.errors import ConfigError
 from rill.inference.base import ENGINES, Engine
-from rill.inference.server import ServerConfig, create_app, serve
+from rill.inference.server import ServerConfig, bind, create_app, serve
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
 
@@ -120,16 +120,20 @@ def build_config(
 
 
 def run(config: ServeConfig) -> None:
-    """Load, serve, and close in the right order."""
+    """Take the address, load, serve, and close in the right order."""
+    listener = bind(config.server)
     tokenizer, path = _tokenizer(config)
     template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
     engine = _build_engine(config)
     try:
         application = create_app(engine, tokenizer, config.server, model_path=path, chat_template=template)
-        say(
-            f"{config.server.model_name} at http://{config.server.host}:{config.server.port}/v1 (docs: /docs)"
+        name = config.server.model_name
+        serve(
+            application,
+            config.server,
+            listener,
+            on_started=lambda url: say(f"{name} at {url}/v1 (docs: {url}/docs)"),
         )
-        serve(application, config.server)
     finally:
         engine.close()
 

@@ -1,96 +1,113 @@
-"""`rill serve` as a person runs it: a folder, a port, requests, SIGTERM."""
+"""`rill serve` as a person runs it: a folder, an address, the official client, SIGTERM."""
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from rill.cli.serve import build_config
+from rill.cli.serve import build_config, run
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
+from tests.inference.scripted_model import write_scripted_model
+from tests.inference.serve_process import rill_serve
 
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 104, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 2,
 }  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ASK: dict[str, Any] = {
+    "model": "scripted", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 100,
+}  # fmt: skip
+LONG = {"prompt": "abc", "max_tokens": 600, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = ModelConfig(shape=SHAPE, tokenizer="chars")
-    folder = tmp_path_factory.mktemp("model")
-    load_model(model, dtype=torch.float32).save_pretrained(folder)
-    load_tokenizer(model).save_pretrained(folder)
-    return folder
+@pytest.mark.timeout(400)
+def test_a_process_answers_the_official_client_and_drains(tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    folder = write_scripted_model(tmp_path / "scripted", f"Sure. {CALL}", num_prompt_tokens=4)
+    with rill_serve(folder, "engine.num_kv_blocks=256") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        assert [card.id for card in client.models.list()] == ["scripted"]
+        _chat_and_stream(client)
+        _tools(client)
+        _ends_after_what_runs(process, url)
 
 
-@pytest.fixture
-def server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "rill.cli.main", "serve", str(folder), "--port", str(port), "--replicas", "2",
-               "engine.num_kv_blocks=512", "engine.device=cpu"]  # fmt: skip
-    process = subprocess.Popen(command, env=os.environ | {"RILL_ADMIN_KEY": "adm"})
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 300
-    try:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        yield process, url
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(60)
+def _chat_and_stream(client: Any) -> None:
+    whole = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=1)
+    assert whole.choices[0].message.content == f"Sure. {CALL}" and whole.choices[0].finish_reason == "stop"
+    entries = whole.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries[:-1]) == f"Sure. {CALL}"
+    assert all(entry.logprob > -0.1 and entry.top_logprobs[0].token == entry.token for entry in entries)
+    assert whole.usage.prompt_tokens == 4 and whole.usage.completion_tokens == len(entries)
+    chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == f"Sure. {CALL}"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(chunks) > 5, "the answer came in one piece"
+
+
+def _tools(client: Any) -> None:
+    choice = client.chat.completions.create(**ASK, tools=TOOLS).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Sure. "
+    history = [*ASK["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    assert client.chat.completions.create(**ASK | {"messages": history}, tools=TOOLS).choices
+    with client.chat.completions.stream(**ASK, tools=TOOLS) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls[0].function.name == "add" and final.finish_reason == "tool_calls"
+
+
+def _ends_after_what_runs(process: subprocess.Popen[str], url: str) -> None:
+    """SIGTERM in the middle of a request: that one is answered whole, the next is refused, the process ends well."""
+    codes: list[tuple[int, int]] = []
+
+    def ask() -> None:
+        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+        codes.append((answer.status_code, answer.json()["usage"]["completion_tokens"]))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    _wait(lambda: "rill_in_flight 1\n" in httpx.get(f"{url}/metrics", timeout=30).text)
+    process.send_signal(signal.SIGTERM)
+    asking.join(60)
+    assert codes == [(200, 600)] and process.wait(60) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health", timeout=5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_native_replicas_answer_take_weights_and_drain(
-    server: tuple[subprocess.Popen[bytes], str],
-) -> None:
-    process, url = server
-    body = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 8,
-        "seed": 3,
-        "return_token_ids": True,
-    }
-    first = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
-    assert len(first["token_ids"]) <= 8 and set(first["token_versions"]) == {0}
-    assert httpx.post(f"{url}/reload_weights", timeout=60).status_code == 401
-    update = httpx.post(f"{url}/reload_weights", headers={"Authorization": "Bearer adm"}, timeout=60)
-    assert update.json() == {"status": "ok", "version": 1}
-    again = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
-    assert again["token_ids"] == first["token_ids"] and set(again["token_versions"]) == {1}
-    assert httpx.get(f"{url}/health", timeout=60).json()["replicas"] == 2.0
-
-    codes: list[int] = []
-    long = {"prompt": "abc", "max_tokens": 600, "ignore_eos": True}
-    ask = threading.Thread(
-        target=lambda: codes.append(httpx.post(f"{url}/v1/completions", json=long, timeout=60).status_code)
-    )
-    ask.start()
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    ask.join(60)
-    assert codes == [200] and process.wait(60) == 0
+def test_two_replicas_answer_take_weights_and_drain(tmp_path: Path) -> None:
+    model = ModelConfig(shape=SHAPE, tokenizer="chars")
+    load_model(model, dtype=torch.float32).save_pretrained(tmp_path)
+    load_tokenizer(model).save_pretrained(tmp_path)
+    settings = ("--replicas", "2", "engine.num_kv_blocks=512")
+    with rill_serve(tmp_path, *settings, environment={"RILL_ADMIN_KEY": "adm"}) as (process, url):
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"messages": messages, "max_tokens": 8, "seed": 3, "return_token_ids": True}
+        first = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+        assert len(first["token_ids"]) <= 8 and set(first["token_versions"]) == {0}
+        assert httpx.post(f"{url}/reload_weights", timeout=60).status_code == 401
+        update = httpx.post(f"{url}/reload_weights", headers={"Authorization": "Bearer adm"}, timeout=60)
+        assert update.json() == {"status": "ok", "version": 1}
+        again = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+        assert again["token_ids"] == first["token_ids"] and set(again["token_versions"]) == {1}
+        assert httpx.get(f"{url}/health", timeout=60).json()["replicas"] == 2.0
+        _ends_after_what_runs(process, url)
 
 
 def test_settings_reach_engine_server_and_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,3 +128,19 @@ def test_settings_reach_engine_server_and_router(monkeypatch: pytest.MonkeyPatch
         build_config(str(tmp_path), ["server.max_sample=4"])
     with pytest.raises(ConfigError, match="not KEY=VALUE"):
         build_config(str(tmp_path), ["nonsense"])
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = build_config("no/such/model", [], port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="port 0 picks a free one"):
+            run(config)
+
+
+def _wait(check: Any, wait_s: float = 30.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not check():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

@@ -7,6 +7,6 @@
 
 from rill.inference.server.app import create_app
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.run import BackgroundServer, serve, serve_in_thread
+from rill.inference.server.run import BackgroundServer, bind, serve, serve_in_thread
 
-__all__ = ["BackgroundServer", "ServerConfig", "create_app", "serve", "serve_in_thread"]
+__all__ = ["BackgroundServer", "ServerConfig", "bind", "create_app", "serve", "serve_in_thread"]

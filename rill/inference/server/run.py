@@ -11,27 +11,32 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from rill.errors import EngineError, StuckError
+from rill.errors import ConfigError, EngineError, StuckError
 from rill.inference.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
 
 
 class _DrainingServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, drain_timeout_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain_timeout_s: float, on_started: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._drain_timeout_s = drain_timeout_s
+        self._on_started = on_started
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain is not None or self._loop is None:
@@ -58,9 +63,35 @@ class _DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: FastAPI, config: ServerConfig) -> None:
-    """Serve until a signal; returns after the drain."""
-    _server(app, config).run()
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the address. Done before an engine is loaded: that takes minutes, and a port in use is known at once."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.host}:{config.port} cannot be listened on: {error}; port 0 picks a free one"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    app: FastAPI,
+    config: ServerConfig,
+    listener: socket.socket | None = None,
+    *,
+    on_started: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until a signal; returns after the drain. `on_started` hears the address once requests are answered."""
+    listener = listener or bind(config)
+    _server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
 
 
 def serve_in_thread(app: FastAPI, config: ServerConfig, timeout_s: float = 30.0) -> BackgroundServer:
@@ -70,10 +101,8 @@ def serve_in_thread(app: FastAPI, config: ServerConfig, timeout_s: float = 30.0)
 
 class BackgroundServer:
     def __init__(self, app: FastAPI, config: ServerConfig, timeout_s: float) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((config.host, config.port))
-        self._server = _server(app, config)
+        self._listener = bind(config)
+        self._server = _server(app, config, lambda: None)
         self._thread = threading.Thread(target=self._run, name="rill-server", daemon=True)
         self._timeout_s = timeout_s
         self._thread.start()
@@ -87,8 +116,7 @@ class BackgroundServer:
 
     @property
     def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return url_of(self._listener)
 
     def drain(self) -> None:
         """What SIGTERM does: refuse new requests, end those in flight, stop. Returns at once."""
@@ -111,17 +139,15 @@ class BackgroundServer:
         self.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._server.serve(sockets=[self._listener]))
 
 
-def _server(app: FastAPI, config: ServerConfig) -> _DrainingServer:
+def _server(app: FastAPI, config: ServerConfig, on_started: Callable[[], None]) -> _DrainingServer:
     settings = uvicorn.Config(
         app,
-        host=config.host,
-        port=config.port,
         log_level="warning",
         access_log=False,
         # Connections that stay open after the drain (idle keep-alive) must not hold the exit.
         timeout_graceful_shutdown=5,
     )
-    return _DrainingServer(settings, config.drain_timeout_s)
+    return _DrainingServer(settings, config.drain_timeout_s, on_started)
