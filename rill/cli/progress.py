@@ -50,6 +50,7 @@ class Progress:
         self._console = console
         self._clock = clock
         self._began = clock()
+        self._pace: tuple[str, int, float] | None = None
         self._latest: dict[str, float] = {}
         self._history: dict[str, list[float]] = {}
         self._report: StepReport | None = None
@@ -59,6 +60,8 @@ class Progress:
 
     def observe(self, report: StepReport) -> None:
         self._report = report
+        if self._pace is None or self._pace[0] != report.phase:
+            self._pace = (report.phase, report.step, self._clock())
         self._latest.update(report.metrics)
         for name in ("reward/mean", "eval/accuracy"):
             if name in report.metrics:
@@ -97,16 +100,23 @@ class Progress:
         for _, label, _ in shown:
             table.add_column(label, justify="right")
         table.add_row(*(form.format(self._latest[name]) for name, _, form in shown))
-        step, num_steps = self._report.step, self._report.num_steps
-        elapsed_s = self._clock() - self._began
-        left = (
-            f", about {_duration(elapsed_s / step * (num_steps - step))} left" if 0 < step < num_steps else ""
+        now_s = self._clock()
+        head = Text(
+            f"{self._report.phase} {self._report.step}/{self._report.num_steps}, "
+            f"{_duration(now_s - self._began)}{self._left(now_s)}",
+            style="bold",
         )
-        head = Text(f"{self._report.phase} {step}/{num_steps}, {_duration(elapsed_s)}{left}", style="bold")
         lines: list[RenderableType] = [head, table]
         for name, values in self._history.items():
             lines.append(Text(f"{name:>14} {spark(values)} {values[0]:.2f} → {values[-1]:.2f}"))
         return Group(*lines)
+
+    def _left(self, now_s: float) -> str:
+        """By the pace since the phase's first report: a warm-up, or the steps before a resume, say nothing about it."""
+        assert self._report is not None and self._pace is not None
+        _, first_step, began_s = self._pace
+        done, left = self._report.step - first_step, self._report.num_steps - self._report.step
+        return f", about {_duration((now_s - began_s) / done * left)} left" if done > 0 and left > 0 else ""
 
 
 def plain_line(report: StepReport) -> str:

@@ -26,10 +26,15 @@ def test_a_curve_rises_from_the_lowest_bar_to_the_highest() -> None:
     assert len(spark([float(i) for i in range(1000)], width=20)) == 20
 
 
-def test_on_a_terminal_the_panel_says_how_long_is_left() -> None:
+def test_on_a_terminal_the_panel_says_how_long_is_left_at_the_pace_of_the_present_phase() -> None:
     out = io.StringIO()
-    now = iter([0.0, 30.0, 30.0, 30.0])
+    now_s = 0.0
     console = Console(file=out, force_terminal=True, width=120)
-    with Progress(console, clock=lambda: next(now)) as progress:
-        progress.observe(StepReport(step=10, num_steps=30, metrics={"reward/mean": 0.25}))
-    assert "about 1 min 0 s left" in out.getvalue()
+    with Progress(console, clock=lambda: now_s) as progress:
+        now_s = 500.0
+        progress.observe(StepReport(step=100, num_steps=100, metrics={}, phase="warm-up"))
+        progress.observe(StepReport(step=20, num_steps=40, metrics={}))
+        assert "left" not in out.getvalue()
+        now_s = 530.0
+        progress.observe(StepReport(step=30, num_steps=40, metrics={"reward/mean": 0.25}))
+    assert "step 30/40, 8 min 50 s, about 30 s left" in out.getvalue()
