@@ -64,7 +64,9 @@ def load_target(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UnknownNameError(f"{target!r}: there is no module {error.name!r} on the path") from None
+            raise UnknownNameError(
+                f"{target!r}: there is no module {error.name!r} in the current folder or on Python's path"
+            ) from None
         raise
     try:
         return getattr(module, attribute)

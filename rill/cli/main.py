@@ -12,6 +12,7 @@ To add a command: a file `rill/cli/NAME.py` with a `typer.Typer` called `app`, a
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import RillError
+from rill.errors import RillError, UserError, WorkerError
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -62,8 +63,9 @@ class CommandTable(TyperGroup):
         except RillError as error:
             if is_debug:
                 traceback.print_exc()
-            complain(f"error: {error}", error)
-            raise typer.Exit(error.exit_code) from None
+            message, exit_code = explain(error)
+            complain(f"error: {message}", error)
+            raise typer.Exit(exit_code) from None
         except KeyboardInterrupt as interrupt:
             if is_debug:
                 traceback.print_exc()
@@ -105,8 +107,18 @@ def root(
     """
 
 
+def explain(error: RillError) -> tuple[str, int]:
+    """The message and the exit code. A user's mistake needs no traceback, even if a worker found it."""
+    cause = error.__cause__
+    if isinstance(error, WorkerError) and isinstance(cause, UserError):
+        return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
+    return str(error), error.exit_code
+
+
 def main() -> None:
-    """The entry point of the `rill` script."""
+    """The entry point of the `rill` script. As with `python -m`, modules of the current folder can be named."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     app(prog_name="rill")
 
 

@@ -94,7 +94,8 @@ def carry_out(config: RecipeConfig, run: Run) -> None:
             with Progress(Console()) as progress:
                 WORKFLOWS.load(config.workflow)(config, run, [record, progress.observe, guard]).run()
         except RillError as error:
-            error.add_note(_how_to_go_on(run))
+            if advice := _how_to_go_on(run):
+                error.add_note(advice)
             raise
         finally:
             watch.close()
@@ -104,7 +105,10 @@ def carry_out(config: RecipeConfig, run: Run) -> None:
 
 
 def _how_to_go_on(run: Run) -> str:
+    """Empty when the run did not come as far as its first figures: there is nothing to go on with."""
     checkpoints = whole_checkpoints(run)
+    if not checkpoints and not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
+        return ""
     if not checkpoints:
         return "there is no checkpoint to go on from: `checkpoint_every` was not reached (0: only at the end)"
     return f"go on from step {step_of(checkpoints[-1])} with: {run.resume_command}"

@@ -102,7 +102,13 @@ class RayBackend:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self._address == "local":
             options |= {"include_dashboard": False}
-        self._ray.init(address=self._address, **options)
+        try:
+            self._ray.init(address=self._address, **options)
+        except ConnectionError as error:
+            raise RunError(
+                f"no Ray cluster answers at {self._address!r}: {error}. Start one (ray start --head) and give its "
+                "address as HOST:PORT, or use cluster.address = 'local', which starts one for the run"
+            ) from error
         self._has_started_ray = True
 
 

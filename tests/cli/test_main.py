@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rill.cli.main import COMMANDS
+from rill.cli.main import COMMANDS, explain
+from rill.errors import UnknownNameError, WorkerError
 from rill.registry import load_target
 
 DEADLINE_S = 60
@@ -202,3 +203,36 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_resume(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert stderr.splitlines() == ["interrupted", "  resume with: rill train --resume runs/demo"]
     assert rill("runs", cwd=tmp_path).stdout.splitlines()[1].split()[:2] == ["demo", "interrupted"]
+
+
+def test_a_reward_in_the_current_folder_is_found_and_a_misspelt_one_is_named_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(prompt, text, trajectory):\n    return 1.0\n")
+    script = "from rill.cli.main import main; import sys; sys.path.remove(''); main()"  # as the installed script starts
+
+    def show(function: str) -> subprocess.CompletedProcess[str]:
+        overrides = ["rollout.env.reward.type=function", f"rollout.env.reward.function={function}"]
+        return subprocess.run(
+            [sys.executable, "-c", script, "config", "show", "demo", *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+    found, misspelt = show("my_rewards:score"), show("my_rewards:skore")
+    assert found.returncode == 0, found.stderr
+    assert misspelt.returncode == 2
+    assert "did you mean 'score'" in misspelt.stderr
+
+
+def test_a_users_mistake_that_a_worker_found_comes_without_its_traceback() -> None:
+    error = WorkerError(
+        "UnknownNameError: no such thing", group="rollout", rank=1, remote_traceback="Traceback …"
+    )
+    assert explain(error) == (str(error), 1)
+    error.__cause__ = UnknownNameError("no such thing")
+    assert explain(error) == ("no such thing (found by rollout[1])", 2)

@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Awaitable
 from typing import Literal
 
+from pydantic import field_validator
+
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.errors import ConfigError
+from rill.errors import UnknownNameError
 from rill.registry import load_target
 from rill.types import Prompt, Trajectory
 
@@ -24,6 +26,18 @@ class FunctionReward:
         run_in: Literal["process", "thread", "inline"] = "process"
         """inline only for functions that are quick and cannot block. Coroutine functions are always awaited."""
 
+        @field_validator("function")
+        @classmethod
+        def _exists(cls, value: str) -> str:
+            """Looked up here, so that a misspelt name is found before anything is started."""
+            try:
+                target = load_target(value)
+            except UnknownNameError as error:
+                raise ValueError(str(error)) from error
+            if not callable(target):
+                raise ValueError(f"{value} is not a function but {type(target).__name__}")
+            return value
+
         @property
         def label(self) -> str:
             return self.name or self.function.rpartition(":")[2]
@@ -31,8 +45,6 @@ class FunctionReward:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._function = load_target(config.function)
-        if not callable(self._function):
-            raise ConfigError(f"{config.function} is not a function but {type(self._function).__name__}")
         is_coroutine = inspect.iscoroutinefunction(self._function)
         self.isolation = Isolation.ASYNC if is_coroutine else Isolation(config.run_in)
 
