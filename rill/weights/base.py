@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -30,7 +30,8 @@ from rill.config import PartConfig
 from rill.errors import WeightSyncError
 from rill.registry import Registry
 from rill.types import PolicyVersion
-from rill.weights.checksum import checksum, sampled_checksum
+from rill.weights.checksum import start_checksum, start_sampled_checksum
+from rill.weights.finite import is_finite, start_is_finite
 from rill.weights.resharding import ShardSpec, full_tensor, shard_of
 
 TRANSPORTS = Registry(
@@ -92,8 +93,10 @@ class BucketSpec:
 
     index: int
     num_bytes: int
-    checksum: int
-    sampled_checksum: int
+    checksum: int | None = None
+    """Of every byte. None: the publisher verifies nothing."""
+    sampled_checksum: int | None = None
+    """Only where the publisher verifies by samples."""
     source: str = ""
     """Where the transport keeps it: a segment, a file, an address."""
     handle: bytes = b""
@@ -111,6 +114,8 @@ class WeightManifest:
     buckets: tuple[BucketSpec, ...]
     base_version: PolicyVersion | None = None
     """Set when the buckets hold differences to this version. None: whole weights."""
+    is_collective: bool = False
+    """Both ends move at once: the publisher serves, and all engines pull together."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -139,10 +144,23 @@ class WeightManifest:
                 )
 
 
+class _Gathered(NamedTuple):
+    """A bucket in its buffer, while what was asked about it is still being worked out on its device."""
+
+    members: list[tuple[str, Tensor]]
+    specs: list[TensorSpec]
+    buffer_B: Tensor
+    is_finite: Callable[[], bool]
+    checksum: Callable[[], int] | None
+    sampled_checksum: Callable[[], int] | None
+
+
 class Publisher(ABC):
     """The trainer's side. One per run, on the rank that gathers; the other ranks call `take_part`."""
 
     transport: str
+    keeps_buckets = False
+    """All buffers of a version are there at once, so that a GPU may fill and sum up all before the host waits."""
 
     def __init__(self, config: TransportConfig) -> None:
         self.settings = config
@@ -157,21 +175,21 @@ class Publisher(ABC):
         self.begin(version)
         tensors: list[TensorSpec] = []
         buckets: list[BucketSpec] = []
-        seen: set[str] = set()
-        for members in plan_buckets(named_tensors, self.settings.bucket_bytes):
-            for name, tensor in members:
-                self._check_member(name, tensor, seen)
-            specs, num_bytes = layout(members, len(buckets))
-            buffer_B = self.allocate(len(buckets), num_bytes, members[0][1].device)
-            fill(buffer_B, members, specs)
+        gathered: Iterable[_Gathered] = self._gather(named_tensors, version)
+        for found in list(gathered) if self.keeps_buckets else gathered:
+            if not found.is_finite():
+                bad = next(name for name, tensor in found.members if not is_finite(tensor))
+                raise WeightSyncError(
+                    f"{bad!r} has values that are not finite: these weights must not be published"
+                )
             bucket = BucketSpec(
                 index=len(buckets),
-                num_bytes=num_bytes,
-                checksum=checksum(buffer_B),
-                sampled_checksum=sampled_checksum(buffer_B, int(version)),
+                num_bytes=found.buffer_B.numel(),
+                checksum=found.checksum() if found.checksum else None,
+                sampled_checksum=found.sampled_checksum() if found.sampled_checksum else None,
             )
-            buckets.append(self.seal(bucket, buffer_B, specs))
-            tensors += specs
+            buckets.append(self.seal(bucket, found.buffer_B, found.specs))
+            tensors += found.specs
         if not buckets:
             raise WeightSyncError(f"version {version}: there were no tensors to publish")
         manifest = WeightManifest(
@@ -188,6 +206,10 @@ class Publisher(ABC):
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         """Take part in the receivers' pulls, for transports where both ends move at once. Others return at once."""
         del manifest, timeout_s
+
+    def for_one(self, manifest: WeightManifest) -> WeightManifest:
+        """The newest version, as a single engine can pull it while the others and the trainer go on."""
+        return manifest
 
     def close(self) -> None:
         """Give back memory, files and ports."""
@@ -213,13 +235,24 @@ class Publisher(ABC):
         """All buckets are sealed: make the version visible."""
         return manifest
 
-    def _check_member(self, name: str, tensor: Tensor, seen: set[str]) -> None:
-        if name in seen:
-            raise WeightSyncError(f"{name!r} was given twice for one version")
-        seen.add(name)
-        if self.settings.check_finite and tensor.is_floating_point() and not is_finite(tensor):
-            raise WeightSyncError(
-                f"{name!r} has values that are not finite: these weights must not be published"
+    def _gather(self, named_tensors: NamedTensors, version: PolicyVersion) -> Iterator[_Gathered]:
+        seen: set[str] = set()
+        verify = self.settings.verify
+        for index, members in enumerate(plan_buckets(named_tensors, self.settings.bucket_bytes)):
+            for name, _ in members:
+                if name in seen:
+                    raise WeightSyncError(f"{name!r} was given twice for one version")
+                seen.add(name)
+            specs, num_bytes = layout(members, index)
+            buffer_B = self.allocate(index, num_bytes, members[0][1].device)
+            fill(buffer_B, members, specs)
+            yield _Gathered(
+                members,
+                specs,
+                buffer_B,
+                start_all_finite(buffer_B, members) if self.settings.check_finite else lambda: True,
+                start_checksum(buffer_B) if verify is not Verify.OFF else None,
+                start_sampled_checksum(buffer_B, int(version)) if verify is Verify.SAMPLED else None,
             )
 
 
@@ -227,6 +260,8 @@ class Receiver(ABC):
     """The engine's side. Yields tensors that stay valid until the next one is asked for from another bucket."""
 
     transport: str
+    has_all_buckets = False
+    """read() of every bucket works at once, so that a GPU may verify all of them before the host waits."""
 
     def __init__(self, config: TransportConfig) -> None:
         self.settings = config
@@ -241,8 +276,11 @@ class Receiver(ABC):
         """
         self._check_manifest(manifest)
         delivered: set[str] = set()
-        for bucket, buffer_B in self.buckets(manifest):
-            self._check_bucket(manifest, bucket, buffer_B)
+        buckets = (
+            (b, buffer_B, self._start_check(manifest, b, buffer_B)) for b, buffer_B in self.buckets(manifest)
+        )
+        for bucket, buffer_B, is_same in list(buckets) if self.has_all_buckets else buckets:
+            self._require(is_same(), manifest, bucket)
             for spec in manifest.in_bucket(bucket.index):
                 whole = view_of(buffer_B, spec)
                 yield spec.name, shard_of(spec.name, whole, shards or {})
@@ -283,23 +321,40 @@ class Receiver(ABC):
         manifest.check()
 
     def _check_bucket(self, manifest: WeightManifest, bucket: BucketSpec, buffer_B: Tensor) -> None:
-        where = f"version {manifest.version}, bucket {bucket.index} of {len(manifest.buckets)}"
-        if buffer_B.numel() != bucket.num_bytes:
-            raise WeightSyncError(
-                f"{where}: {buffer_B.numel()} bytes arrived, {bucket.num_bytes} were published"
-            )
-        match self.settings.verify:
-            case Verify.FULL:
-                is_same = checksum(buffer_B) == bucket.checksum
-            case Verify.SAMPLED:
-                is_same = sampled_checksum(buffer_B, int(manifest.version)) == bucket.sampled_checksum
-            case Verify.OFF:
-                is_same = True
+        self._require(self._start_check(manifest, bucket, buffer_B)(), manifest, bucket)
+
+    def _require(self, is_same: bool, manifest: WeightManifest, bucket: BucketSpec) -> None:
         if not is_same:
             raise WeightSyncError(
-                f"{where}: the bytes that arrived over {manifest.transport} at {manifest.location} are not those "
-                "that were published (checksum differs): the transfer was damaged, out of order or stale"
+                f"{_where(manifest, bucket)}: the bytes that arrived over {manifest.transport} at {manifest.location} "
+                "are not those that were published (checksum differs): the transfer was damaged, out of order or stale"
             )
+
+    def _start_check(
+        self, manifest: WeightManifest, bucket: BucketSpec, buffer_B: Tensor
+    ) -> Callable[[], bool]:
+        """Whether these are the published bytes; the call that it returns waits for the answer."""
+        if buffer_B.numel() != bucket.num_bytes:
+            raise WeightSyncError(
+                f"{_where(manifest, bucket)}: {buffer_B.numel()} bytes arrived, {bucket.num_bytes} were published"
+            )
+        verify = self.settings.verify
+        if verify is Verify.OFF:
+            return lambda: True
+        if bucket.checksum is None:
+            raise WeightSyncError(
+                f"{_where(manifest, bucket)} comes without a checksum, and this receiver is set to verify={verify}: "
+                "set the same on both sides"
+            )
+        if verify is Verify.SAMPLED and bucket.sampled_checksum is not None:
+            sampled = start_sampled_checksum(buffer_B, int(manifest.version))
+            return lambda: sampled() == bucket.sampled_checksum
+        whole = start_checksum(buffer_B)
+        return lambda: whole() == bucket.checksum
+
+
+def _where(manifest: WeightManifest, bucket: BucketSpec) -> str:
+    return f"version {manifest.version}, bucket {bucket.index} of {len(manifest.buckets)}"
 
 
 def open_publisher(config: PartConfig) -> Publisher:
@@ -357,37 +412,24 @@ def layout(members: list[tuple[str, Tensor]], bucket: int) -> tuple[list[TensorS
 
 def fill(buffer_B: Tensor, members: list[tuple[str, Tensor]], specs: list[TensorSpec]) -> None:
     """Copy the tensors to their places and zero the gaps, so that equal weights have equal checksums."""
-    for (_, tensor), spec in zip(members, specs, strict=True):
-        view_of(buffer_B, spec).copy_(tensor)
-        buffer_B[spec.offset + spec.num_bytes : spec.offset + _aligned(spec.num_bytes)].zero_()
+    torch._foreach_copy_([view_of(buffer_B, spec) for spec in specs], [tensor for _, tensor in members])
+    for spec in specs:
+        end, padded_end = spec.offset + spec.num_bytes, spec.offset + _aligned(spec.num_bytes)
+        if end < padded_end:
+            buffer_B[end:padded_end].zero_()
+
+
+def start_all_finite(buffer_B: Tensor, members: list[tuple[str, Tensor]]) -> Callable[[], bool]:
+    """Over the filled buffer at once where all its tensors are of one kind; gaps are zero, which is finite."""
+    tensors = [tensor for _, tensor in members if tensor.is_floating_point()]
+    if buffer_B.is_cuda and len(tensors) == len(members) and len({t.dtype for t in tensors}) == 1:
+        return start_is_finite(buffer_B.view(tensors[0].dtype))
+    started = [start_is_finite(tensor) for tensor in tensors]
+    return lambda: all(are_finite() for are_finite in started)
 
 
 def view_of(buffer_B: Tensor, spec: TensorSpec) -> Tensor:
     return buffer_B[spec.offset : spec.offset + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
-
-
-_INFINITY_BITS: dict[torch.dtype, tuple[str, int]] = {
-    torch.bfloat16: ("16", 0x7F80),
-    torch.float16: ("16", 0x7C00),
-    torch.float32: ("32", 0x7F80_0000),
-    torch.float64: ("64", 0x7FF0_0000_0000_0000),
-}
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Without a temporary. On a CPU by the bits: infinity and NaN are the largest numbers of their sign when read
-    as integers, and an integer maximum runs at the speed of memory where a float one does not."""
-    if tensor.numel() == 0:
-        return True
-    if tensor.device.type == "cpu" and tensor.dtype in _INFINITY_BITS and tensor.is_contiguous():
-        width, infinity = _INFINITY_BITS[tensor.dtype]
-        bits = tensor.reshape(-1).view(getattr(torch, f"int{width}")).numpy()
-        sign = 1 << (int(width) - 1)
-        return bool(bits.max() < infinity) and int(bits.view(f"uint{width}").max()) < (sign | infinity)
-    if tensor.dtype.itemsize == 1:  # 8-bit floats have no minimum kernel
-        return bool(torch.isfinite(tensor.to(torch.float32)).all())
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -7,9 +7,14 @@ The buffer is read as a grid of 64-bit words, X[r, c]. With pseudo-random odd we
 Any change confined to one word is always seen (an odd weight is invertible), and so is any pair of words that
 changed places, unless both sums happen to meet (2^-64 for unrelated data). This guards against lost,
 swapped, stale and damaged bytes; it is not a signature against an adversary.
+
+On a GPU the sums run there, and `start_checksum` returns before they are done: whoever has many buffers starts all of
+them before reading the first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,6 +28,11 @@ MASK = (1 << 64) - 1
 
 def checksum(buffer_B: Tensor) -> int:
     """Of every byte. B byte; the buffer is contiguous uint8 and a multiple of 8 long."""
+    return start_checksum(buffer_B)()
+
+
+def start_checksum(buffer_B: Tensor) -> Callable[[], int]:
+    """checksum(), begun; the call that it returns waits for the number."""
     words = _words(buffer_B)
     num_rows, num_rest = divmod(words.numel(), COLUMNS)
     rows = torch.empty(num_rows + 1, dtype=torch.int64, device=words.device)
@@ -39,19 +49,28 @@ def checksum(buffer_B: Tensor) -> int:
     rows[num_rows] = rest.sum()
     by_column = (columns * _odd_weights(COLUMNS, 1, words.device)).sum()
     by_row = (rows * _odd_weights(num_rows + 1, 2, words.device)).sum()
-    across, down = (int(v) for v in torch.stack([by_column, by_row]).tolist())  # one device wait, not two
-    return _mix(across + _mix(down) + buffer_B.numel())
+    both, num_bytes = torch.stack([by_column, by_row]), buffer_B.numel()  # one device wait, not two
+
+    def value() -> int:
+        across, down = (int(v) for v in both.tolist())
+        return _mix(across + _mix(down) + num_bytes)
+
+    return value
 
 
 def sampled_checksum(buffer_B: Tensor, salt: int) -> int:
     """Of about 64 KiB in 16 places that differ from one salt (the version) to the next."""
+    return start_sampled_checksum(buffer_B, salt)()
+
+
+def start_sampled_checksum(buffer_B: Tensor, salt: int) -> Callable[[], int]:
     num_bytes = buffer_B.numel()
     if num_bytes <= SAMPLE_BYTES:
-        return checksum(buffer_B)
+        return start_checksum(buffer_B)
     chunk = SAMPLE_BYTES // SAMPLE_CHUNKS
     room = (num_bytes - chunk) // 8
     starts = [(_mix(salt * SAMPLE_CHUNKS + i) % (room + 1)) * 8 for i in range(SAMPLE_CHUNKS)]
-    return checksum(torch.cat([buffer_B[start : start + chunk] for start in starts]))
+    return start_checksum(torch.cat([buffer_B[start : start + chunk] for start in starts]))
 
 
 def _words(buffer_B: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ shared memory tells a reader that was overtaken.
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,7 @@ class CudaIpcTransport:
 
 class CudaIpcPublisher(Publisher):
     transport = "cuda_ipc"
+    keeps_buckets = True
 
     def __init__(self, config: CudaIpcTransport.Config) -> None:
         super().__init__(config)
@@ -73,14 +75,7 @@ class CudaIpcPublisher(Publisher):
         if key not in self._handles:
             # A handle is made once per buffer: each one that torch makes holds a reference until it is received.
             self._handles[key] = _export(buffer_B)
-        return BucketSpec(
-            index=bucket.index,
-            num_bytes=bucket.num_bytes,
-            checksum=bucket.checksum,
-            sampled_checksum=bucket.sampled_checksum,
-            source=str(self._slot),
-            handle=self._handles[key],
-        )
+        return replace(bucket, source=str(self._slot), handle=self._handles[key])
 
     def location(self, version: PolicyVersion) -> str:
         return self._stamps.folder
@@ -99,6 +94,7 @@ class CudaIpcPublisher(Publisher):
 
 class CudaIpcReceiver(Receiver):
     transport = "cuda_ipc"
+    has_all_buckets = True
 
     def __init__(self, config: CudaIpcTransport.Config) -> None:
         super().__init__(config)

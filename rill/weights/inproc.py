@@ -42,6 +42,7 @@ class InprocTransport:
 
 class InprocPublisher(Publisher):
     transport = "inproc"
+    keeps_buckets = True
 
     def __init__(self, config: InprocTransport.Config) -> None:
         super().__init__(config)
@@ -81,6 +82,7 @@ class InprocPublisher(Publisher):
 
 class InprocReceiver(Receiver):
     transport = "inproc"
+    has_all_buckets = True
 
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
         store = _STORES.get(manifest.location)

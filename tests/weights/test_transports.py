@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import BucketSpec, Receiver, WeightManifest, is_finite
+from rill.weights.base import BucketSpec, Receiver, WeightManifest
+from rill.weights.finite import is_finite
 from rill.weights.resharding import ShardSpec
 from tests.weights.scene import ends, publish, pulled, same, weights
 
