@@ -100,13 +100,14 @@ class PolicyTrainer(Trainer):
         """This rank's share of one batch: num_epochs × mini_batches optimizer steps. Metrics are over all ranks.
 
         `version` is what the engines call the weights the batch starts from; unset, this trainer's own count.
+        Samples that bring `old_logprobs` (an inference group scored them with the same weights) are not scored again.
         """
         self._begin()
         version = self.version if version is None else version
         samples = self._usable(samples)
         num_steps = self.config.num_epochs * self.config.mini_batches
         has_old = num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
-        if has_old:
+        if has_old and self._lacks_old_logprobs(samples):
             samples = self._with_old_logprobs(samples)
         steps: list[dict[str, float]] = []
         for epoch in range(self.config.num_epochs):
@@ -292,6 +293,12 @@ class PolicyTrainer(Trainer):
                 mask = _wanted(samples[index]) if trained_only else 1.0
                 results[index] = (values.numpy() * mask).astype(np.float32)
         return results
+
+    def _lacks_old_logprobs(self, samples: Sequence[Sample]) -> bool:
+        """On any rank: the pass that computes them has collectives, so all ranks make it or none."""
+        missing = sum(sample.old_logprobs is None for sample in samples)
+        count = torch.tensor(float(missing), device=self.world.device)
+        return bool(self.world.sum_over_data(count) > 0)
 
     def _with_old_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         # By the training path even with batch_invariant: at the first step π/π_old must be 1, not 1 ± rounding.

@@ -151,6 +151,17 @@ def test_several_steps_per_batch_share_the_old_logprobs_of_the_start() -> None:
     assert not torch.allclose(last.old_logprobs_N, last.logprobs_N.detach(), atol=1e-3)
 
 
+def test_old_logprobs_that_samples_bring_are_not_computed_again() -> None:
+    brought = [
+        dataclasses.replace(s, old_logprobs=np.full(s.num_tokens, -3.0, dtype=np.float32))
+        for s in make_samples()
+    ]
+    watching = Watching()
+    t = PolicyTrainer(config(num_epochs=2), watching)
+    t.update(brought)
+    assert all(batch.old_logprobs_N.eq(-3.0).all() for batch in watching.seen)
+
+
 def test_rollout_logprobs_and_lag_reach_the_algorithm_beside_the_recomputed_ones() -> None:
     samples = make_samples(2)
     watching = Watching()
