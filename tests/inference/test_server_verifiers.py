@@ -1,6 +1,7 @@
 """The verifiers package against `rill serve`: a real environment's rollouts, scored by verifiers.
 
-verifiers wants an older openai than rill's tests, so it may live in a Python of its own: RILL_VERIFIERS_PYTHON names it.
+verifiers wants an older openai than rill's tests, so it may live in a Python of its own, which
+RILL_VERIFIERS_PYTHON names.
 """
 
 from __future__ import annotations

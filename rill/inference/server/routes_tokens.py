@@ -132,14 +132,19 @@ def _choice(piece: Piece) -> dict[str, Any]:
 
 
 def _experts(completion: Completion) -> Any:
-    """[T, L, K] as raw int16 in base64 with its shape, or null where the engine does not record routing."""
+    """[T, L, K] as raw int16 in base64, or null where the engine does not record routing.
+
+    The rows are those of the prompt and the completion, from position `start`. verifiers cuts the text out of the
+    answer before it is parsed as JSON, and finds it by `data` standing first.
+    """
     if completion.routed_experts is None:
         return None
     experts = np.ascontiguousarray(completion.routed_experts, dtype=np.int16)
     return {
+        "data": base64.b64encode(experts.tobytes()).decode(),
         "shape": list(experts.shape),
         "dtype": "int16",
-        "data": base64.b64encode(experts.tobytes()).decode(),
+        "start": 0,
     }
 
 
