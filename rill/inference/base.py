@@ -111,7 +111,7 @@ class Completion:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     routed_experts: Any = None
-    """[T, L, K]: the experts chosen for each token of prompt and completion (the last one may lack), by layer."""
+    """[T, L, K]: the experts chosen for each token of the completion, or of prompt and completion, by layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

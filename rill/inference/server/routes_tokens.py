@@ -45,6 +45,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         clamp_to_context=True,
         cache_salt=body.cache_salt,
         model=body.model,
+        priority=body.priority or body.sampling_params.priority,
     )
     state.admission.enter(caller)
     try:
@@ -109,12 +110,12 @@ def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) 
     return {
         "request_id": request_id,
         "model": body.model,
-        "choices": [_choice(as_piece(i, c)) for i, c in enumerate(completions)],
+        "choices": [_choice(as_piece(i, c), len(body.token_ids)) for i, c in enumerate(completions)],
         "usage": usage(len(body.token_ids), completions),
     }
 
 
-def _choice(piece: Piece) -> dict[str, Any]:
+def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
     ids = piece.token_ids.tolist()
     # Written as text: one dictionary per token would cost more than everything else here together.
     entries = ",".join(
@@ -127,15 +128,15 @@ def _choice(piece: Piece) -> dict[str, Any]:
         "token_versions": piece.versions.tolist(),
         "logprobs": {"content": msgspec.Raw(f"[{entries}]".encode())},
         "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
-        "routed_experts": None if piece.completion is None else _experts(piece.completion),
+        "routed_experts": None if piece.completion is None else _experts(piece.completion, num_prompt),
     }
 
 
-def _experts(completion: Completion) -> Any:
+def _experts(completion: Completion, num_prompt: int) -> Any:
     """[T, L, K] as raw int16 in base64, or null where the engine does not record routing.
 
-    The rows are those of the prompt and the completion, from position `start`. verifiers cuts the text out of the
-    answer before it is parsed as JSON, and finds it by `data` standing first.
+    Engines report the completion's rows, or the prompt's before them: `start` says where the first row belongs.
+    verifiers cuts the text out of the answer before it is parsed as JSON, and finds it by `data` standing first.
     """
     if completion.routed_experts is None:
         return None
@@ -144,14 +145,20 @@ def _experts(completion: Completion) -> Any:
         "data": base64.b64encode(experts.tobytes()).decode(),
         "shape": list(experts.shape),
         "dtype": "int16",
-        "start": 0,
+        "start": num_prompt if len(experts) == len(completion.token_ids) else 0,
     }
 
 
 async def _events(body: GenerateBody, request_id: str, stream: SampleStream) -> AsyncIterator[bytes]:
     async for pieces in stream:
         yield b"".join(
-            event({"request_id": request_id, "model": body.model, "choices": [_choice(piece)]})
+            event(
+                {
+                    "request_id": request_id,
+                    "model": body.model,
+                    "choices": [_choice(piece, len(body.token_ids))],
+                }
+            )
             for piece in pieces
         )
     yield DONE

@@ -65,6 +65,7 @@ def build_requests(
     clamp_to_context: bool = False,
     cache_salt: str | None = None,
     model: str | None = None,
+    priority: int | None = None,
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
     adapter = resolve_model(body.model if model is None else model, config)
@@ -90,7 +91,7 @@ def build_requests(
                     sampling=build_sampling(body, max_new_tokens, sample),
                     adapter=adapter,
                     cache_salt=cache_salt or body.cache_salt or "",
-                    priority=body.priority,
+                    priority=body.priority if priority is None else priority,
                 )
             )
     return requests
