@@ -1,0 +1,132 @@
+// What the CPU sources share: bf16, vectors of 16 floats, exp, one row of a norm, an activation or a rotation.
+//
+// T is float or bf16. All arithmetic is float; rounding to T happens where Hugging Face's modules round. -1e30 stands
+// for "masked": it stays finite through every subtraction.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float load(const float* p) { return *p; }
+inline float load(const bf16* p) {
+    uint32_t u = static_cast<uint32_t>(p->bits) << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+inline void store(float* p, float v) { *p = v; }
+inline void store(bf16* p, float v) {
+    uint32_t u;
+    std::memcpy(&u, &v, 4);
+    u += 0x7FFF + ((u >> 16) & 1);  // round to nearest even
+    p->bits = static_cast<uint16_t>(u >> 16);
+}
+inline float rounded(float v, const float*) { return v; }
+inline float rounded(float v, const bf16*) {
+    bf16 b;
+    store(&b, v);
+    return load(&b);
+}
+
+constexpr float MASKED = -1e30f;
+
+// exp to about 1e-7 relative; branch-free so that loops over it vectorise.
+inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float n = std::nearbyint(x * 1.44269504088896341f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t e = (static_cast<int32_t>(n) + 127) << 23;
+    float s;
+    std::memcpy(&s, &e, 4);
+    return p * s;
+}
+
+inline float silu(float v) { return v / (1.0f + fast_exp(-v)); }
+inline float gelu_tanh(float v) {  // 0.5 v (1 + tanh z)
+    float z = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+    return v / (1.0f + fast_exp(-2.0f * z));
+}
+
+// 16 floats; the compiler lowers them to whatever the processor has.
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+constexpr int LANES = 16;
+
+inline vec load_vec(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline vec load_vec(const bf16* p) {
+#ifdef __AVX512F__
+    __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return reinterpret_cast<vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+#else
+    float v[LANES];
+    for (int i = 0; i < LANES; i++) v[i] = load(p + i);
+    return load_vec(v);
+#endif
+}
+
+template <class T>
+void norm_row(const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {
+    float sum = 0.f;
+    for (int64_t i = 0; i < size; i++) {
+        float v = load(x + i);
+        sum += v * v;
+    }
+    float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+    if (gemma) {
+        for (int64_t i = 0; i < size; i++) store(out + i, load(x + i) * scale * (1.0f + load(w + i)));
+    } else {
+        for (int64_t i = 0; i < size; i++) store(out + i, rounded(load(x + i) * scale, x) * load(w + i));
+    }
+}
+
+// h += x (when x is given), out = norm(h)
+template <class T>
+void add_norm_row(T* h, const T* x, const T* w, T* out, int64_t size, float eps, int gemma) {
+    if (x)
+        for (int64_t i = 0; i < size; i++) store(h + i, load(h + i) + load(x + i));
+    norm_row(h, w, out, size, eps, gemma);
+}
+
+template <class T>
+void rope_row(T* x, const T* cs, const T* sn, int64_t dim) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float a = load(x + i), b = load(x + i + half);
+        float c = load(cs + i), s = load(sn + i);
+        float c2 = load(cs + i + half), s2 = load(sn + i + half);
+        store(x + i, rounded(a * c, x) + rounded(-b * s, x));
+        store(x + i + half, rounded(b * c2, x) + rounded(a * s2, x));
+    }
+}
+
+// q, k and v of one token lie together: normalise (optional) and rotate q and k, put k and v into their slot.
+template <class T>
+void rope_store_row(T* qkv, const T* cs, const T* sn, const T* qw, const T* kw, float eps, T* key, T* value,
+                    int64_t heads, int64_t kv_heads, int64_t dim) {
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+        T* x = qkv + h * dim;
+        if (qw) norm_row(x, h < heads ? qw : kw, x, dim, eps, 0);
+        rope_row(x, cs, sn, dim);
+    }
+    std::memcpy(key, qkv + heads * dim, sizeof(T) * kv_heads * dim);
+    std::memcpy(value, qkv + (heads + kv_heads) * dim, sizeof(T) * kv_heads * dim);
+}
+
+}  // namespace
