@@ -1,6 +1,6 @@
 """Start-up, group calls, point-to-point transfer and idle memory of the runtime, and of Ray on the same machine.
 
-    python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 1024]
+    python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 8,128,1024]
 
 Prints one JSON line per measurement: {"name", "system", "value", "unit"}. A rival that is not installed is left out.
 runtime_channel.py runs this too, adds channels and RLinf, and compares everything with the targets.
@@ -28,6 +28,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
 
 ROOT = Path(__file__).parents[1]
+RANKS_PER_PROCESS = 64
 
 
 RESULTS: dict[tuple[str, str], float] = {}
@@ -119,14 +120,24 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
             report(f"p2p_{num_bytes >> 20}MiB", system, rate, "MB/s")
 
 
-def measure_many_ranks(num_ranks: int) -> None:
-    """The controller with many ranks: every rank is a process, all on one device."""
+def measure_many_ranks(num_ranks: int, num_calls: int = 20) -> None:
+    """The driver with many ranks that share processes: one message per process and call."""
     with Cluster(devices="cpu:1") as cluster:
         started_s = time.perf_counter()
-        group = Node.launch(cluster, name="node", placement=f"0:0-{num_ranks - 1}", threads=1)
+        group = Node.launch(
+            cluster,
+            name="node",
+            placement=f"0:0-{num_ranks - 1}",
+            threads=1,
+            ranks_per_process=RANKS_PER_PROCESS,
+        )
         report(f"launch_{num_ranks}_ranks", "rill-local", time.perf_counter() - started_s, "s")
-        seconds = median_seconds(lambda: group.nothing().wait(120), 10)
+        group.nothing().wait(120)
+        began_s = time.process_time()
+        seconds = median_seconds(lambda: group.nothing().wait(120), num_calls)
+        cpu_s = (time.process_time() - began_s) / num_calls
         report(f"group_call_{num_ranks}_ranks", "rill-local", 1e3 * seconds, "ms")
+        report(f"driver_cpu_per_group_call_{num_ranks}_ranks", "rill-local", 1e3 * cpu_s, "ms")
         memory_mb, _ = tree_memory(os.getpid())
         report(f"idle_memory_{num_ranks}_ranks", "rill-local", memory_mb, "MB (PSS)")
 
@@ -258,11 +269,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repeats: checks that it runs")
     parser.add_argument("--rivals", default="ray", help="comma-separated: ray; empty for none")
-    parser.add_argument("--ranks", type=int, default=0, help="also measure a group of so many ranks")
+    parser.add_argument(
+        "--ranks", default="", help="measure groups of so many ranks instead, e.g. 8,128,1024"
+    )
     args = parser.parse_args()
-    measure(quick=args.quick, rivals=[n for n in args.rivals.split(",") if n and importlib.util.find_spec(n)])
     if args.ranks:
-        measure_many_ranks(args.ranks)
+        for num_ranks in args.ranks.split(","):
+            measure_many_ranks(int(num_ranks))
+        return
+    measure(quick=args.quick, rivals=[n for n in args.rivals.split(",") if n and importlib.util.find_spec(n)])
 
 
 if __name__ == "__main__":

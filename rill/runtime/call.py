@@ -1,12 +1,14 @@
-"""One remote call: what travels to a worker and back, and what the caller keeps meanwhile.
+"""One remote call: what travels to a process and back, and what the caller keeps meanwhile.
 
-    caller                                                worker
-    CallBook.call ──[call, meta, header, buffers…]──▶ work inbox (main thread, in order)
+    caller                                                    process of the called ranks
+    CallBook.call ──[call, meta, header, buffers…]──▶ work inbox (each rank's calls in order)
                                                       or inbox (@concurrent, a thread each)
-    inbox thread ◀──[reply, meta, header, buffers…]── Replier
-       └─▶ Handle slot ─▶ Handle.wait
+    inbox thread ◀──[reply, meta, …]── Answers ◀── ranks
+       └─▶ Handle slots ─▶ Handle.wait
 
-A caller is any process: the driver, or a worker that was given a group.
+A caller is any process: the driver, or a worker that was given a group. A call to several ranks of one process is one
+message, and so is its answer: small results wait for each other; a failure, or a result with large buffers, goes at
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import itertools
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +25,37 @@ from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.runtime import wire
 from rill.runtime.context import WorkerAddress, current
 from rill.runtime.mailbox import Frames, Mailbox
-from rill.runtime.parcel import pack_inline
+from rill.runtime.parcel import Parcels, pack_inline
 
 CALL, REPLY = b"call", b"reply"
+
+
+@dataclass(frozen=True, slots=True)
+class HostProcess:
+    """A process and the ranks of one group in it, as callers see it."""
+
+    addresses: tuple[WorkerAddress, ...]
+    """Of its ranks, in order. Most processes have one."""
+    work_endpoint: str
+    work_tcp_endpoint: str
+
+    @property
+    def identity(self) -> str:
+        return self.addresses[0].identity
+
+    @property
+    def process_identity(self) -> str:
+        return self.identity
+
+    @property
+    def node_id(self) -> str:
+        return self.addresses[0].node_id
+
+    def endpoint_for(self, node_id: str, *, concurrent: bool) -> str:
+        """Where a process on `node_id` sends a call."""
+        if concurrent:
+            return self.addresses[0].endpoint_from(node_id)
+        return self.work_endpoint if node_id == self.node_id else self.work_tcp_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +70,32 @@ class Outcome:
     """Seconds by the name given to `Worker.timer`, summed over the call."""
 
 
-class Slot(Protocol):
-    """Where an outcome goes."""
+class Slots(Protocol):
+    """Where outcomes go."""
 
-    def fill(self, index: int, outcome: Reply | RillError) -> None: ...
+    def fill(self, outcomes: Sequence[tuple[int, Reply | RillError]]) -> None: ...
 
 
-@dataclass(slots=True)
 class Reply:
-    """An answer as it arrived; `open` decodes it in the thread that wants it."""
+    """One rank's answer as it arrived; `open` decodes it in the thread that wants it."""
 
-    is_error: bool
-    seconds: float
-    timers: Mapping[str, float]
-    frames: Frames
-    address: WorkerAddress
-    unpack: Callable[[Frames], Any]
+    __slots__ = ("address", "frames", "is_error", "seconds", "timers", "unpack")
+
+    def __init__(
+        self,
+        is_error: bool,
+        seconds: float,
+        timers: Mapping[str, float],
+        frames: Frames,
+        address: WorkerAddress,
+        unpack: Callable[[Frames], Any],
+    ) -> None:
+        self.is_error = is_error
+        self.seconds = seconds
+        self.timers = timers
+        self.frames = frames
+        self.address = address
+        self.unpack = unpack
 
     def open(self) -> Outcome:
         value = self.unpack(self.frames)
@@ -69,11 +109,32 @@ class Reply:
         return Outcome(None, error, self.seconds, self.timers)
 
 
-@dataclass(slots=True)
 class _Pending:
-    slot: Slot
-    index: int
-    address: WorkerAddress
+    """A call that a process has not answered whole."""
+
+    __slots__ = ("addresses", "host", "indices", "num_left", "slots")
+
+    def __init__(
+        self, host: str, addresses: Sequence[WorkerAddress], slots: Slots, indices: Sequence[int]
+    ) -> None:
+        self.host = host
+        self.addresses = addresses
+        self.slots = slots
+        self.indices: list[int | None] = list(indices)
+        """The slot of each called rank; None once it has answered."""
+        self.num_left = len(self.indices)
+
+    def take(self, position: int) -> int | None:
+        index, self.indices[position] = self.indices[position], None
+        self.num_left -= index is not None
+        return index
+
+    def left(self) -> list[tuple[int, WorkerAddress]]:
+        return [
+            (index, address)
+            for index, address in zip(self.indices, self.addresses, strict=True)
+            if index is not None
+        ]
 
 
 class CallBook:
@@ -91,74 +152,71 @@ class CallBook:
         mailbox.on(REPLY, self._on_reply)
 
     def call(
-        self, target: WorkerAddress, endpoint: str, method: str, payload: Frames, slot: Slot, index: int
+        self,
+        host: HostProcess,
+        method: str,
+        payload: Frames,
+        slots: Slots,
+        indices: Sequence[int],
+        *,
+        positions: Sequence[int] | None = None,
+        concurrent: bool = False,
     ) -> None:
-        """Send a call whose arguments are encoded already; the outcome goes to `slot`."""
+        """Call ranks of one process, all of them or those at `positions`; outcomes go to `indices` of `slots`."""
+        addresses = host.addresses if positions is None else [host.addresses[n] for n in positions]
+        pending = _Pending(host.identity, addresses, slots, indices)
         call_id = next(self._ids)
         with self._lock:
-            reason = self._dead.get(target.identity)
+            reason = self._dead.get(host.identity)
             if reason is None:
-                self._pending[call_id] = _Pending(slot, index, target)
+                self._pending[call_id] = pending
         if reason is not None:
-            slot.fill(index, PeerDiedError(f"{target.name} is gone: {reason}"))
+            slots.fill([(i, PeerDiedError(f"{a.name} is gone: {reason}")) for i, a in pending.left()])
             return
         caller = self._caller
-        meta = (call_id, method, caller.endpoint_from(target.node_id), caller.identity, caller.node_id)
+        reply_to = caller.endpoint_from(host.node_id)
+        meta = (call_id, method, reply_to, caller.process_identity, caller.node_id, positions)
+        endpoint = host.endpoint_for(caller.node_id, concurrent=concurrent)
         self._mailbox.post(endpoint, [CALL, pickle.dumps(meta), *payload])
 
     def peer_died(self, identity: str, reason: str) -> None:
-        """Fail every call that waits for `identity`, and every later one."""
+        """Fail every call that waits for `identity`, the first rank of a process, and every later one."""
         with self._lock:
             self._dead[identity] = reason
-            lost = {i: p for i, p in self._pending.items() if p.address.identity == identity}
+            lost = {i: p for i, p in self._pending.items() if p.host == identity}
             for call_id in lost:
                 del self._pending[call_id]
         for pending in lost.values():
-            error = PeerDiedError(f"{pending.address.name} died during a call: {reason}")
-            pending.slot.fill(pending.index, error)
+            pending.slots.fill(
+                [(i, PeerDiedError(f"{a.name} died during a call: {reason}")) for i, a in pending.left()]
+            )
 
     def waiting_for(self) -> list[str]:
         """The names of the workers with unanswered calls."""
         with self._lock:
-            return sorted({pending.address.name for pending in self._pending.values()})
+            return sorted({a.name for pending in self._pending.values() for _, a in pending.left()})
 
     def _on_reply(self, frames: Frames) -> None:
-        call_id, is_error, seconds, timers = pickle.loads(frames[0])
+        call_id, entries, headers = pickle.loads(frames[0])
         with self._lock:
-            pending = self._pending.pop(call_id, None)
-        if pending is not None:  # None: the peer was declared dead meanwhile
-            pending.slot.fill(
-                pending.index, Reply(is_error, seconds, timers, frames[1:], pending.address, self.unpack)
-            )
+            pending = self._pending.get(call_id)
+            if pending is None:
+                return  # the peer was declared dead meanwhile
+            indices = [pending.take(entry[0]) for entry in entries]
+            if pending.num_left == 0:
+                del self._pending[call_id]
+        addresses, unpack = pending.addresses, self.unpack
+        outcomes: list[tuple[int, Reply | RillError]] = []
+        for n, (position, is_error, seconds, timers) in enumerate(entries):
+            parcel = [b"", headers[n]] if headers else frames[1:]
+            index = indices[n]
+            assert index is not None, "a rank answers once"
+            outcomes.append((index, Reply(is_error, seconds, timers, parcel, addresses[position], unpack)))
+        pending.slots.fill(outcomes)
 
 
 def _refuse(_: Frames) -> Any:
     raise AssertionError("a reply arrived before the process was open")
-
-
-# --- the worker's side ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call as it arrived at the worker. `identity` and `node_id` are the caller's."""
-
-    call_id: int
-    method: str
-    reply_to: str
-    identity: str
-    node_id: str
-    payload: Frames = field(repr=False)
-
-    @staticmethod
-    def read(frames: Frames) -> Call:
-        """From the frames after the kind."""
-        call_id, method, reply_to, identity, node_id = pickle.loads(frames[0])
-        return Call(call_id, method, reply_to, identity, node_id, frames[1:])
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = current().parcels.unpack(self.payload)
-        return args, kwargs
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:
@@ -166,25 +224,86 @@ def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.E
     return wire.encode((args, dict(kwargs)))
 
 
-def reply_value(
-    mailbox: Mailbox, call: Call, value: object, seconds: float, timers: Mapping[str, float]
-) -> None:
-    """Answer with a result."""
-    encoded = wire.encode(value)
-    meta = pickle.dumps((call.call_id, False, seconds, dict(timers)))
-    mailbox.post(call.reply_to, [REPLY, meta, *current().parcels.pack(encoded, [call])])
+# --- the called process's side ----------------------------------------------------------------------------
 
 
-def reply_error(
-    mailbox: Mailbox, call: Call, error: BaseException, seconds: float, timers: Mapping[str, float]
-) -> None:
-    """Answer with an exception: its text and traceback always, the object itself where it can travel."""
-    text = f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
-    try:
-        encoded = wire.encode((text, trace, error))
-        wire.copy_through(error)  # some exceptions pickle but do not unpickle
-    except Exception:  # noqa: BLE001  the boundary of user exceptions: they may fail in any way
-        encoded = wire.encode((text, trace, None))
-    meta = pickle.dumps((call.call_id, True, seconds, dict(timers)))
-    mailbox.post(call.reply_to, [REPLY, meta, *pack_inline(encoded)])
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as it arrived. `process_identity` and `node_id` are the caller's."""
+
+    call_id: int
+    method: str
+    reply_to: str
+    process_identity: str
+    node_id: str
+    positions: Sequence[int] | None
+    """Which of the process's ranks are called; None: all of them."""
+    payload: Frames = field(repr=False)
+
+    @staticmethod
+    def read(frames: Frames) -> Call:
+        """From the frames after the kind."""
+        meta: list[Any] = [*pickle.loads(frames[0]), frames[1:]]
+        return Call(*meta)
+
+    def arguments(self, num_ranks: int, parcels: Parcels) -> Callable[[], Any]:
+        """What gives each of `num_ranks` called ranks arguments that it may change."""
+        if num_ranks > 1:
+            return parcels.opener(self.payload)
+        return lambda: parcels.unpack(self.payload)
+
+
+class Answers:
+    """The answers of one process's ranks to one call. Thread-safe: each rank answers from its own thread."""
+
+    def __init__(self, mailbox: Mailbox, call: Call, num_ranks: int) -> None:
+        self._mailbox = mailbox
+        self._call = call
+        self._num_left = num_ranks
+        self._entries: list[tuple[int, bool, float, Mapping[str, float]]] = []
+        self._headers: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def value(self, position: int, value: object, seconds: float, timers: Mapping[str, float]) -> None:
+        """Answer with a result. What is held back is bytes already: the worker may change its objects."""
+        encoded = wire.encode(value)
+        if encoded.buffers:
+            frames = current().parcels.pack(encoded, [self._call])
+            self._post([(position, False, seconds, dict(timers))], [], frames)
+            self._add(None, b"", is_urgent=False)
+        else:
+            self._add((position, False, seconds, dict(timers)), encoded.header, is_urgent=False)
+
+    def error(self, position: int, error: BaseException, seconds: float, timers: Mapping[str, float]) -> None:
+        """Answer with an exception: its text and traceback always, the object itself where it can travel."""
+        text = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        try:
+            encoded = wire.encode((text, trace, error))
+            wire.copy_through(error)  # some exceptions pickle but do not unpickle
+        except Exception:  # noqa: BLE001  the boundary of user exceptions: they may fail in any way
+            encoded = wire.encode((text, trace, None))
+        entry = (position, True, seconds, dict(timers))
+        if encoded.buffers:
+            self._post([entry], [], pack_inline(encoded))
+            self._add(None, b"", is_urgent=True)
+        else:
+            self._add(entry, encoded.header, is_urgent=True)
+
+    def _add(
+        self, entry: tuple[int, bool, float, Mapping[str, float]] | None, header: bytes, *, is_urgent: bool
+    ) -> None:
+        with self._lock:
+            self._num_left -= 1
+            if entry is not None:
+                self._entries.append(entry)
+                self._headers.append(header)
+            if not self._entries or (self._num_left and not is_urgent):
+                return
+            entries, self._entries = self._entries, []
+            headers, self._headers = self._headers, []
+        self._post(entries, headers, [])
+
+    def _post(self, entries: Sequence[Any], headers: Sequence[bytes], frames: Frames) -> None:
+        meta = pickle.dumps((self._call.call_id, entries, headers))
+        self._mailbox.post(self._call.reply_to, [REPLY, meta, *frames])

@@ -527,6 +527,13 @@ def _rebuild(name: str, is_bounded: bool, offload: bool, timeout_s: float) -> Ch
     return Channel(name, is_bounded=is_bounded, offload=offload, timeout_s=timeout_s)
 
 
+def flush_puts(context: RuntimeContext) -> None:
+    """A call is about to answer: whoever hears of it, and ends the epoch say, finds in the channels what it put."""
+    for service in list(context.services.values()):
+        if isinstance(service, _Ends) and service.producer.has_unconfirmed:
+            service.producer.flush(_HUB_S)
+
+
 def finish_call(context: RuntimeContext) -> None:
     """A call that ran in this thread has returned: it is done with everything it took. The worker's host calls this."""
     holder = threading.get_ident()

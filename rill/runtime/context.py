@@ -1,13 +1,15 @@
 """Who this process is in a run: its session, its node, its address and its doors to the rest.
 
 One per process, set before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the
-worker's main in a worker. Ranks that live as threads of one process have one each. Everything that a
-channel, a lock or a transfer needs to know about its surroundings is read from `current()`.
+worker's main in a worker. Ranks that share a process have one each, found through the thread (or task) that runs
+them; the first of them, the lead, holds the doors that a process needs once. Everything that a channel, a lock or a
+transfer needs to know about its surroundings is read from `current()`.
 """
 
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from rill.runtime.call import CallBook
     from rill.runtime.directory import Directory
     from rill.runtime.hub import HubClient
-    from rill.runtime.mailbox import Mailbox
+    from rill.runtime.mailbox import Inbox
     from rill.runtime.parcel import Parcels
     from rill.runtime.session_key import SessionKey
     from rill.runtime.transfer import Transfer
@@ -44,6 +46,8 @@ class WorkerAddress:
     """Counts the launches of this rank, from 0."""
     gpus: tuple[int, ...] = ()
     """The GPUs that this process sees, by their numbers on the node; its cuda:0 is the first."""
+    lead: int = -1
+    """The first rank of the process that this one shares with others; -1: its process is its own."""
 
     @property
     def name(self) -> str:
@@ -55,6 +59,11 @@ class WorkerAddress:
         """Unique in the session and never used again."""
         return f"{self.group}[{self.rank}]#{self.incarnation}"
 
+    @property
+    def process_identity(self) -> str:
+        """The identity of its process's first rank: equal for ranks that share a process."""
+        return self.identity if self.lead < 0 else f"{self.group}[{self.lead}]#{self.incarnation}"
+
     def endpoint_from(self, node_id: str) -> str:
         """The endpoint that a process on `node_id` connects to."""
         return self.endpoint if node_id == self.node_id else self.tcp_endpoint
@@ -62,7 +71,7 @@ class WorkerAddress:
 
 @dataclass(slots=True)
 class RuntimeContext:
-    """The doors of one process."""
+    """The doors of one process, or of one rank of a process that several share."""
 
     session_id: str
     session_dir: Path
@@ -72,8 +81,8 @@ class RuntimeContext:
     node_id: str
     address: WorkerAddress
     hub_endpoint: str
-    mailbox: Mailbox
-    """The inbox of this process."""
+    mailbox: Inbox
+    """What is sent here arrives in it."""
     calls: CallBook
     """The remote calls that this process waits for."""
     host: str = "127.0.0.1"
@@ -83,30 +92,38 @@ class RuntimeContext:
     """What lets this process in at other nodes. None where the run has one node."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
+    lead: RuntimeContext | None = None
+    """The first rank of a shared process, whose store, parcels, directory and calls this rank uses."""
+    registration: dict[str, Any] | None = None
+    """What the hub is told about this rank when its line to the hub opens."""
     services: dict[str, Any] = field(default_factory=dict)
     """Doors that are opened at first use and closed with the process, by name."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def hub(self) -> HubClient:
-        """This process's client of the control plane."""
+        """This rank's client of the control plane."""
         hub: HubClient = self._service("hub", _open_hub)
         return hub
 
     @property
     def store(self) -> Any:
         """This process's client of the payload store."""
-        return self._service("store", _open_store)
+        return self.lead.store if self.lead is not None else self._service("store", _open_store)
 
     @property
     def directory(self) -> Directory:
         """Where the other processes are, and which are gone."""
+        if self.lead is not None:
+            return self.lead.directory
         directory: Directory = self._service("directory", _open_directory)
         return directory
 
     @property
     def parcels(self) -> Parcels:
         """Packs objects for other processes of the node."""
+        if self.lead is not None:
+            return self.lead.parcels
         parcels: Parcels = self._service("parcels", _open_parcels)
         return parcels
 
@@ -118,9 +135,10 @@ class RuntimeContext:
 
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
-        self.calls.unpack = self.parcels.unpack
-        self.directory.on_death(self.calls.peer_died)
-        self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
+        if self.lead is None:
+            self.calls.unpack = self.parcels.unpack
+            self.directory.on_death(self.calls.peer_died)
+            self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         assert self.transfer is not None
 
     def close(self) -> None:
@@ -141,7 +159,12 @@ class RuntimeContext:
 def _open_hub(context: RuntimeContext) -> Any:
     from rill.runtime.hub import HubClient
 
-    return HubClient(context.hub_endpoint, context.address.identity, context.key)
+    client = HubClient(context.hub_endpoint, context.address.identity, context.key)
+    if context.registration is not None:
+        client.submit(
+            "registry.register", context.registration
+        )  # does not wait: the hub may still be starting
+    return client
 
 
 def _open_store(context: RuntimeContext) -> Any:
@@ -170,29 +193,27 @@ def _open_transfer(context: RuntimeContext) -> Any:
 
 # --- the current one --------------------------------------------------------------------------------------
 
-
-class _OfThread(threading.local):
-    context: RuntimeContext | None = None
-
-
-_of_thread = _OfThread()
+_of_thread: ContextVar[RuntimeContext | None] = ContextVar("rill-rank", default=None)
+"""Set in the threads of ranks that share a process. A ContextVar, so that tasks and asyncio.to_thread inherit it."""
 _of_process: list[RuntimeContext] = []
 
 
 def current() -> RuntimeContext:
-    """The context of this thread's worker, else of this process."""
-    if _of_thread.context is not None:
-        return _of_thread.context
+    """The context of the rank that this thread or task works for, else of this process."""
+    context = _of_thread.get()
+    if context is not None:
+        return context
     if not _of_process:
         raise RunError(
-            "there is no cluster in this process: create one first: `with Cluster(...) as cluster`"
+            "there is no cluster here: create one first (`with Cluster(...) as cluster`); in a process that several"
+            " ranks share, start threads with `contextvars.copy_context().run`, so that they know their rank"
         )
     return _of_process[-1]
 
 
 def is_set() -> bool:
     """Whether `current()` has an answer."""
-    return _of_thread.context is not None or bool(_of_process)
+    return _of_thread.get() is not None or bool(_of_process)
 
 
 def install(context: RuntimeContext) -> None:
@@ -206,6 +227,6 @@ def uninstall(context: RuntimeContext) -> None:
         _of_process.remove(context)
 
 
-def install_for_thread(context: RuntimeContext | None) -> None:
-    """Make `context` that of the calling thread only; None takes it back."""
-    _of_thread.context = context
+def install_for_thread(context: RuntimeContext) -> None:
+    """Make `context` that of the calling thread."""
+    _of_thread.set(context)

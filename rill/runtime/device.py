@@ -119,10 +119,15 @@ def number(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 def visible_devices_env(devices: Sequence[Device]) -> Mapping[str, str]:
     """The environment that shows a process its own GPUs and no others, as cuda:0, cuda:1 …"""
-    gpus = [str(device.index) for device in devices if device.kind == CUDA]
-    return MappingProxyType({"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+    return MappingProxyType({"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus_of(devices))})
 
 
-def torch_device(devices: Sequence[Device]) -> str:
-    """The torch name of a process's first GPU as that process sees it, else "cpu"."""
-    return "cuda:0" if any(device.kind == CUDA for device in devices) else "cpu"
+def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
+    """The numbers of the GPUs among them, each once, in order: a process sees them as cuda:0, cuda:1 …"""
+    return tuple(dict.fromkeys(device.index for device in devices if device.kind == CUDA))
+
+
+def torch_device(devices: Sequence[Device], seen: Sequence[int]) -> str:
+    """The torch name of a rank's first GPU in a process that sees the GPUs `seen`, else "cpu"."""
+    gpus = gpus_of(devices)
+    return f"cuda:{seen.index(gpus[0])}" if gpus else "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import PeerDiedError, StuckError, UserError
@@ -36,7 +36,7 @@ class Directory:
             context.hub.on("peer_died", self._on_peer_died)
 
     def publish(self, address: WorkerAddress, world_size: int) -> None:
-        """Make this process known. Does not wait: whoever asks waits."""
+        """Make a rank of this process known. Does not wait: whoever asks waits."""
         key = _key(address.group, address.rank)
         self._context.hub.submit("registry.publish", [key, [*astuple(address), world_size], True])
 
@@ -108,11 +108,9 @@ class Directory:
         return address
 
     def _learn(self, found: list[Any]) -> WorkerAddress:
-        *values, gpus, _world_size = found
-        group, rank, node_id, pid, endpoint, tcp_endpoint, raw_endpoint, incarnation = values
-        address = WorkerAddress(
-            group, rank, node_id, pid, endpoint, tcp_endpoint, raw_endpoint, incarnation, tuple(gpus)
-        )
+        fields: list[Any] = found[:-1]  # the last is the world size
+        address = WorkerAddress(*fields)
+        address = replace(address, gpus=tuple(address.gpus))
         with self._lock:
             if address.identity not in self._dead:
                 self._known[address.group, address.rank] = address

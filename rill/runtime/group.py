@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
-from rill.runtime.call import encode_arguments
+from rill.runtime.call import HostProcess, encode_arguments
 from rill.runtime.context import RuntimeContext, WorkerAddress, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
@@ -47,18 +47,33 @@ class ClassRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One rank of a group, as callers see it."""
+class Roster:
+    """The processes of a group and its ranks, as they are now."""
 
-    address: WorkerAddress
-    work_endpoint: str
-    work_tcp_endpoint: str
+    hosts: tuple[HostProcess, ...]
+    addresses: tuple[WorkerAddress, ...]
+    """By rank."""
+    ranks: tuple[tuple[int, ...], ...]
+    """The ranks of each process."""
+    places: tuple[tuple[int, int], ...]
+    """By rank: the number of its process and its position there."""
 
-    def endpoint_for(self, node_id: str, *, concurrent: bool) -> str:
-        """Where a process on `node_id` sends a call."""
-        if concurrent:
-            return self.address.endpoint_from(node_id)
-        return self.work_endpoint if node_id == self.address.node_id else self.work_tcp_endpoint
+    @staticmethod
+    def of(hosts: Sequence[HostProcess]) -> Roster:
+        ranks = tuple(tuple(address.rank for address in host.addresses) for host in hosts)
+        places = {rank: (n, k) for n, held in enumerate(ranks) for k, rank in enumerate(held)}
+        addresses = sorted((a for host in hosts for a in host.addresses), key=lambda address: address.rank)
+        return Roster(tuple(hosts), tuple(addresses), ranks, tuple(places[rank] for rank in sorted(places)))
+
+    def parts(self, chosen: Sequence[int]) -> list[tuple[HostProcess, list[int], list[int]]]:
+        """For each process of `chosen` ranks: itself, the ranks' positions in it, and their places in `chosen`."""
+        parts: dict[int, tuple[list[int], list[int]]] = {}
+        for index, rank in enumerate(chosen):
+            number, position = self.places[rank]
+            positions, indices = parts.setdefault(number, ([], []))
+            positions.append(position)
+            indices.append(index)
+        return [(self.hosts[number], *part) for number, part in parts.items()]
 
 
 class GroupOwner(Protocol):
@@ -66,7 +81,7 @@ class GroupOwner(Protocol):
 
     @property
     def context(self) -> RuntimeContext: ...
-    def members(self, group: str) -> Sequence[Member]: ...
+    def roster(self, group: str) -> Roster: ...
     def wait_ready(self, group: str, timeout_s: float) -> None: ...
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
     def close_group(self, group: str, timeout_s: float) -> None: ...
@@ -92,14 +107,17 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
         """Call by name; `group.method(...)` is the same."""
-        return self._call(method, range(self.size), args, kwargs)
+        return self._call(method, None, args, kwargs)
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised."""
         self._owner.wait_ready(self.name, timeout_s)
 
     def relaunch(self, rank: int, *, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Start a rank again, in a new process, with the arguments of its launch. A live one is ended first."""
+        """Start a rank again, in a new process, with the arguments of its launch. A live one is ended first.
+
+        Ranks that share its process (`ranks_per_process`) end and start with it.
+        """
         self.on(rank)
         self._owner.relaunch(self.name, rank, timeout_s)
 
@@ -109,35 +127,43 @@ class WorkerGroup(Generic[W]):
 
     def addresses(self) -> list[WorkerAddress]:
         """Where the ranks are now."""
-        return [member.address for member in self._owner.members(self.name)]
+        return list(self._owner.roster(self.name).addresses)
 
     def __getattr__(self, method: str) -> Callable[..., Handle]:
         if method.startswith("_"):
             raise AttributeError(method)
         self._check_method(method)
-        return lambda *args, **kwargs: self._call(method, range(self.size), args, kwargs)
+        return lambda *args, **kwargs: self._call(method, None, args, kwargs)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        members = tuple(self._owner.members(self.name))
-        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self.size, members))
+        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self.size, self._owner.roster(self.name)))
 
     def _call(
-        self, method: str, ranks: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Handle:
+        """One message per process, whatever the number of ranks in it. `ranks`: None for all."""
         self._check_method(method)
-        members = self._owner.members(self.name)
+        roster = self._owner.roster(self.name)
         context = self._owner.context
-        handle = Handle(f"{self.name}.{method}", [members[rank].address for rank in ranks])
-        handle.explain_with(self._owner.diagnose)
-        payload = context.parcels.pack(encode_arguments(args, kwargs), handle.targets)
         at_once = is_concurrent(self._methods[method])
-        for index, rank in enumerate(ranks):
-            member = members[rank]
-            endpoint = member.endpoint_for(context.node_id, concurrent=at_once)
-            context.calls.call(member.address, endpoint, method, payload, handle, index)
+        encoded = encode_arguments(args, kwargs)
+        if ranks is None:
+            handle = Handle(f"{self.name}.{method}", roster.addresses, self._owner.diagnose)
+            payload = context.parcels.pack(encoded, roster.hosts)
+            for host, held in zip(roster.hosts, roster.ranks, strict=True):
+                context.calls.call(host, method, payload, handle, held, concurrent=at_once)
+            return handle
+        parts = roster.parts(ranks)
+        targets = [roster.addresses[rank] for rank in ranks]
+        handle = Handle(f"{self.name}.{method}", targets, self._owner.diagnose)
+        payload = context.parcels.pack(encoded, [host for host, _, _ in parts])
+        for host, positions, indices in parts:
+            context.calls.call(
+                host, method, payload, handle, indices, positions=positions, concurrent=at_once
+            )
         return handle
 
     def _check_method(self, method: str) -> None:
@@ -167,15 +193,15 @@ class Selection(Generic[W]):
 class _RemoteOwner:
     """Stands for the cluster in a process that was given a group."""
 
-    def __init__(self, members: tuple[Member, ...]) -> None:
-        self._members = list(members)
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
 
     @property
     def context(self) -> RuntimeContext:
         return current()
 
-    def members(self, group: str) -> Sequence[Member]:
-        return self._members
+    def roster(self, group: str) -> Roster:
+        return self._roster
 
     def wait_ready(self, group: str, timeout_s: float) -> None:
         """A group can only be passed on once it is ready."""
@@ -190,5 +216,5 @@ class _RemoteOwner:
         return StuckError(message)
 
 
-def _rebuild_group(ref: ClassRef, name: str, size: int, members: tuple[Member, ...]) -> WorkerGroup[Any]:
-    return WorkerGroup(ref.load(), name, size, _RemoteOwner(members))
+def _rebuild_group(ref: ClassRef, name: str, size: int, roster: Roster) -> WorkerGroup[Any]:
+    return WorkerGroup(ref.load(), name, size, _RemoteOwner(roster))

@@ -24,7 +24,13 @@ Reduction: TypeAlias = Literal["max", "min", "mean"]
 class Handle:
     """The outcome of one call on several ranks."""
 
-    def __init__(self, method: str, targets: Sequence[WorkerAddress]) -> None:
+    def __init__(
+        self,
+        method: str,
+        targets: Sequence[WorkerAddress],
+        diagnose: Callable[[str, float], StuckError] = lambda message, _: StuckError(message),
+    ) -> None:
+        """`diagnose(message, deadline)` makes the error of a passed deadline."""
         self.method = method
         self.targets = tuple(targets)
         self._slots: list[Outcome | Reply | None] = [None] * len(targets)
@@ -33,7 +39,7 @@ class Handle:
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._started_s = time.monotonic()
-        self._diagnose: Callable[[str, float], StuckError] = lambda message, _: StuckError(message)
+        self._diagnose = diagnose
 
     def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Any]:
         """The results in the order of ranks. Raises WorkerError or PeerDiedError as soon as one rank failed,
@@ -59,6 +65,10 @@ class Handle:
             if not self._changed.wait_for(lambda: self._num_left == 0, timeout_s):
                 raise self._stuck(timeout_s)
         return [self._open(index) for index in range(len(self._slots))]
+
+    def so_far(self) -> list[Outcome | None]:
+        """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
+        return [None if slot is None else self._open(index) for index, slot in enumerate(list(self._slots))]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -88,24 +98,23 @@ class Handle:
                 return
         callback(self)
 
-    def fill(self, index: int, outcome: Reply | RillError) -> None:
+    def fill(self, outcomes: Sequence[tuple[int, Reply | RillError]]) -> None:
         """Called by the process's inbox, once per rank."""
-        filled = Outcome(None, outcome, 0.0, {}) if isinstance(outcome, RillError) else outcome
         with self._changed:
-            self._slots[index] = filled
-            self._num_left -= 1
-            is_error = filled.error is not None if isinstance(filled, Outcome) else filled.is_error
-            self._failed = self._failed or is_error
+            for index, outcome in outcomes:
+                if isinstance(outcome, Reply):
+                    self._slots[index] = outcome
+                    self._failed = self._failed or outcome.is_error
+                else:
+                    self._slots[index] = Outcome(None, outcome, 0.0, {})
+                    self._failed = True
+            self._num_left -= len(outcomes)
             is_done = self._num_left == 0
             if is_done or self._failed:
                 self._changed.notify_all()
         if is_done:
             for callback in self._callbacks:
                 callback(self)
-
-    def explain_with(self, diagnose: Callable[[str, float], StuckError]) -> None:
-        """Let `diagnose(message, deadline)` make the error of a passed deadline."""
-        self._diagnose = diagnose
 
     def _open(self, index: int) -> Outcome:
         slot = self._slots[index]

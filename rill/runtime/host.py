@@ -1,6 +1,7 @@
 """The main of a worker's process: sets the process up, then serves calls until it is told to stop.
 
     main thread:   hello ─▶ loop: work inbox ─▶ run the call ─▶ reply          (one at a time, in order)
+                                      └─ several ranks here: ─▶ each rank's thread ─▶ one reply for all
     inbox thread:  @concurrent calls ─▶ a thread each ─▶ reply;  replies to this worker's own calls;  transfers
 
 The first call is `__init__`; it imports the worker's class, so that an error there is an error of that call.
@@ -8,37 +9,31 @@ The first call is `__init__`; it imports the worker's class, so that an error th
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
-import inspect
 import io
 import os
 import pickle
 import sys
 import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from rill.errors import UserError
 from rill.runtime import context as runtime_context
-from rill.runtime.call import CALL, Call, CallBook, reply_error, reply_value
-from rill.runtime.channel import finish_call
+from rill.runtime.call import CALL, Answers, Call, CallBook, HostProcess
 from rill.runtime.context import RuntimeContext, WorkerAddress
-from rill.runtime.device import CUDA
 from rill.runtime.mailbox import Frames, Mailbox, bind_tcp, receive
 from rill.runtime.main_module import MainModule, install_main
 from rill.runtime.process import read_all
+from rill.runtime.rank import Rank, RankCall
 from rill.runtime.session_key import SessionKey
-from rill.runtime.worker import Seating, Worker, begin_call, build
+from rill.runtime.worker import Seating
 from rill.telemetry import trace
 
 HELLO, STOP = b"hello", b"stop"
-INIT = "__init__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,10 @@ class HostSpec:
     hub_endpoint: str
     key: SessionKey | None
     driver: WorkerAddress
-    seating: Seating
+    seatings: tuple[Seating, ...]
+    """Of the ranks that live in this process, the lead first. Most processes have one."""
+    gpus: tuple[int, ...]
+    """The GPUs that this process sees, by their numbers on the node."""
     incarnation: int
     num_threads: int
     main: MainModule
@@ -62,15 +60,6 @@ class HostSpec:
     trace_dir: str | None
     socket_name: str
     """Short, because the path of a Unix socket may have 107 characters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The worker's first message to the driver: where it is."""
-
-    address: WorkerAddress
-    work_endpoint: str
-    work_tcp_endpoint: str
 
 
 def main(start: int | bytes) -> None:
@@ -84,10 +73,9 @@ def main(start: int | bytes) -> None:
     sys.path[:] = spec.sys_path
     install_main(spec.main)
     _limit_threads(spec.num_threads)
-    name = f"{spec.seating.group_name}[{spec.seating.rank}]"
-    if spec.trace_dir is not None:
-        trace.configure(spec.trace_dir, f"{name}#{spec.incarnation}")
     host = WorkerHost(spec)
+    if spec.trace_dir is not None:
+        trace.configure(spec.trace_dir, host.process.identity)
     host.serve()
     trace.shutdown()
     sys.stdout.flush()
@@ -118,32 +106,82 @@ def _limit_threads(num_threads: int) -> None:
 
 
 class WorkerHost:
-    """One worker and its inboxes. Runs in a process of its own, or in a thread of the driver's (inline)."""
+    """The ranks of one process and its inboxes."""
 
-    def __init__(self, spec: HostSpec, mailbox: Mailbox | None = None) -> None:
+    def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
-        self.worker: Worker | None = None
-        self._ready = threading.Event()
         tcp_host = spec.host if spec.num_nodes > 1 else None
         base = f"ipc://{spec.session_dir}/{spec.socket_name}"
-        self.mailbox = mailbox or Mailbox(base, tcp_host=tcp_host, key=spec.key)
-        self._work = self.mailbox.context.socket(zmq.PULL)
+        self._mailbox = Mailbox(base, tcp_host=tcp_host, key=spec.key)
+        self._work = self._mailbox.context.socket(zmq.PULL)
         self._work.setsockopt(zmq.RCVHWM, 0)
         self._work.bind(f"{base}-work")
-        self._work_tcp = bind_tcp(self._work, tcp_host, spec.key) if tcp_host else ""
-        self._work_endpoint = f"{base}-work"
+        work_tcp = bind_tcp(self._work, tcp_host, spec.key) if tcp_host else ""
+        lead = self._lead_context(spec.seatings[0])
+        contexts = [lead, *(self._shared_context(lead, seating) for seating in spec.seatings[1:])]
+        self._ranks = [
+            Rank(seating, context) for seating, context in zip(spec.seatings, contexts, strict=True)
+        ]
+        addresses = tuple(context.address for context in contexts)
+        self.process = HostProcess(addresses, f"{base}-work", work_tcp)
+
+    def serve(self) -> None:
+        """Say hello, then serve calls until a stop message."""
+        ranks, lead = self._ranks, self._ranks[0]
+        if len(ranks) == 1:
+            runtime_context.install(lead.context)
+        self._mailbox.on(CALL, self._on_concurrent_call)
+        for rank in ranks:
+            rank.context.open()
+            lead.context.directory.publish(rank.context.address, self.spec.seatings[0].world_size)
+        self._mailbox.start()
+        for rank in ranks if len(ranks) > 1 else ():
+            rank.start()
+        driver = self.spec.driver.endpoint_from(self.spec.node_id)
+        self._mailbox.post(driver, [HELLO, pickle.dumps(self.process)])
+        while (frames := receive(self._work))[0] != STOP:
+            self._deal_out(Call.read(frames[1:]), Rank.run if len(ranks) == 1 else Rank.put)
+        self._close()
+
+    def _deal_out(self, call: Call, serve: Callable[[Rank, RankCall], None]) -> None:
+        """Give each called rank its part."""
+        ranks = self._ranks if call.positions is None else [self._ranks[n] for n in call.positions]
+        answers = Answers(self._mailbox, call, len(ranks))
+        arguments = call.arguments(len(ranks), ranks[0].context.parcels)
+        for index, rank in enumerate(ranks):
+            serve(rank, RankCall(call.method, arguments, index, answers))
+
+    def _on_concurrent_call(self, frames: Frames) -> None:
+        self._deal_out(Call.read(frames), Rank.run_at_once)
+
+    def _close(self) -> None:
+        try:
+            for rank in self._ranks:
+                rank.close()
+        finally:
+            lead = self._ranks[0].context
+            runtime_context.uninstall(lead)
+            for rank in reversed(self._ranks):
+                rank.context.close()
+            self._work.close(linger=0)
+            self._mailbox.close()
+
+    def _lead_context(self, seating: Seating) -> RuntimeContext:
+        """The doors of the process, held by its first rank."""
+        spec, mailbox = self.spec, self._mailbox
         address = WorkerAddress(
-            group=spec.seating.group_name,
-            rank=spec.seating.rank,
+            group=seating.group_name,
+            rank=seating.rank,
             node_id=spec.node_id,
             pid=os.getpid(),
-            endpoint=self.mailbox.endpoint,
-            tcp_endpoint=self.mailbox.tcp_endpoint,
-            raw_endpoint=self.mailbox.raw_endpoint,
+            endpoint=mailbox.endpoint,
+            tcp_endpoint=mailbox.tcp_endpoint,
+            raw_endpoint=mailbox.raw_endpoint,
             incarnation=spec.incarnation,
-            gpus=tuple(device.index for device in spec.seating.devices if device.kind == CUDA),
+            gpus=spec.gpus,
         )
-        self.context = RuntimeContext(
+        others = [(other.rank, [device.id for device in other.devices]) for other in spec.seatings[1:]]
+        return RuntimeContext(
             session_id=spec.session_id,
             session_dir=Path(spec.session_dir),
             shm_dir=Path(spec.shm_dir),
@@ -153,81 +191,38 @@ class WorkerHost:
             host=spec.host,
             num_nodes=spec.num_nodes,
             key=spec.key,
-            mailbox=self.mailbox,
-            calls=CallBook(self.mailbox, address),
-            torch_device=spec.seating.device,
+            mailbox=mailbox,
+            calls=CallBook(mailbox, address),
+            torch_device=seating.device,
+            registration={**self._registration(seating), "others": others},
         )
-        self.lane = address.name
 
-    def serve(self) -> None:
-        """Say hello, then run calls until a stop message."""
-        runtime_context.install(self.context)
-        self.mailbox.on(CALL, self._on_concurrent_call)
-        self.context.open()
-        self._register()
-        self.mailbox.start()
-        hello = Hello(self.context.address, self._work_endpoint, self._work_tcp)
-        self.mailbox.post(self.spec.driver.endpoint_from(self.spec.node_id), [HELLO, pickle.dumps(hello)])
-        while True:
-            frames = receive(self._work)
-            if frames[0] == STOP:
-                break
-            self._run(Call.read(frames[1:]))
-        self._close()
+    def _shared_context(self, lead: RuntimeContext, seating: Seating) -> RuntimeContext:
+        """A further rank of the process: its own inbox and, once it needs one, its own line to the hub."""
+        door = self._mailbox.door(seating.rank)
+        address = replace(
+            lead.address,
+            rank=seating.rank,
+            endpoint=door.endpoint,
+            tcp_endpoint=door.tcp_endpoint,
+            lead=lead.address.rank,
+        )
+        return replace(
+            lead,
+            address=address,
+            mailbox=door,
+            torch_device=seating.device,
+            lead=lead,
+            registration=self._registration(seating),
+            services={},
+            lock=threading.RLock(),
+        )
 
-    def _register(self) -> None:
-        """Tell the hub who this is. Does not wait for it: the hub may still be starting."""
-        seating = self.spec.seating
-        known = {
+    def _registration(self, seating: Seating) -> dict[str, Any]:
+        return {
             "group": seating.group_name,
             "rank": seating.rank,
             "world_size": seating.world_size,
             "node_id": self.spec.node_id,
             "devices": [device.id for device in seating.devices],
         }
-        self.context.hub.submit("registry.register", known)
-        self.context.directory.publish(self.context.address, seating.world_size)
-
-    def _close(self) -> None:
-        try:
-            if self.worker is not None:
-                self.worker.close()
-        finally:
-            runtime_context.uninstall(self.context)
-            self.context.close()
-            self._work.close(linger=0)
-            self.mailbox.close()
-
-    def _on_concurrent_call(self, frames: Frames) -> None:
-        call = Call.read(frames)
-        threading.Thread(target=self._run_when_ready, args=(call,), name=call.method, daemon=True).start()
-
-    def _run_when_ready(self, call: Call) -> None:
-        self._ready.wait()  # ended by `__init__`, or with the process
-        self._run(call)
-
-    def _run(self, call: Call) -> None:
-        timers = begin_call()
-        started_s = time.perf_counter()
-        try:
-            with trace.span(f"{self.spec.seating.group_name}.{call.method}", lane=self.lane):
-                value = self._invoke(call)
-            reply_value(self.mailbox, call, value, time.perf_counter() - started_s, timers)
-        except BaseException as error:  # noqa: BLE001  the boundary of user code: every exception goes to the caller
-            reply_error(self.mailbox, call, error, time.perf_counter() - started_s, timers)
-        finally:
-            finish_call(self.context)
-
-    def _invoke(self, call: Call) -> Any:
-        if call.method == INIT:
-            (target,), init_kwargs = call.arguments()
-            self.worker = build(target.load(), self.spec.seating, init_kwargs)
-            self._ready.set()
-            return None
-        if self.worker is None:
-            raise UserError(
-                f"{self.lane} was not initialised: its __init__ failed, relaunch it or close the group"
-            )
-        args, kwargs = call.arguments()
-        value = getattr(self.worker, call.method)(*args, **kwargs)
-        return asyncio.run(value) if inspect.iscoroutine(value) else value

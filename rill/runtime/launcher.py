@@ -9,11 +9,11 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device import Node, torch_device, visible_devices_env
+from rill.runtime.device import Node, gpus_of, torch_device, visible_devices_env
 from rill.runtime.host import HostSpec, thread_env
 from rill.runtime.hub import hub_command
 from rill.runtime.local import NodeClient
@@ -78,7 +78,7 @@ class Launcher:
         self,
         client: NodeClient,
         key: str,
-        seat: Seat,
+        seats: Sequence[Seat],
         *,
         group: str,
         world_size: int,
@@ -86,14 +86,19 @@ class Launcher:
         num_threads: int,
         env: Mapping[str, str],
     ) -> Start:
-        """One rank of a group."""
-        seating = Seating(
-            group_name=group,
-            rank=seat.rank,
-            world_size=world_size,
-            devices=seat.devices,
-            device=torch_device(seat.devices),
-        )
+        """One process of a group, with a rank on each of `seats`."""
+        devices = [device for seat in seats for device in seat.devices]
+        gpus = gpus_of(devices)
+        seatings = [
+            Seating(
+                group_name=group,
+                rank=seat.rank,
+                world_size=world_size,
+                devices=seat.devices,
+                device=torch_device(seat.devices, gpus),
+            )
+            for seat in seats
+        ]
         spec = HostSpec(
             session_id=self._context.session_id,
             session_dir=client.session_dir,
@@ -104,7 +109,8 @@ class Launcher:
             key=self._context.key,
             hub_endpoint=self._hub_endpoint_for(client.node),
             driver=self._context.address,
-            seating=seating,
+            seatings=tuple(seatings),
+            gpus=gpus,
             incarnation=incarnation,
             num_threads=num_threads,
             main=self._main,
@@ -116,8 +122,8 @@ class Launcher:
             key=key,
             entry="rill.runtime.host:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(seat.devices), **thread_env(num_threads, env)},
-            log_path=self._log_path(client, f"{group}-{seat.rank}-{incarnation}.log"),
+            env={**visible_devices_env(devices), **thread_env(num_threads, env)},
+            log_path=self._log_path(client, f"{group}-{seats[0].rank}-{incarnation}.log"),
         )
 
     def _hub_endpoint_for(self, node: Node) -> str:

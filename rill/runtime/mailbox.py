@@ -3,6 +3,7 @@
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
     any thread ──post_raw()──▶ PUSH ──tcp, in the clear──▶ PULL ──▶ inbox thread ──▶ the one handler of raw bytes
 
+Ranks that share a process share its inbox: "endpoint#5" is rank 5's door of the inbox at "endpoint" (`Door`).
 A worker has a second inbox, `work`, which its main thread reads by itself: calls then run without a hop between
 threads. Messages from one process to one inbox arrive in order. The first frame names the handler; handlers run
 on the inbox thread and must not block.
@@ -17,7 +18,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import zmq
 
@@ -31,6 +32,20 @@ CLOSE_LINGER_MS = 500
 MAX_RAW_BYTES = 8 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """What arrives for one rank, and the way out: a process's mailbox, or one rank's door of it."""
+
+    endpoint: str
+    tcp_endpoint: str
+    raw_endpoint: str
+
+    def on(self, kind: bytes, handler: Handler) -> None: ...
+    def on_raw(self, handler: Handler) -> None: ...
+    def post(self, endpoint: str, frames: Sequence[Any], *, copy: bool = True) -> None: ...
+    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
 
 
 class Mailbox:
@@ -53,7 +68,7 @@ class Mailbox:
             self._raw_inbox.setsockopt(zmq.MAXMSGSIZE, MAX_RAW_BYTES)
             self._raw_inbox.setsockopt(zmq.RCVHWM, 64)  # frames; more wait at the sender
             self.raw_endpoint = bind_raw_tcp(self._raw_inbox, tcp_host)
-        self._raw_handler: Handler = lambda frames: None
+        self._raw_handlers: list[Handler] = []
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._peers_lock = threading.Lock()
@@ -69,8 +84,12 @@ class Mailbox:
         self._handlers[kind] = handler
 
     def on_raw(self, handler: Handler) -> None:
-        """Send what arrives in the clear to `handler`: anybody on the network may have made it."""
-        self._raw_handler = handler
+        """Send what arrives in the clear to `handler`, which knows what is meant for it: anybody may have made it."""
+        self._raw_handlers.append(handler)
+
+    def door(self, rank: int) -> Door:
+        """An inbox of its own for a rank that shares this process."""
+        return Door(self, rank)
 
     def start(self) -> None:
         """Begin to read; handlers are in place."""
@@ -81,6 +100,9 @@ class Mailbox:
 
         copy=False lends the frames' memory to ZeroMQ until they are sent: the caller must not change it.
         """
+        endpoint, _, rank = endpoint.partition("#")
+        if rank:
+            frames = [_kind_at(frames[0], rank), *frames[1:]]
         peer = self._peers.get(endpoint) or self._connect(endpoint)
         if peer is not None:
             peer.send(frames, copy)
@@ -93,6 +115,7 @@ class Mailbox:
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
+        endpoint = endpoint.partition("#")[0]
         with self._peers_lock:
             peer = self._peers.pop(endpoint, None)
             if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
@@ -152,7 +175,9 @@ class Mailbox:
                     while True:
                         self._dispatch(receive(self._inbox, zmq.NOBLOCK))
                 if self._raw_inbox is not None and self._raw_inbox in ready:
-                    self._guarded(self._raw_handler, receive(self._raw_inbox), "raw")
+                    frames = receive(self._raw_inbox)
+                    for handler in self._raw_handlers:
+                        self._guarded(handler, frames, "raw")
         except zmq.ContextTerminated:
             return
         finally:
@@ -176,6 +201,28 @@ class Mailbox:
             handler(frames)
         except Exception:  # noqa: BLE001  the inbox thread serves everybody: one bad message must not end it
             _log.exception("the handler of a %r message failed", kind)
+
+
+class Door:
+    """One rank's inbox where several ranks share a process."""
+
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self._mailbox = mailbox
+        self._rank = str(rank)
+        self.endpoint = f"{mailbox.endpoint}#{rank}"
+        self.tcp_endpoint = f"{mailbox.tcp_endpoint}#{rank}" if mailbox.tcp_endpoint else ""
+        self.raw_endpoint = mailbox.raw_endpoint
+        self.on_raw = mailbox.on_raw
+        self.post = mailbox.post
+        self.post_raw = mailbox.post_raw
+        self.forget = mailbox.forget
+
+    def on(self, kind: bytes, handler: Handler) -> None:
+        self._mailbox.on(_kind_at(kind, self._rank), handler)
+
+
+def _kind_at(kind: bytes, rank: str) -> bytes:
+    return b"%b#%b" % (kind, rank.encode())
 
 
 class _Peer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -43,18 +44,23 @@ def install_main(described: MainModule) -> None:
     """In a worker: make `__main__` find the names of the driver's script when they are asked for."""
     here = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules[WORKER_MAIN] = here
-    loading = False
+    lock = threading.RLock()  # ranks that share a process ask at the same time
+    is_loading = False
 
     def load_and_find(attribute: str) -> Any:
-        nonlocal loading
-        if attribute.startswith("__") or loading:
+        nonlocal is_loading
+        if attribute.startswith("__"):
             raise AttributeError(attribute)
-        loading = True
-        try:
-            _load(here, described)
-        finally:
-            loading = False
-        del here.__dict__["__getattr__"]
+        with lock:
+            if is_loading:  # this thread: the script asks its own __main__
+                raise AttributeError(attribute)
+            if "__getattr__" in here.__dict__:
+                is_loading = True
+                try:
+                    _load(here, described)
+                finally:
+                    is_loading = False
+                del here.__dict__["__getattr__"]
         if attribute not in here.__dict__:
             raise AttributeError(f"the script has no name {attribute!r}")
         return here.__dict__[attribute]

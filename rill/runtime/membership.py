@@ -1,6 +1,7 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request; a worker then tells its group, rank, world size and devices with `register`.
+A client joins with its first request; a worker then tells its group, rank, world size and devices with `register`,
+and the first rank of a shared process tells the devices of the others, which join when they first need the hub.
 The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died"; who
 joins later is told of those that are dead and not replaced.
 Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
@@ -16,7 +17,8 @@ from rill.runtime.service import DEFERRED, Handler, group_of, name_of
 if TYPE_CHECKING:
     from rill.runtime.hub_machine import Machine
 
-_LEFT = "left"
+LEFT = "left"
+"""The reason of an end in order: told to those who wait, not kept as a death."""
 
 
 class Membership:
@@ -89,18 +91,20 @@ class Membership:
         return None
 
     def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
+        others = info.pop("others", ())
         self.members.setdefault(client, {}).update(info)
         group = group_of(client)
         if "world_size" in info and self._world_size.get(group) != info["world_size"]:
             self.seats[group] = {}
             self._world_size[group] = info["world_size"]
         if "devices" in info:
-            self.seats[group][info["rank"]] = frozenset(info["devices"])
+            for rank, devices in ((info["rank"], info["devices"]), *others):
+                self.seats[group][rank] = frozenset(devices)
             self._machine.locks.members_changed()
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:
-        self._machine.end_client(client, _LEFT, self._machine.now_s)
+        self._machine.end_client(client, LEFT, self._machine.now_s)
         return DEFERRED
 
     def _died(self, client: str, seq: int, payload: Any) -> Any:
@@ -145,7 +149,7 @@ class Membership:
             if not self._waiting[key]:
                 del self._waiting[key]
         note = {"identity": client, "name": name_of(client), "reason": reason, "info": info}
-        if reason != _LEFT:
+        if reason != LEFT:
             self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):
             self._machine.push(other, "peer_died", note)

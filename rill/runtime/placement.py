@@ -62,6 +62,18 @@ def resolve(placement: Placement, devices: Sequence[Device]) -> tuple[Seat, ...]
     return seats
 
 
+def share_processes(seats: Sequence[Seat], ranks_per_process: int) -> list[tuple[Seat, ...]]:
+    """The seats of each process: up to `ranks_per_process` that follow each other on one node."""
+    processes: list[list[Seat]] = []
+    for seat in seats:
+        last = processes[-1] if processes else []
+        if last and len(last) < ranks_per_process and last[-1].node_id == seat.node_id:
+            last.append(seat)
+        else:
+            processes.append([seat])
+    return [tuple(held) for held in processes]
+
+
 def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
     entries = _split_entries(text)
     if not any(_ranks_of(entry) for entry in entries):

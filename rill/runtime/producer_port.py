@@ -87,6 +87,11 @@ class ProducerPort:
         if self._error is not None:
             raise self._error
 
+    @property
+    def has_unconfirmed(self) -> bool:
+        """Whether anything that was put might not be with the broker yet."""
+        return self._num_unconfirmed > 0
+
     # --- on the io thread ---------------------------------------------------------------------------------
 
     def _schedule(self) -> None:

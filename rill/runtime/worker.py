@@ -73,17 +73,26 @@ class Worker:
         placement: Placement = "all",
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
+        ranks_per_process: int = 1,
         launch_timeout_s: float = LAUNCH_WAIT_S,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """Start one process per seat of `placement` and run `__init__(**init_kwargs)` in each.
 
         `name` defaults to the class's name; `env` is added to each process's environment before anything is
-        imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly). Returns
+        imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
+        `ranks_per_process`: so many ranks that follow each other on a node share a process, each with a thread of its
+        own: for many light ranks (a simulation, clients of a service). A call to all of them is one message. Returns
         when every rank is ready; raises what the first failing `__init__` raised.
         """
         group = cls.launch_async(
-            cluster, name=name, placement=placement, env=env, threads=threads, **init_kwargs
+            cluster,
+            name=name,
+            placement=placement,
+            env=env,
+            threads=threads,
+            ranks_per_process=ranks_per_process,
+            **init_kwargs,
         )
         group.ready(launch_timeout_s)
         return group
@@ -97,6 +106,7 @@ class Worker:
         placement: Placement = "all",
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
+        ranks_per_process: int = 1,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
@@ -106,6 +116,7 @@ class Worker:
             placement=placement,
             env=dict(env or {}),
             threads=threads,
+            ranks_per_process=ranks_per_process,
             init_kwargs=init_kwargs,
         )
 

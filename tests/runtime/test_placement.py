@@ -75,9 +75,10 @@ def test_a_process_cannot_hold_devices_of_two_nodes() -> None:
 def test_a_process_sees_only_its_own_gpus() -> None:
     held = [Device(kind="cuda", index=3), Device(kind="cuda", index=5)]
     assert visible_devices_env(held) == {"CUDA_VISIBLE_DEVICES": "3,5"}
-    assert torch_device(held) == "cuda:0"
+    assert torch_device(held, [3, 5]) == "cuda:0"
+    assert torch_device(held, [7, 3, 5]) == "cuda:1"
     assert visible_devices_env([Device(kind="cpu")]) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert torch_device([Device(kind="cpu")]) == "cpu"
+    assert torch_device([Device(kind="cpu")], [3, 5]) == "cpu"
 
 
 def test_devices_are_found_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -> None:

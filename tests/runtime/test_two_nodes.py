@@ -43,7 +43,7 @@ def test_objects_of_every_size_cross_between_nodes(cluster: Cluster) -> None:
 
 def test_a_transfer_ignores_chunks_of_strangers(cluster: Cluster) -> None:
     group = Host.launch(cluster, name="host", threads=1)
-    target = cluster.members("host")[1].address
+    target = group.addresses()[1]
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(target.raw_endpoint)
     for frames in (
@@ -62,7 +62,7 @@ def test_a_transfer_ignores_chunks_of_strangers(cluster: Cluster) -> None:
 def test_a_peer_on_another_node_that_dies_ends_the_waits_on_it(cluster: Cluster) -> None:
     group = Host.launch(cluster, name="host", threads=1)
     waiting = group.on(0).wait_for(1)
-    os.kill(cluster.members("host")[1].address.pid, signal.SIGKILL)
+    os.kill(group.addresses()[1].pid, signal.SIGKILL)
     error = waiting.outcomes(30)[0].error
     assert isinstance(error, PeerDiedError) or "host[1]" in str(error)
     group.relaunch(1)
