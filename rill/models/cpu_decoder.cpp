@@ -23,7 +23,7 @@ struct LayerWeights {
     const void *q, *k, *v, *out, *gate, *up, *down;
     const void *q_bias, *k_bias, *v_bias, *out_bias;  // null where there is none
     const void *q_norm, *k_norm;                      // null where there is none
-    const void *input_norm, *attention_norm, *feedforward_norm;
+    const void *input_norm, *feedforward_norm;
     const void *post_attention_norm, *post_feedforward_norm;  // of what is added to the residual; null where there is none
     void *keys, *values;
     int64_t window;
@@ -151,8 +151,8 @@ void decode(const Shape& s, const LayerWeights* layers, const Batch& b, const vo
     }
 }
 
-template <class T, class O>
-void linear(const T* x, int64_t rows, int64_t k, const T* weight, const T* bias, int64_t n, O* out, uint32_t* panel,
+template <class T>
+void linear(const T* x, int64_t rows, int64_t k, const T* weight, const T* bias, int64_t n, T* out, uint32_t* panel,
             int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -178,11 +178,8 @@ extern "C" int supports_bf16() { return bf16_products(); }
         decode(*s, layers, *b, final_norm, (T*)hidden, (T*)out, (char*)space);                                          \
     }                                                                                                                   \
     extern "C" void linear_##SUFFIX(const void* x, int64_t rows, int64_t k, const void* weight, const void* bias,       \
-                                    int64_t n, void* out, int is_float, void* panel, int threads) {                     \
-        if (is_float)                                                                                                   \
-            linear((const T*)x, rows, k, (const T*)weight, (const T*)bias, n, (float*)out, (uint32_t*)panel, threads);  \
-        else                                                                                                            \
-            linear((const T*)x, rows, k, (const T*)weight, (const T*)bias, n, (T*)out, (uint32_t*)panel, threads);      \
+                                    int64_t n, void* out, void* panel, int threads) {                                   \
+        linear((const T*)x, rows, k, (const T*)weight, (const T*)bias, n, (T*)out, (uint32_t*)panel, threads);          \
     }                                                                                                                   \
     extern "C" int64_t panel_bytes_##SUFFIX(int64_t rows, int64_t k) { return panel_words<T>(rows, k) * 4; }
 

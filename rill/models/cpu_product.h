@@ -297,8 +297,8 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
 }
 
 // Results of one tile, with bias, to rows of `out`.
-template <class T, class O>
-void store_tile(const float* results, const Weight<T>& w, int64_t n0, int64_t row0, int64_t rows, O* out,
+template <class T>
+void store_tile(const float* results, const Weight<T>& w, int64_t n0, int64_t row0, int64_t rows, T* out,
                 int64_t stride) {
     const int64_t count = w.n - n0 < EDGE ? w.n - n0 : EDGE;
     if (count <= 0) return;
@@ -317,7 +317,7 @@ void store_tile(const float* results, const Weight<T>& w, int64_t n0, int64_t ro
 // The common case: 16 whole outputs in bf16. Two outputs make a word, so half as many words have to be turned.
 inline void store_tile(const float* results, const Weight<bf16>& w, int64_t n0, int64_t row0, int64_t rows, bf16* out,
                        int64_t stride) {
-    if (w.n - n0 < EDGE) return store_tile<bf16, bf16>(results, w, n0, row0, rows, out, stride);
+    if (w.n - n0 < EDGE) return store_tile<bf16>(results, w, n0, row0, rows, out, stride);
     __m512i p[8], a[8], b[8];
     for (int i = 0; i < 8; i++) {
         __m512 v0 = _mm512_load_ps(results + 2 * i * EDGE), v1 = _mm512_load_ps(results + (2 * i + 1) * EDGE);
@@ -352,9 +352,9 @@ inline void store_tile(const float* results, const Weight<bf16>& w, int64_t n0, 
     }
 }
 
-// omp for, no barrier. out[row, n] = x[row] · w[n] + bias[n], rounded to T; O is T or float.
-template <class T, class O>
-void product(const uint32_t* panel, int64_t rows, const Weight<T>& w, O* out, int64_t stride) {
+// omp for, no barrier. out[row, n] = x[row] · w[n] + bias[n], rounded to T.
+template <class T>
+void product(const uint32_t* panel, int64_t rows, const Weight<T>& w, T* out, int64_t stride) {
     const int64_t tiles = ceil_div(rows, EDGE), units = ceil_div(w.n, 2 * EDGE), chunks = ceil_div(tiles, CHUNK_TILES);
 #pragma omp for schedule(static) nowait
     for (int64_t item = 0; item < units * chunks; item++) {

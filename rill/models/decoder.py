@@ -81,6 +81,75 @@ class DecoderOps(Protocol):
     ) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What sets the known architectures apart from one another."""
+
+    model_type: str
+    num_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    softcap: float
+    """Of attention scores; 0: off."""
+    is_gelu: bool
+    sliding_window: int
+    """Of every layer, for a model type that has one for all; 0: off."""
+
+    @property
+    def is_gemma(self) -> bool:
+        """Norms multiply by 1 + weight, without rounding in between."""
+        return self.model_type in ("gemma", "gemma2")
+
+    @property
+    def has_post_norms(self) -> bool:
+        """What is added to the residual is normed first."""
+        return self.model_type == "gemma2"
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.model_type == "qwen3"
+
+    def window(self, attention: Any) -> int:
+        """Of one layer's attention module; 0: off."""
+        if self.model_type in ("llama", "mistral", "gemma"):
+            return self.sliding_window
+        return attention.sliding_window or 0
+
+
+def known_architecture(model: PreTrainedModel) -> Architecture | None:
+    """None when the model has anything that the paths over its bare parameters do not compute."""
+    config: Any = model.config
+    values = config.to_dict()
+    if config.model_type not in LLAMA_LIKE or values.get("mlp_bias"):
+        return None
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    activation = values.get("hidden_activation") or values["hidden_act"]
+    if activation not in ("silu", "gelu_pytorch_tanh"):
+        return None
+    attention: Any = model.base_model.layers[0].self_attn
+    return Architecture(
+        model_type=config.model_type,
+        num_heads=config.num_attention_heads,
+        head_dim=attention.q_proj.weight.shape[0] // config.num_attention_heads,
+        eps=config.rms_norm_eps,
+        scale=attention.scaling,
+        softcap=values.get("attn_logit_softcapping") or 0.0,
+        is_gelu=activation == "gelu_pytorch_tanh",
+        sliding_window=(config.sliding_window or 0) if config.model_type == "mistral" else 0,
+    )
+
+
+def rotary_tables(model: PreTrainedModel, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [max_len, D] in the model's precision, as its rotary module gives them."""
+    backbone: Any = model.base_model
+    weight = backbone.norm.weight.data
+    cos, sin = backbone.rotary_emb(weight, torch.arange(max_len, device=weight.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
 @dataclass(slots=True)
 class Projection:
     """One or more Linear modules with the same input, as one product."""
@@ -109,36 +178,42 @@ class Layer:
     window: int
 
 
-class Decoder:
+class FastPath(Protocol):
     """Callable like the model's backbone, on flat batches."""
-
-    def __init__(
-        self, model: PreTrainedModel, ops: DecoderOps, linear: LinearFn, *, fuse: bool, max_len: int
-    ) -> None:
-        config = model.config
-        values = config.to_dict()
-        self.ops, self.linear = ops, linear
-        self.is_gemma = config.model_type in ("gemma", "gemma2")
-        self.has_post_norms = config.model_type == "gemma2"
-        self.is_gelu = "gelu" in _activation(values)
-        self.num_heads: int = config.num_attention_heads
-        self.eps: float = config.rms_norm_eps
-        self.softcap: float = values.get("attn_logit_softcapping") or 0.0
-        backbone: Any = model.base_model
-        self.embed = backbone.embed_tokens
-        self.final_norm: nn.Parameter = backbone.norm.weight
-        self.layers = [_layer(i, module, config, fuse=fuse) for i, module in enumerate(backbone.layers)]
-        self.scale: float = backbone.layers[0].self_attn.scaling
-        device = self.final_norm.device
-        positions = torch.arange(max_len, device=device)[None]
-        cos, sin = backbone.rotary_emb(self.final_norm.data, positions)
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
 
     def __call__(
         self, ids_N: torch.Tensor, positions_N: torch.Tensor, batch: PagedBatch, cache: KVCache
     ) -> torch.Tensor:
         """Last hidden states [N, E], after the final norm."""
-        ops, linear, eps, gemma = self.ops, self.linear, self.eps, self.is_gemma
+        ...
+
+
+class Decoder:
+    """The fast path as one kernel per stage, with products of the caller's choice in between."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arch: Architecture,
+        ops: DecoderOps,
+        linear: LinearFn,
+        *,
+        fuse: bool,
+        max_len: int,
+    ) -> None:
+        self.ops, self.linear, self.arch = ops, linear, arch
+        backbone: Any = model.base_model
+        self.embed = backbone.embed_tokens
+        self.final_norm: nn.Parameter = backbone.norm.weight
+        self.layers = [_layer(i, module, arch, fuse=fuse) for i, module in enumerate(backbone.layers)]
+        self.cos, self.sin = rotary_tables(model, max_len)
+
+    def __call__(
+        self, ids_N: torch.Tensor, positions_N: torch.Tensor, batch: PagedBatch, cache: KVCache
+    ) -> torch.Tensor:
+        """Last hidden states [N, E], after the final norm."""
+        ops, linear, arch = self.ops, self.linear, self.arch
+        eps, gemma = arch.eps, arch.is_gemma
         hidden = self.embed(ids_N)
         x = ops.add_norm(hidden, None, self.layers[0].norms.input_layernorm.weight, eps, gemma=gemma)
         for layer in self.layers:
@@ -146,21 +221,21 @@ class Decoder:
             qkv = layer.qkv(x, linear)
             ops.rope_store(
                 qkv, self.cos, self.sin, positions_N, batch.slots_N, layer.q_norm, layer.k_norm, eps, keys, values,
-                self.num_heads,
+                arch.num_heads,
             )  # fmt: skip
             attended = ops.attend_flat(
-                qkv, qkv.shape[1], self.num_heads, keys, values, batch,
-                scale=self.scale, window=layer.window, softcap=self.softcap,
+                qkv, qkv.shape[1], arch.num_heads, keys, values, batch,
+                scale=arch.scale, window=layer.window, softcap=arch.softcap,
             )  # fmt: skip
             x = layer.out(attended.view(len(ids_N), -1), linear)
             norms = layer.norms
-            if self.has_post_norms:
+            if arch.has_post_norms:
                 x = ops.add_norm(x, None, norms.post_attention_layernorm.weight, eps, gemma=gemma)
                 x = ops.add_norm(hidden, x, norms.pre_feedforward_layernorm.weight, eps, gemma=gemma)
             else:
                 x = ops.add_norm(hidden, x, norms.post_attention_layernorm.weight, eps, gemma=gemma)
-            x = layer.down(ops.act_mul(layer.gate_up(x, linear), gelu=self.is_gelu), linear)
-            if self.has_post_norms:
+            x = layer.down(ops.act_mul(layer.gate_up(x, linear), gelu=arch.is_gelu), linear)
+            if arch.has_post_norms:
                 x = ops.add_norm(x, None, norms.post_feedforward_layernorm.weight, eps, gemma=gemma)
             x = ops.add_norm(hidden, x, self._norm_after(layer), eps, gemma=gemma)
         return x
@@ -176,31 +251,12 @@ def build_decoder(
     model: PreTrainedModel, ops: DecoderOps, *, fuse: bool, max_len: int, linear: LinearFn = torch_linear
 ) -> Decoder | None:
     """None when the model has anything that this path does not compute."""
-    config = model.config
-    values = config.to_dict()
-    if config.model_type not in LLAMA_LIKE or values.get("mlp_bias"):
-        return None
-    rope = values.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return None
-    if _activation(values) not in ("silu", "gelu_pytorch_tanh"):
-        return None
-    return Decoder(model, ops, linear, fuse=fuse, max_len=max_len)
+    arch = known_architecture(model)
+    return None if arch is None else Decoder(model, arch, ops, linear, fuse=fuse, max_len=max_len)
 
 
-def _activation(values: dict[str, Any]) -> str:
-    return str(values.get("hidden_activation") or values["hidden_act"])
-
-
-def _layer(index: int, module: Any, config: Any, *, fuse: bool) -> Layer:
+def _layer(index: int, module: Any, arch: Architecture, *, fuse: bool) -> Layer:
     attention, mlp = module.self_attn, module.mlp
-    has_qk_norm = config.model_type == "qwen3"
-    if config.model_type == "mistral":
-        window = config.sliding_window or 0
-    elif config.model_type in ("llama", "gemma"):
-        window = 0
-    else:
-        window = attention.sliding_window or 0
     return Layer(
         index=index,
         qkv=_fused([attention.q_proj, attention.k_proj, attention.v_proj], fuse=fuse),
@@ -208,9 +264,9 @@ def _layer(index: int, module: Any, config: Any, *, fuse: bool) -> Layer:
         gate_up=_fused([mlp.gate_proj, mlp.up_proj], fuse=fuse),
         down=_fused([mlp.down_proj], fuse=fuse),
         norms=module,
-        q_norm=attention.q_norm.weight if has_qk_norm else None,
-        k_norm=attention.k_norm.weight if has_qk_norm else None,
-        window=window,
+        q_norm=attention.q_norm.weight if arch.has_qk_norm else None,
+        k_norm=attention.k_norm.weight if arch.has_qk_norm else None,
+        window=arch.window(attention),
     )
 
 

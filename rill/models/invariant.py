@@ -5,8 +5,9 @@ a batch of 3 and in one of 40. Everything else in a decoder (norms, rotary embed
 sampling) is computed row by row in fixed order by rill.models.cpu_kernels and its Triton twin; what is left is the
 products, and `invariant_linear` makes those fixed too:
 
-    CPU   rows are padded to one of a few sizes, and a size is used only if a one-time check on this machine has
-          shown that it gives every row the same bits as the largest one, which is used alone otherwise
+    CPU   the fused path's own products, which sum every element in one order (cpu_product.h); where the processor
+          lacks what they need, rows are padded to one of a few sizes, and a size is used only if a one-time check
+          on this machine has shown that it gives every row the same bits as the largest one
     CUDA  a Triton product with one tile shape and no split along the summed axis
 
 The engine runs on these with batch_invariant=true. A trainer that wants the very same numbers scores with
@@ -24,8 +25,9 @@ from torch.nn.functional import pad
 
 from rill.errors import UnsupportedError
 from rill.models.attention_paged import KVCache, PagedBatch
+from rill.models.cpu_decoder import FusedDecoder, load_fused_kernels
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
-from rill.models.decoder import Decoder, build_decoder
+from rill.models.decoder import FastPath, build_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,13 +68,17 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
         out = invariant_matmul(flat, weight, bias)
     else:
-        out = _cpu_product(flat, weight)
-        if bias is not None:
-            out += bias
+        fused = load_fused_kernels()
+        if fused is not None and fused.supports(x.dtype) and weight.dtype == x.dtype:
+            out = fused.linear(flat, weight, bias)
+        else:
+            out = _padded_product(flat, weight)
+            if bias is not None:
+                out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _cpu_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _padded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     sizes = _row_sizes(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
     if rows in sizes:
@@ -117,8 +123,12 @@ class PackedScorer:
     def __init__(self, model: PreTrainedModel, *, max_len: int, rows_at_once: int = 256) -> None:
         config = model.config
         kernels = load_cpu_kernels() if model.device.type == "cpu" else None
-        decoder: Decoder | None = None
-        if kernels is not None and CpuKernels.supports(model.dtype, config.head_dim or 0):
+        fused = load_fused_kernels() if model.device.type == "cpu" else None
+        decoder: FastPath | None = None
+        self._fused_decoder: FusedDecoder | None = None
+        if fused is not None:
+            decoder = self._fused_decoder = fused.decoder(model, max_len=max_len)
+        if decoder is None and kernels is not None and CpuKernels.supports(model.dtype, config.head_dim or 0):
             decoder = build_decoder(model, kernels, fuse=False, max_len=max_len, linear=invariant_linear)
         if decoder is None:
             raise UnsupportedError(
@@ -135,6 +145,8 @@ class PackedScorer:
         """One float32 tensor per sequence: log p of each token given those before it, 0 at position 0."""
         kernels = load_cpu_kernels()
         assert kernels is not None
+        if self._fused_decoder is not None:
+            self._fused_decoder.rebind()  # the trainer may have moved its parameters since the last call
         lengths = [len(s) for s in sequences]
         ids_N = torch.cat([s.to(torch.int64) for s in sequences])
         hidden_NE = self._hidden(ids_N, lengths)
@@ -143,9 +155,9 @@ class PackedScorer:
             scores = torch.zeros(length)
             for at in range(0, length - 1, self._rows_at_once):
                 stop = min(at + self._rows_at_once, length - 1)
-                logits = invariant_linear(hidden_NE[start + at : start + stop], self._head.weight).float()
+                logits = invariant_linear(hidden_NE[start + at : start + stop], self._head.weight)
                 if self._softcap:
-                    logits = torch.tanh(logits / self._softcap) * self._softcap
+                    logits = torch.tanh(logits.float() / self._softcap) * self._softcap
                 targets = sequence[at + 1 : stop + 1].to(torch.int64).contiguous()
                 scores[at + 1 : stop + 1] = kernels.score(
                     logits, targets, torch.full((stop - at,), temperature)
@@ -172,6 +184,6 @@ class PackedScorer:
             max_query_len=longest,
             max_context_len=longest,
         )
-        layers = len(self._decoder.layers)
+        layers = config.num_hidden_layers
         positions = torch.cat([torch.arange(n) for n in lengths])
         return self._decoder(ids_N, positions, batch, KVCache([keys] * layers, [values] * layers))

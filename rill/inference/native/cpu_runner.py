@@ -1,4 +1,9 @@
-"""The CPU runner: the fused decoder over compiled kernels where they can be built, torch operations otherwise."""
+"""The CPU runner. What it runs on depends on the machine and the model, best first:
+
+a whole step in one call      AVX-512 (and AMX for bfloat16), a compiler, an architecture that decoder.py knows
+a kernel per stage            a compiler and such an architecture; torch's products in between
+the modules' own methods      everything else; attention and sampling are still compiled where they can be
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
 from rill.inference.native.sampler import apply_edits, filter_logits
+from rill.models.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
@@ -37,16 +43,30 @@ class CpuRunner(ModelRunner):
         if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
             kernels = None
         self._cpu_kernels = kernels
+        self._fused: FusedKernels | None = None
+        self._fused_decoder: FusedDecoder | None = None
         if kernels is not None:
             self.kernels = kernels
             if fast_path:
-                linear = invariant_linear if batch_invariant else torch.nn.functional.linear
-                self.decoder = build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear)
+                self._choose_decoder(kernels, max_len=max_len, fuse=fuse)
         if batch_invariant and self.decoder is None:
             raise UnsupportedError(
                 f"batch_invariant needs the fast path, which {model.config.model_type!r} in {model.dtype} does not "
                 "have here (it also needs a C++ compiler): set batch_invariant=false"
             )
+
+    def _choose_decoder(self, kernels: CpuKernels, *, max_len: int, fuse: bool) -> None:
+        fused = load_fused_kernels()
+        if fused is not None and fused.supports(self.model.dtype):
+            self._fused = fused
+            self.decoder = self._fused_decoder = fused.decoder(self.model, max_len=max_len)
+        if self.decoder is None:
+            linear = invariant_linear if self.batch_invariant else torch.nn.functional.linear
+            self.decoder = build_decoder(self.model, kernels, fuse=fuse, max_len=max_len, linear=linear)
+
+    def finish_update(self) -> None:
+        if self._fused_decoder is not None:
+            self._fused_decoder.rebind()  # an owner may have moved its parameters, not only changed them
 
     def enter_thread(self) -> None:
         super().enter_thread()
@@ -54,11 +74,15 @@ class CpuRunner(ModelRunner):
             self._cpu_kernels.num_threads = torch.get_num_threads()
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
-        if not self.batch_invariant:
+        """In the model's own precision, which the kernels read as it is, unless something is left to compute."""
+        if self._fused is not None:
+            logits_SV = self._fused.linear(hidden_SE, self.head.weight, self.head.bias)
+        elif self.batch_invariant:
+            logits_SV = invariant_linear(hidden_SE, self.head.weight)
+        else:
             return super().logits(hidden_SE)
-        logits_SV = invariant_linear(hidden_SE, self.head.weight).float()
         if self.logit_softcap:
-            logits_SV = torch.tanh(logits_SV / self.logit_softcap) * self.logit_softcap
+            logits_SV = torch.tanh(logits_SV.float() / self.logit_softcap) * self.logit_softcap
         return logits_SV
 
     def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +90,8 @@ class CpuRunner(ModelRunner):
         kernels = self._cpu_kernels
         if kernels is None:
             return super().sample(logits_SV, batch)
+        if sampling.edits or sampling.is_filtered:
+            logits_SV = logits_SV.float()
         if sampling.edits:
             apply_edits(logits_SV, sampling.edits)
         temperature_S, uniform_S = (

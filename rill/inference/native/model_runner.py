@@ -11,7 +11,6 @@ run through that shorter path instead of the modules' forward methods.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +29,7 @@ from rill.models.attention_paged import (
     TorchKernels,
     paged_context,
 )
-from rill.models.decoder import Decoder
+from rill.models.decoder import FastPath
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class ModelRunner:
         )
         self.cache = KVCache()
         self.kernels: PagedKernels = TorchKernels()
-        self.decoder: Decoder | None = None
+        self.decoder: FastPath | None = None
         self.adapters = AdapterStore(model)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -216,15 +215,6 @@ class ModelRunner:
             max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,
         )
-
-    def named_targets(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Name, tensor and whether an update must bring it; tied tensors appear under each of their names."""
-        seen: set[int] = set()
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            yield name, parameter.data, id(parameter) not in seen
-            seen.add(id(parameter))
-        for name, buffer in self.model.named_buffers():
-            yield name, buffer, False
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.cache_shape.dtype, device=self.device)
