@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rill.errors import EngineError, WeightSyncError
 from rill.inference.base import MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.core import EngineCore
-from rill.inference.native.weight_update import copy_weights
+from rill.inference.native.weight_update import WeightTargets
 from rill.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class EngineControl:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self._targets = WeightTargets(core.runner.model)
         self.paused: PauseMode | None = None
         self.released: MemoryLevel | None = None
         self.unavailable: str | None = None
@@ -133,10 +134,10 @@ class EngineControl:
             )
         if self.released not in (None, MemoryLevel.KV):
             runner.reload_weights()
-            copy_weights(runner, tensors, partial=partial)
+            self._targets.copy(tensors, partial=partial)
             runner.offload_weights()
         else:
-            copy_weights(runner, tensors, partial=partial)
+            self._targets.copy(tensors, partial=partial)
         runner.finish_update()
 
     # --- adapters ----------------------------------------------------------------------------------------
