@@ -11,15 +11,26 @@ from rill.weights.base import (
     open_receiver,
     take_part,
 )
-from rill.weights.canary import Canary, CanaryReport, Tolerance
+from rill.weights.canary import Canary, CanaryProof, CanaryReport, Tolerance
 from rill.weights.resharding import ShardSpec
-from rill.weights.sync import LocalTarget, PullTarget, SyncReport, WeightSync, WeightSyncConfig
+from rill.weights.sync import (
+    LocalTarget,
+    LocalTargets,
+    Pulled,
+    PullTargets,
+    SyncReport,
+    WeightSync,
+    WeightSyncConfig,
+)
 
 __all__ = [
     "Canary",
+    "CanaryProof",
     "CanaryReport",
     "LocalTarget",
-    "PullTarget",
+    "LocalTargets",
+    "PullTargets",
+    "Pulled",
     "SyncReport",
     "Tolerance",
     "WeightSync",

@@ -10,7 +10,7 @@ optimizer step of a learning run makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,3 +129,17 @@ class Canary:
             ),
             tolerance=self.tolerance,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryProof:
+    """What an engine must answer after it took a version: travels to the engine with the manifest."""
+
+    canary: Canary
+    expected: Sequence[Floats]
+    """The trainer's log-probabilities of the canary's sequences under that version."""
+
+    def check(
+        self, engine: str, version: PolicyVersion, score: Callable[[Sequence[TokenIds]], Sequence[Floats]]
+    ) -> CanaryReport:
+        return self.canary.compare(engine, version, score(self.canary.sequences), self.expected)

@@ -3,7 +3,7 @@
 Called by the loop after every optimizer step:
 
     sync(named_weights, version)
-        publish ──▶ manifest ──▶ every target pulls (beside one another, one deadline) ──▶ canary ──▶ in service
+        publish ──▶ manifest ──▶ every engine pulls (beside one another, one deadline), proves it ──▶ in service
                                      └── failed or late: named, out of service, tried again at the next sync
 
 An engine that is out of service holds an older version and must get no new requests; the run goes on with the
@@ -18,15 +18,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from pydantic import Field
 
 from rill.config import Config
-from rill.errors import WeightSyncError
+from rill.errors import RillError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
 from rill.weights.base import NamedTensors, Receiver, WeightManifest
-from rill.weights.canary import Canary, CanaryReport
+from rill.weights.canary import Canary, CanaryProof, CanaryReport
 from rill.weights.resharding import ShardSpec
 
 logger = logging.getLogger(__name__)
@@ -34,18 +35,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class PullTarget(Protocol):
-    """One engine, wherever it runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What an engine says after a pull."""
 
-    @property
-    def name(self) -> str: ...
+    version: PolicyVersion
+    canary: CanaryReport | None = None
 
-    def pull(self, manifest: WeightManifest) -> Future[PolicyVersion]:
-        """Start pulling; the future gives the version that the engine then holds."""
+
+class Pulls(Protocol):
+    """Pulls under way."""
+
+    def ended(self, timeout_s: float) -> Mapping[str, Pulled | Exception]:
+        """What became of those that end within the time, by name."""
         ...
 
-    def score(self, sequences: Sequence[TokenIds]) -> Future[list[Floats]]:
-        """Log-probabilities for the canary."""
+
+class PullTargets(Protocol):
+    """The engines, wherever they run."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> Pulls:
+        """Start pulling on these engines; each checks the proof once it holds the version."""
         ...
 
 
@@ -96,22 +109,23 @@ class WeightSync:
     def __init__(
         self,
         publisher: PublishingSide,
-        targets: Sequence[PullTarget],
+        targets: PullTargets,
         config: WeightSyncConfig | None = None,
         *,
         canary: Canary | None = None,
     ) -> None:
-        names = [target.name for target in targets]
+        names = list(targets.names)
         if len(set(names)) < len(names):
             raise WeightSyncError(f"two engines have one name: {sorted(names)}")
         self.config = config or WeightSyncConfig()
         self.publisher = publisher
         self.canary = canary
-        self._targets = {target.name: target for target in targets}
+        self._targets = targets
         self._states = {name: TargetState() for name in names}
-        self._busy: dict[str, Future[PolicyVersion]] = {}
-        self._expected: Sequence[Floats] | None = None
-        """The trainer's canary scores of the newest version."""
+        self._late: dict[str, Pulls] = {}
+        """Engines that had not ended their last pull when it was looked at."""
+        self._proof: CanaryProof | None = None
+        """Of the newest version."""
         self._lock = threading.Lock()
 
     def sync(
@@ -123,28 +137,23 @@ class WeightSync:
         """Publish and bring every engine to `version`. Engines that fail are in the report, not raised."""
         started = time.perf_counter()
         manifest = self.publisher.publish(named_tensors, version)
-        published = time.perf_counter()
-        return self.distribute(manifest, trainer_logprobs, publish_s=published - started)
+        expected = None
+        if trainer_logprobs is not None and self.canary is not None:
+            expected = trainer_logprobs(self.canary.sequences)
+        return self.distribute(manifest, expected, publish_s=time.perf_counter() - started)
 
     def distribute(
-        self,
-        manifest: WeightManifest,
-        trainer_logprobs: Callable[[Sequence[TokenIds]], Sequence[Floats]] | None = None,
-        *,
-        publish_s: float = 0.0,
+        self, manifest: WeightManifest, expected: Sequence[Floats] | None = None, *, publish_s: float = 0.0
     ) -> SyncReport:
-        """The second half of sync(), for a manifest that was published elsewhere."""
+        """The second half of sync(), for a manifest that was published elsewhere; `expected` are the trainer's scores
+        of the canary's sequences."""
         started = time.perf_counter()
-        futures = self._start_pulls(manifest)
-        self.publisher.serve(manifest, self.config.timeout_s)
-        wait(futures.values(), timeout=max(0.0, self.config.timeout_s - (time.perf_counter() - started)))
-        for name, future in futures.items():
-            self._settle(name, future, manifest)
-        pull_s = time.perf_counter() - started
-        reports = {}
-        self._expected = None
-        if trainer_logprobs is not None:
-            reports = self._prove(manifest.version, trainer_logprobs)
+        self._proof = self._proof_of(expected)
+        names = self._idle_engines(manifest)
+        pulls = self._targets.pull(names, manifest, self._proof)
+        self._serve(manifest)
+        ended = pulls.ended(max(0.0, self.config.timeout_s - (time.perf_counter() - started)))
+        reports = self._settle(names, pulls, ended, manifest)
         self._require_engines(manifest.version)
         return SyncReport(
             version=manifest.version,
@@ -152,9 +161,24 @@ class WeightSync:
             failed={name: state.failure for name, state in self.states().items() if not state.in_service},
             num_bytes=manifest.num_bytes,
             publish_s=publish_s,
-            pull_s=pull_s,
+            pull_s=time.perf_counter() - started,
             canary=reports,
         )
+
+    def catch_up(self, name: str, manifest: WeightManifest) -> None:
+        """Bring one engine, relaunched or new, to the version that the others hold; WeightSyncError where it fails.
+
+        `manifest` must be one that an engine can pull by itself (see Publisher.for_one). The trainer's canary scores
+        are those of the last sync, for it may be in its next step.
+        """
+        with self._lock:
+            self._states[name] = TargetState(failure="has not pulled yet")
+            self._late.pop(name, None)
+        pulls = self._targets.pull([name], manifest, self._proof)
+        self._settle([name], pulls, pulls.ended(self.config.timeout_s), manifest)
+        state = self.states()[name]
+        if not state.in_service:
+            raise WeightSyncError(f"{name} did not come to version {manifest.version}: {state.failure}")
 
     def in_service(self) -> list[str]:
         """Engines that hold the newest version and may be given requests."""
@@ -168,98 +192,72 @@ class WeightSync:
     def versions(self) -> dict[str, PolicyVersion | None]:
         return {name: state.version for name, state in self.states().items()}
 
-    def add(self, target: PullTarget) -> None:
-        """An engine that joins (or was relaunched). It is out of service until the next sync has reached it."""
-        with self._lock:
-            self._targets[target.name] = target
-            self._states[target.name] = TargetState(failure="has not pulled yet")
-            self._busy.pop(target.name, None)
-
-    def catch_up(self, target: PullTarget, manifest: WeightManifest) -> None:
-        """Bring one engine, relaunched or new, to the version that the others hold; WeightSyncError where it fails.
-
-        The trainer takes no part: its canary scores are those of the last sync, for it may be in its next step. So a
-        transport where both ends move at once cannot do this.
-        """
-        self.add(target)
-        futures = {target.name: target.pull(manifest)}
-        wait(futures.values(), timeout=self.config.timeout_s)
-        self._settle(target.name, futures[target.name], manifest)
-        if self.canary is not None and self._expected is not None and target.name in self.in_service():
-            self._compare([target.name], manifest.version, self._expected)
-        state = self.states()[target.name]
-        if not state.in_service:
-            raise WeightSyncError(
-                f"{target.name} did not come to version {manifest.version}: {state.failure}"
-            )
-
-    def remove(self, name: str) -> None:
-        with self._lock:
-            for table in (self._targets, self._states, self._busy):
-                table.pop(name, None)
-
-    def _start_pulls(self, manifest: WeightManifest) -> dict[str, Future[PolicyVersion]]:
-        futures = {}
-        for name, target in list(self._targets.items()):
-            late = self._busy.get(name)
-            if late is not None and not late.done():
-                # One pull at a time: an engine that still hangs in the last one cannot take part in this.
-                self._fail(name, f"still pulling an older version when {manifest.version} was published")
-                continue
-            try:
-                futures[name] = self._busy[name] = target.pull(manifest)
-            except Exception as error:  # noqa: BLE001  boundary: a broken engine must not end the run
-                self._fail(name, f"{type(error).__name__}: {error}")
-        return futures
-
-    def _settle(self, name: str, future: Future[PolicyVersion], manifest: WeightManifest) -> None:
-        if not future.done():
-            self._fail(name, f"did not take version {manifest.version} within {self.config.timeout_s:g} s")
-            return
-        error = future.exception()
-        if error is not None:
-            self._fail(name, f"{type(error).__name__}: {error}")
-        elif future.result() != manifest.version:
-            self._fail(name, f"took version {manifest.version} but says it holds {future.result()}")
-        else:
-            with self._lock:
-                failures = self._states[name].num_failures
-                self._states[name] = TargetState(
-                    version=manifest.version, in_service=True, num_failures=failures
-                )
-
-    def _prove(
-        self, version: PolicyVersion, trainer_logprobs: Callable[[Sequence[TokenIds]], Sequence[Floats]]
-    ) -> dict[str, CanaryReport]:
+    def _proof_of(self, expected: Sequence[Floats] | None) -> CanaryProof | None:
+        if expected is None:
+            return None
         if self.canary is None:
             raise WeightSyncError(
                 "trainer log-probabilities were given, but there is no canary to compare them on"
             )
-        self._expected = trainer_logprobs(self.canary.sequences)
-        return self._compare(self.in_service(), version, self._expected)
+        return CanaryProof(canary=self.canary, expected=expected)
 
-    def _compare(
-        self, names: Sequence[str], version: PolicyVersion, expected: Sequence[Floats]
-    ) -> dict[str, CanaryReport]:
-        """The canary's reports on these engines; those that differ are out of service."""
-        assert self.canary is not None
-        reports: dict[str, CanaryReport] = {}
-        futures = {name: self._targets[name].score(self.canary.sequences) for name in names}
-        wait(futures.values(), timeout=self.config.timeout_s)
-        for name, future in futures.items():
-            if not future.done():
-                self._fail(name, f"did not score the canary within {self.config.timeout_s:g} s")
+    def _idle_engines(self, manifest: WeightManifest) -> list[str]:
+        """One pull at a time: an engine that still hangs in the last one cannot take part in this."""
+        idle = []
+        for name in self._targets.names:
+            late = self._late.get(name)
+            if late is not None and name not in late.ended(0.0):
+                self._fail(name, f"still pulling an older version when {manifest.version} was published")
                 continue
-            error = future.exception()
-            if error is None:
-                try:
-                    reports[name] = self.canary.compare(name, version, future.result(), expected)
-                    reports[name].raise_if_stale()
-                except WeightSyncError as stale:
-                    error = stale
-            if error is not None:
-                self._fail(name, f"{type(error).__name__}: {error}")
+            self._late.pop(name, None)
+            idle.append(name)
+        return idle
+
+    def _serve(self, manifest: WeightManifest) -> None:
+        """Where the trainer moves together with its engines and one of them breaks off, it fails too: they are named
+        one by one when their pulls are looked at."""
+        if not manifest.is_collective:
+            return
+        try:
+            self.publisher.serve(manifest, self.config.timeout_s)
+        except RillError as error:
+            logger.warning("serving version %d: %s", manifest.version, error)
+
+    def _settle(
+        self,
+        names: Sequence[str],
+        pulls: Pulls,
+        ended: Mapping[str, Pulled | Exception],
+        manifest: WeightManifest,
+    ) -> dict[str, CanaryReport]:
+        """Who is in service now; the canary's reports."""
+        reports: dict[str, CanaryReport] = {}
+        for name in names:
+            pulled = ended.get(name)
+            if pulled is None:
+                self._late[name] = pulls
+                self._fail(
+                    name, f"did not take version {manifest.version} within {self.config.timeout_s:g} s"
+                )
+            elif isinstance(pulled, Exception):
+                self._fail(name, f"{type(pulled).__name__}: {pulled}")
+            elif pulled.version != manifest.version:
+                self._fail(name, f"took version {manifest.version} but says it holds {pulled.version}")
+            else:
+                self._pass(name, pulled, reports)
         return reports
+
+    def _pass(self, name: str, pulled: Pulled, reports: dict[str, CanaryReport]) -> None:
+        with self._lock:
+            failures = self._states[name].num_failures
+            self._states[name] = TargetState(version=pulled.version, in_service=True, num_failures=failures)
+        if pulled.canary is None:
+            return
+        reports[name] = pulled.canary
+        try:
+            pulled.canary.raise_if_stale()
+        except WeightSyncError as stale:
+            self._fail(name, f"{type(stale).__name__}: {stale}")
 
     def _fail(self, name: str, reason: str) -> None:
         logger.warning("engine %s is out of service: %s", name, reason)
@@ -274,7 +272,7 @@ class WeightSync:
             return
         reasons = "; ".join(f"{name}: {s.failure}" for name, s in self.states().items() if not s.in_service)
         raise WeightSyncError(
-            f"version {version} reached {len(self.in_service())} of {len(self._targets)} engines, "
+            f"version {version} reached {len(self.in_service())} of {len(self._states)} engines, "
             f"{self.config.min_in_service} are needed: {reasons}"
         )
 
@@ -295,7 +293,7 @@ class _UpdatableEngine(Protocol):
 
 
 class LocalTarget:
-    """An engine in this process. Each call runs in a daemon thread: a hanging engine hangs nobody else."""
+    """An engine in this process."""
 
     def __init__(
         self,
@@ -309,15 +307,54 @@ class LocalTarget:
         self._receiver = receiver
         self._shards = shards
 
-    def pull(self, manifest: WeightManifest) -> Future[PolicyVersion]:
-        def work() -> PolicyVersion:
-            self._engine.update_weights(self._receiver.pull(manifest, self._shards), manifest.version)
-            return self._engine.version
+    def pull(self, manifest: WeightManifest, proof: CanaryProof | None) -> Pulled:
+        engine = self._engine
+        engine.update_weights(self._receiver.pull(manifest, self._shards), manifest.version)
+        return Pulled(
+            version=engine.version,
+            canary=proof.check(self.name, manifest.version, engine.score) if proof is not None else None,
+        )
 
-        return in_thread(work, f"rill-pull-{self.name}")
 
-    def score(self, sequences: Sequence[TokenIds]) -> Future[list[Floats]]:
-        return in_thread(lambda: self._engine.score(sequences), f"rill-canary-{self.name}")
+class LocalTargets:
+    """Engines in this process. Each pull runs in a daemon thread: a hanging engine hangs nobody else."""
+
+    def __init__(self, targets: Sequence[LocalTarget]) -> None:
+        self._targets = list(targets)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [target.name for target in self._targets]
+
+    def add(self, target: LocalTarget) -> None:
+        """An engine that joins is out of service until it has pulled (see WeightSync.catch_up)."""
+        self._targets.append(target)
+
+    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> LocalPulls:
+        return LocalPulls(
+            {
+                target.name: in_thread(partial(target.pull, manifest, proof), f"rill-pull-{target.name}")
+                for target in self._targets
+                if target.name in names
+            }
+        )
+
+
+class LocalPulls:
+    def __init__(self, futures: Mapping[str, Future[Pulled]]) -> None:
+        self._futures = futures
+
+    def ended(self, timeout_s: float) -> Mapping[str, Pulled | Exception]:
+        wait(self._futures.values(), timeout=timeout_s)
+        done = {name: future for name, future in self._futures.items() if future.done()}
+        return {name: _result_of(future) for name, future in done.items()}
+
+
+def _result_of(future: Future[Pulled]) -> Pulled | Exception:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return error if isinstance(error, Exception) else WeightSyncError(repr(error))
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:

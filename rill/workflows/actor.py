@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,15 @@ from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What engines must know of a version."""
+
+    manifest: WeightManifest
+    canary: list[Floats] | None
+    """The trainer's scores of the canary's sequences; None: not asked for."""
 
 
 class ActorWorker(Worker):
@@ -91,23 +100,25 @@ class ActorWorker(Worker):
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion) -> WeightManifest | None:
-        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know."""
+    def publish(self, version: PolicyVersion, canary: Sequence[TokenIds] = ()) -> Published | None:
+        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know, with the
+        trainer's own log-probabilities of the canary's tokens at temperature 1."""
         with self.device_lock():
             if self.publisher is None:
                 take_part(self.trainer.named_weights())
+                self._score(canary)
                 return None
-            return self.publisher.publish(self.trainer.named_weights(), version)
+            manifest = self.publisher.publish(self.trainer.named_weights(), version)
+            return Published(manifest=manifest, canary=self._score(canary))
+
+    def for_one(self, manifest: WeightManifest) -> WeightManifest | None:
+        """The same version, as one engine can pull it alone."""
+        return self.publisher.for_one(manifest) if self.publisher is not None else None
 
     def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
         """Take part in the engines' pulls, for transports where both ends move at once."""
         if self.publisher is not None:
             self.publisher.serve(manifest, timeout_s)
-
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[Floats]:
-        """The trainer's own log-probabilities at temperature 1, for the canary."""
-        with self.device_lock():
-            return self.trainer.logprobs([_as_sample(tokens) for tokens in sequences], temperature=1.0)
 
     def vocab_size(self) -> int:
         return self.trainer.engine.module.vocab_size
@@ -127,6 +138,11 @@ class ActorWorker(Worker):
     def export(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.export(folder)
+
+    def _score(self, sequences: Sequence[TokenIds]) -> list[Floats] | None:
+        if not sequences:
+            return None
+        return self.trainer.logprobs([_as_sample(tokens) for tokens in sequences], temperature=1.0)
 
 
 def _as_sample(token_ids: TokenIds) -> Sample:

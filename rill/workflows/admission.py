@@ -1,11 +1,13 @@
 """How many groups may be generated now: staleness is bounded by admission, never by throwing samples away.
 
-    capacity = min( max_concurrent − running,  batches · batch − (accepted + running) )
-    batches = min( max_lag + version + 1,  steps of the run )
+    capacity = min( max_concurrent − running,  limit − (accepted + running) )
+    limit = min( (max_lag + version + 1) · batch + extra,  steps of the run · batch )
 
 `running` groups are admitted and unfinished, `accepted` groups finished and kept since the run began, `version`
 counts training steps. max_lag 0 is synchronous training: one batch is generated, trained on, and only then the
 next begins. A group that a filter drops stops running without being accepted, so its place is refilled by itself.
+`extra` groups are begun beyond a batch so that the slowest need not be waited for; they are put back and go on with
+the next batch (see GroupBuffer). The last batch has none: nothing is begun that no step is left for.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class Admission:
     max_concurrent: int
     num_steps: int = NO_END
     """Groups beyond the last step's are not begun."""
+    extra_groups: int = 0
     version: int = 0
     running: int = 0
     accepted: int = 0
@@ -29,27 +32,31 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        num_batches = min(self.max_lag + self.version + 1, self.num_steps)
-        by_lag = num_batches * self.batch_groups - (self.accepted + self.running)
-        return max(0, min(self.max_concurrent - self.running, by_lag))
+        ahead = (self.max_lag + self.version + 1) * self.batch_groups + self.extra_groups
+        limit = min(ahead, self.num_steps * self.batch_groups)
+        return max(0, min(self.max_concurrent - self.running, limit - (self.accepted + self.running)))
 
     def admit(self, count: int) -> None:
         assert count <= self.capacity, f"admitting {count} groups with room for {self.capacity}"
         self.running += count
 
     def finish(self, *, kept: bool) -> None:
-        assert self.running > 0, "a group finished that was never admitted"
-        self.running -= 1
+        self.put_back()
         if kept:
             self.accepted += 1
         else:
             self.dropped += 1
 
+    def put_back(self) -> None:
+        """A group stopped running without an end."""
+        assert self.running > 0, "a group finished that was never admitted"
+        self.running -= 1
+
     def trained(self) -> None:
         self.version += 1
 
     def state(self) -> dict[str, int]:
-        """What a resumed run needs: accepted groups that were not trained on are generated again (see Feeder)."""
+        """What a resumed run needs: accepted groups that were not trained on are generated again (see GroupBuffer)."""
         return {
             "version": self.version,
             "accepted": self.version * self.batch_groups,

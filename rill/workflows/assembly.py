@@ -13,9 +13,9 @@ from pydantic import model_validator
 
 from rill.algorithms import AlgorithmConfig
 from rill.config import OneOf, PartConfig
-from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
-from rill.data.curriculum import Curriculum, CurriculumConfig
-from rill.data.loader import LoaderConfig, open_loader
+from rill.data.base import DATASETS, Split, open_indexed, prompts_of
+from rill.data.curriculum import CurriculumConfig
+from rill.data.loader import LoaderConfig
 from rill.errors import PlanError
 from rill.models.loading import ModelConfig, model_folder
 from rill.runtime.channel import Channel
@@ -27,11 +27,13 @@ from rill.runtime.worker import Worker
 from rill.telemetry.guards import Guard, default_guards
 from rill.telemetry.run import Run
 from rill.training.policy import PolicyTrainer
+from rill.training.score import ScoreModel
 from rill.types import Prompt
+from rill.weights import WeightManifest
 from rill.workflows.actor import ActorWorker
 from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
-from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.evaluation import Evaluator
+from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
@@ -45,12 +47,19 @@ from rill.workflows.sections import (
     WarmupConfig,
     as_table,
 )
+from rill.workflows.stages import InferenceWorker
 from rill.workflows.warmup import warm_up
 
 W = TypeVar("W", bound=Worker)
 
 MAX_JOBS = 1_000_000
-PRELOAD = ("rill.workflows.rollout", "rill.workflows.actor", "rill.models.loading", "transformers")
+PRELOAD = (
+    "rill.workflows.rollout",
+    "rill.workflows.actor",
+    "rill.workflows.feeder",
+    "rill.models.loading",
+    "transformers",
+)
 """Imported once, by the process that workers are forked from: seconds for every worker after the first."""
 NEVER_S = 1e9
 """The feeder waits for outcomes for as long as the run lasts; the loop holds the deadline of a step."""
@@ -76,7 +85,7 @@ class RLConfig(RecipeConfig):
 
     def guards(self) -> list[Guard]:
         limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
-        return default_guards(max_lag=self.loop.max_lag, mismatch_limit=limit)
+        return default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
 
     @model_validator(mode="before")
     @classmethod
@@ -136,6 +145,7 @@ class RLSetup:
 
     rollout: WorkerGroup[RolloutWorker]
     actor: WorkerGroup[ActorWorker]
+    feeder: WorkerGroup[Feeder]
 
     def __init__(self, config: RLConfig, run: Run, cluster: Cluster, observers: Sequence[Observer]) -> None:
         self.config = config
@@ -147,6 +157,7 @@ class RLSetup:
         self.rollouts = Channel.create(cluster, "rollouts")
         self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
         self._launched: list[str] = []
+        self._fleet: Fleet | None = None
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
             model_folder(
@@ -163,9 +174,18 @@ class RLSetup:
         return group
 
     def launch_policy(self, rollout: str, actor: str) -> None:
-        """The engines and the trainer of the policy, side by side."""
+        """The feeder, the engines and the trainer of the policy, side by side."""
         config = self.config
         self._check_ahead(rollout, actor)
+        self.feeder = Feeder.launch_async(
+            self.cluster,
+            name="feeder",
+            placement=[self.cluster.devices[0].id],
+            threads=1,
+            prompts=PromptPlan(data=config.data, loader=config.loader, curriculum=config.curriculum),
+            config=config.loop,
+            group_size=config.rollout.group_size,
+        )
         self.rollout = RolloutWorker.launch_async(
             self.cluster,
             name="rollout",
@@ -198,6 +218,23 @@ class RLSetup:
             self.wait(self.actor.export(str(folder)))
         return ModelConfig(path=str(folder), tokenizer=self.config.model.tokenizer)
 
+    def launch_inference(self, placement: str) -> WorkerGroup[InferenceWorker]:
+        """A group that recomputes the policy's log-probabilities in place of the trainer, as the trainer would."""
+        trainer = self.config.trainer
+        model = ScoreModel.Config(
+            model=self.config.model,
+            dtype=trainer.compute_dtype,
+            temperature=trainer.temperature,
+            micro_batch_tokens=trainer.micro_batch_tokens,
+            compile=trainer.compile,
+        )
+        return self.launch(InferenceWorker, "inference", placement, config=model, sync=self.config.sync)
+
+    def manifest(self) -> WeightManifest:
+        """Where the newest weights are, for a group that follows the policy. Only while the loop runs."""
+        assert self._fleet is not None
+        return self._fleet.manifest()
+
     def wait(self, handle: Handle) -> dict[str, float]:
         """The figures that the group's first rank returns."""
         return dict(handle.wait(timeout_s=self.config.loop.step_timeout_s)[0] or {})
@@ -208,18 +245,17 @@ class RLSetup:
         if config.cluster.resident:
             self.cluster.coreside("rollout", *self._launched)
         self._warm_up()
+        self.feeder.ready(timeout_s)
         flow = Flow(jobs=self.jobs, rollouts=self.rollouts, outcomes=self.outcomes)
-        fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)
-        curriculum = self._curriculum()
+        fleet = self._fleet = Fleet(self.rollout, self.actor, flow, config.sync, config.loop)
+        groups = {**trained, "feeder": self.feeder}
         parts = Parts(
             fleet=fleet,
-            source=curriculum or open_loader(open_dataset(config.data, Split.TRAIN), config.loader),
-            curriculum=curriculum,
+            feeder=self.feeder,
             flow=flow,
-            group_size=config.rollout.group_size,
             train_step=train_step,
             evaluator=Evaluator(config.eval, fleet, self._held_out(), timeout_s),
-            checkpoints=RunCheckpoints(self.folder, trained, config.loop.keep_checkpoints, timeout_s),
+            checkpoints=RunCheckpoints(self.folder, groups, config.loop.keep_checkpoints, timeout_s),
         )
         loop = Loop(config.loop, parts, self.observers)
         loop.restore()
@@ -256,12 +292,6 @@ class RLSetup:
                 config.loop.step_timeout_s,
             )
             self._is_warm = True
-
-    def _curriculum(self) -> CurriculumSource | None:
-        config = self.config
-        if config.curriculum is None:
-            return None
-        return CurriculumSource(Curriculum(open_indexed(config.data, Split.TRAIN), config.curriculum))
 
     def _held_out(self) -> list[Prompt]:
         return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))

@@ -2,13 +2,12 @@
 
 checkpoints/step-000020/
   actor/            one folder per worker group, written by its ranks
-  loop.json         admission, data position: what the driver holds
-  manifest.json     written last, with the checksum of loop.json; a folder without it does not count
+  feeder/           the position in the data, and the groups begun and not yet trained on
+  manifest.json     written last; a folder without it does not count
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -16,14 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rill.errors import CheckpointError
+from rill.errors import CheckpointError, WorkerError
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run, write_atomically
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-STATE = "loop.json"
 
 
 class RunCheckpoints:
@@ -36,64 +34,58 @@ class RunCheckpoints:
         self._keep = keep
         self._timeout_s = timeout_s
 
-    def save(self, *, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int) -> Path:
         folder = self._folder / f"step-{step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        handles = {name: group.save(str(folder / name)) for name, group in self._groups.items()}
-        for handle in handles.values():
+        handles = [group.save(str(folder / name)) for name, group in self._groups.items()]
+        for handle in handles:
             handle.wait(timeout_s=self._timeout_s)
-        text = json.dumps({"step": step, **state})
-        write_atomically(folder / STATE, text)
-        manifest = {"step": step, "groups": sorted(self._groups), "state_sha256": _sha256(text)}
-        write_atomically(folder / MANIFEST, json.dumps(manifest))
+        write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
         self._drop_old()
         return folder
 
-    def load_latest(self) -> dict[str, Any] | None:
-        """The state of the newest whole checkpoint, its groups loaded; None when there is none.
+    def load_latest(self) -> int:
+        """Load the newest whole checkpoint into the groups; the step that it holds, 0 when there is none.
 
         Damaged ones are passed over, with a word in the log; where nothing else is left that is an error, because the
         run would otherwise begin anew without saying so.
         """
         found = whole_checkpoints(self._run)
         for folder in reversed(found):
-            state = _read_state(folder)
-            if state is None:
-                log.warning("%s is damaged: passed over", folder)
-                continue
-            handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
-            for handle in handles:
-                handle.wait(timeout_s=self._timeout_s)
-            return state
+            damage = self._load(folder)
+            if not damage:
+                return step_of(folder)
+            log.warning("%s is damaged (%s): passed over", folder, damage)
         if found:
             raise CheckpointError(
                 f"all {len(found)} checkpoints in {self._folder} are damaged: start the run anew"
             )
-        return None
+        return 0
+
+    def _load(self, folder: Path) -> str:
+        """What is wrong with it; empty when every group has taken its part."""
+        try:
+            parts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["groups"]
+        except (OSError, ValueError, KeyError) as error:
+            return f"{MANIFEST}: {error}"
+        if parts != sorted(self._groups):
+            return f"it holds {', '.join(parts)}, the run has {', '.join(sorted(self._groups))}"
+        handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
+        for handle in handles:
+            for outcome in handle.outcomes(timeout_s=self._timeout_s):
+                if isinstance(outcome.error, WorkerError) and isinstance(
+                    outcome.error.__cause__, CheckpointError
+                ):
+                    return str(outcome.error.__cause__)
+                if outcome.error is not None:
+                    raise outcome.error
+        return ""
 
     def _drop_old(self) -> None:
         for folder in whole_checkpoints(self._run)[: -self._keep]:
             (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
             shutil.rmtree(folder)
-
-
-def _read_state(folder: Path) -> dict[str, Any] | None:
-    """None where the checkpoint is damaged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        text = (folder / STATE).read_text(encoding="utf-8")
-        missing = [name for name in manifest["groups"] if not (folder / name).is_dir()]
-    except (OSError, ValueError, KeyError):
-        return None
-    if missing or _sha256(text) != manifest["state_sha256"]:
-        return None
-    state: dict[str, Any] = json.loads(text)
-    return state
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def whole_checkpoints(run: Run) -> list[Path]:

@@ -1,218 +1,224 @@
-"""Keeps the engines fed: admits jobs while there is capacity and collects what becomes of them.
+"""The feeder: a worker that keeps the engines fed and forms the batches, so that the driver never sees a single group.
 
-    source ──▶ admit ──▶ jobs channel ──▶ rollout workers ──▶ outcomes channel ──▶ collect ──▶ take_batch()
-                 ▲  capacity (rill.workflows.admission)                               │
-                 └────────────── a finished or dropped group frees its place ◀────────┘
+             ┌────────────── feeder (one process) ───────────────┐
+    data ──▶ │ admit ──▶ running ──▶ kept ──▶ batch ──▶ StepPlan │ ──▶ driver, once a step
+             └───┬───────────▲───────────────────────────────────┘
+               jobs       outcomes        (channels)
+                 └─▶ rollout workers ─┘
 
-One thread of its own runs admit and collect, so that generation goes on while the loop waits for training.
-`take_batch` unblocks when enough kept groups have come in, or when the thread has failed.
+Two threads. `_run` takes outcomes and admits what they make room for, all the time, so that generation goes on while
+the loop waits for training. The main thread serves the loop: `take_batch` unblocks when enough kept groups have come
+in, or when `_run` has failed; `trained` raises the capacity. What they share is the GroupBuffer, under `_changed`.
 
-Every admitted group is trained on once or dropped once. A worker that dies may have finished a group whose lease it
-could not end, so that another does it again: the second outcome is not counted and its samples are discarded. `state`
-holds the jobs that are admitted and not yet trained on; a resumed run does those first, under their old names.
+An epoch of the jobs channel lasts a step where max_lag is 0: `take_batch` opens it, and ends it once the batch is
+full, so that engines let go of their devices. Otherwise it lasts for the run.
 """
 
 from __future__ import annotations
 
-import base64
+import hashlib
+import json
 import logging
+import math
 import pickle
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from rill.data.loader import PromptSource
-from rill.errors import RunError, StuckError
+from rill.config import PartConfig
+from rill.data.base import Split, open_dataset, open_indexed
+from rill.data.curriculum import Curriculum, CurriculumConfig
+from rill.data.loader import LoaderConfig, PromptSource, open_loader
+from rill.errors import CheckpointError, StuckError
 from rill.runtime.channel import Channel
-from rill.types import Prompt
+from rill.runtime.worker import Worker, concurrent
+from rill.telemetry.run import write_atomically
+from rill.types import PolicyVersion
 from rill.workflows.admission import Admission
-from rill.workflows.jobs import GroupJob, Outcome, in_batch_order
+from rill.workflows.curriculum import CurriculumSource
+from rill.workflows.group_buffer import GroupBuffer
+from rill.workflows.jobs import Outcome, StepPlan
+from rill.workflows.sections import LoopConfig
 
 log = logging.getLogger(__name__)
 
-STOP_WAIT_S = 5.0
+STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPlan:
+    """Where prompts come from; opened in the feeder's process."""
+
+    data: PartConfig
+    loader: LoaderConfig
+    curriculum: CurriculumConfig | None = None
+
+    def open(self) -> PromptSource:
+        if self.curriculum is None:
+            return open_loader(open_dataset(self.data, Split.TRAIN), self.loader)
+        return CurriculumSource(Curriculum(open_indexed(self.data, Split.TRAIN), self.curriculum))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """A batch's worth of outcomes, and the dropped ones that came in since the batch before."""
+    """A batch: what trainers must know of it, and its figures."""
 
-    outcomes: tuple[Outcome, ...]
-    dropped: tuple[Outcome, ...]
-    wait_s: float
-
-    @property
-    def drop_reasons(self) -> Counter[str]:
-        return Counter(outcome.dropped for outcome in self.dropped if outcome.dropped is not None)
+    plan: StepPlan
+    figures: Mapping[str, float]
 
 
-class Feeder:
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        source: PromptSource,
-        group_size: int,
-        jobs: Channel,
-        outcomes: Channel,
-        in_admission_order: bool,
-        discard: Callable[[Outcome], None],
-        on_outcome: Callable[[GroupJob, Outcome], None] | None = None,
-    ) -> None:
-        """`discard` takes the samples of an outcome out of the rollouts channel. `on_outcome` hears of every group that
-        counts, once, before anything is admitted in its place."""
-        self.admission = admission
-        self._source = source
-        self._group_size = group_size
-        self._jobs = jobs
-        self._outcomes = outcomes
-        self._in_admission_order = in_admission_order
-        self._discard = discard
-        self._on_outcome = on_outcome
-        self._next_index = 0
-        self._to_repeat: list[GroupJob] = []
-        self._running: dict[int, GroupJob] = {}
-        self._finished: dict[int, GroupJob] = {}
-        """Kept and not yet trained on."""
-        self._kept: list[Outcome] = []
-        self._dropped: list[Outcome] = []
-        self._in_training: tuple[Outcome, ...] = ()
+class Feeder(Worker):
+    def __init__(self, *, prompts: PromptPlan, config: LoopConfig, group_size: int) -> None:
+        self.config = config
+        self.admission = admission_of(config)
+        self.buffer = GroupBuffer(
+            self.admission,
+            prompts.open(),
+            group_size=group_size,
+            in_admission_order=config.order == "admission",
+            max_returns=config.max_returns,
+        )
         self._changed = threading.Condition()
         self._is_open = False
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> None:
+        """Take outcomes from now on."""
+        self._jobs, self._rollouts, self._outcomes = jobs, rollouts, outcomes
+        threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
-    def open_epoch(self) -> None:
-        """Admit from now on."""
+    def take_batch(self) -> Collected:
+        """The next batch. Raises StuckError when it does not come together in time."""
+        timeout_s = self.config.step_timeout_s
         with self._changed:
             self._is_open = True
-        self._admit()
-
-    def close_epoch(self) -> None:
-        """Admit no more and let the engines' loops end once they have finished what they hold."""
-        with self._changed:
-            self._is_open = False
-        self._jobs.end()
-
-    def take_batch(self, timeout_s: float) -> Collected:
-        """The next batch, in batch order. Raises StuckError when it does not come together in time."""
-        began = time.monotonic()
-        with self._changed:
-            ready = self._changed.wait_for(lambda: self._failure or len(self._ready()) > 0, timeout_s)
+            self._admit()
+            if not self._changed.wait_for(lambda: self._failure or self.buffer.is_ready, timeout_s):
+                raise StuckError(f"after {timeout_s:.0f} s {self.buffer.describe()}")
             if self._failure is not None:
                 raise self._failure
-            if not ready:
-                raise StuckError(
-                    f"after {timeout_s:.0f} s only {len(self._kept)} of {self.admission.batch_groups} groups of step "
-                    f"{self.admission.version} are finished ({self.admission.running} running, "
-                    f"{len(self._dropped)} dropped by filters since the last step)"
-                )
-            batch = self._ready()
-            chosen = {outcome.group_id for outcome in batch}
-            self._kept = [outcome for outcome in self._kept if outcome.group_id not in chosen]
-            dropped, self._dropped = tuple(self._dropped), []
-            self._in_training = in_batch_order(batch)
-        return Collected(outcomes=self._in_training, dropped=dropped, wait_s=time.monotonic() - began)
+            batch, dropped, num_returned = self.buffer.take_batch()
+            step = self.admission.version
+        if self.config.max_lag == 0:
+            self._end_epoch()
+        version = PolicyVersion(step + 1)  # 0 is what engines load by themselves
+        figures = {**summarise(batch, dropped, version), "groups/put_back": float(num_returned)}
+        if isinstance(self.buffer.source, CurriculumSource):
+            figures |= self.buffer.source.metrics()
+        return Collected(plan=StepPlan.of(batch, step=step, version=version), figures=figures)
 
     def trained(self) -> None:
-        """A step was applied: the version grows, and with it the capacity."""
+        """The step was applied, and the engines have its weights: what is admitted now is made with them."""
         with self._changed:
-            self.admission.trained()
-            for outcome in self._in_training:
-                del self._finished[outcome.index]
-            self._in_training = ()
-        self._admit()
+            if self.config.max_lag == 0:
+                self._wait_for_put_back()
+            self.buffer.trained()
+            self._admit()
 
-    def stop(self) -> None:
-        self._outcomes.end()
-        self._thread.join(timeout=STOP_WAIT_S)
+    def finish(self) -> None:
+        """Admit no more and let the engines' loops end once they have finished what they hold."""
+        if self._is_open:
+            self._end_epoch()
 
-    # --- state --------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs to go on with the same groups; JSON."""
+    @concurrent
+    def counts(self) -> dict[str, int]:
+        """How many groups run, were accepted and dropped, and the step that the run stands at."""
         with self._changed:
-            untrained = {**self._running, **self._finished, **{job.index: job for job in self._to_repeat}}
-            jobs = [untrained[index] for index in sorted(untrained)]
-            return {
-                "admission": self.admission.state(),
-                "source": self._source.state(),
-                "next_index": self._next_index,
-                "untrained": base64.b64encode(pickle.dumps(jobs)).decode(),
-            }
+            return asdict(self.admission)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Before start()."""
-        self.admission.load_state(state["admission"])
-        self._source.load_state(state["source"])
-        self._next_index = state["next_index"]
-        self._to_repeat = pickle.loads(base64.b64decode(state["untrained"]))
+    # --- files --------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """The groups' file first: the state names its checksum."""
+        with self._changed:
+            state, begun = self.buffer.state()
+            groups = pickle.dumps(begun)
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / GROUPS_FILE).write_bytes(groups)
+        write_atomically(place / STATE_FILE, json.dumps({**state, "groups_sha256": _sha256(groups)}))
+
+    def load(self, folder: str) -> None:
+        place = Path(folder)
+        try:
+            state = json.loads((place / STATE_FILE).read_text(encoding="utf-8"))
+            groups = (place / GROUPS_FILE).read_bytes()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place} cannot be read: {error}") from error
+        if _sha256(groups) != state["groups_sha256"]:
+            raise CheckpointError(
+                f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
+            )
+        self.buffer.load_state(state, pickle.loads(groups))
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _ready(self) -> list[Outcome]:
-        """A whole batch of kept outcomes, or nothing."""
-        size = self.admission.batch_groups
-        if len(self._kept) < size:
-            return []
-        if not self._in_admission_order:
-            return self._kept[:size]
-        oldest_first = sorted(self._kept, key=lambda outcome: outcome.index)[:size]
-        # A group admitted earlier may still be running; wait for it unless a filter has dropped it.
-        waiting = [*self._running, *(job.index for job in self._to_repeat)]
-        oldest_running = min(waiting, default=oldest_first[-1].index + 1)
-        return oldest_first if oldest_first[-1].index < oldest_running else []
-
     def _run(self) -> None:
         try:
-            for outcome in self._outcomes:  # until stop() ends the epoch
-                self._collect(outcome)
-                self._admit()
+            for outcome in self._outcomes:  # for as long as the process lives
+                with self._changed:
+                    is_awaited = self.buffer.collect(outcome)
+                    self._admit()
+                    self._changed.notify_all()
+                if not is_awaited:
+                    log.warning(
+                        "%s was done a second time, by %s: discarded", outcome.group_id, outcome.maker
+                    )
+                    if outcome.lengths:
+                        self._rollouts.take(keys=outcome.keys)
         except Exception as error:  # noqa: BLE001  boundary: handed to whoever waits for a batch
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _collect(self, outcome: Outcome) -> None:
-        with self._changed:
-            job = self._running.pop(outcome.index, None)
-            if job is not None:
-                self.admission.finish(kept=outcome.dropped is None)
-                if outcome.dropped is None:
-                    self._kept.append(outcome)
-                    self._finished[outcome.index] = job
-                else:
-                    self._dropped.append(outcome)
-                if self._on_outcome is not None:
-                    self._on_outcome(job, outcome)
-                self._changed.notify_all()
-        if job is None:
-            log.warning("%s was done a second time, by %s: discarded", outcome.group_id, outcome.maker)
-            self._discard(outcome)
-
     def _admit(self) -> None:
-        with self._changed:
-            if not self._is_open:
-                return
-            count = self.admission.capacity
-            if count == 0:
-                return
-            jobs, self._to_repeat = self._to_repeat[:count], self._to_repeat[count:]
-            jobs += [self._job(prompt) for prompt in self._source.next(count - len(jobs))]
-            if not jobs:
-                raise RunError("the dataset has no more prompts: raise `data.epochs` or lower `loop.steps`")
-            self.admission.admit(len(jobs))
-            self._running.update((job.index, job) for job in jobs)
-            # Put while holding the lock: two threads admitting must not interleave their jobs.
+        """Called under the lock: two threads admitting must not interleave their jobs."""
+        if self._is_open and (jobs := self.buffer.admit()):
             self._jobs.put_many(jobs)
 
-    def _job(self, prompt: Prompt) -> GroupJob:
-        index = self._next_index
-        self._next_index += 1
-        return GroupJob(id=f"g{index:08d}", index=index, prompt=prompt, group_size=self._group_size)
+    def _end_epoch(self) -> None:
+        with self._changed:
+            self._is_open = False
+        self._jobs.end()
+
+    def _wait_for_put_back(self) -> None:
+        """Engines have ended their epoch, so every outcome is on its way here: the next batch begins with what was put
+        back, and a checkpoint holds it."""
+        timeout_s = self.config.step_timeout_s
+        if not self._changed.wait_for(lambda: self._failure or self.buffer.num_running == 0, timeout_s):
+            raise StuckError(f"{self.buffer.num_running} groups were not put back within {timeout_s:.0f} s")
+
+
+def admission_of(config: LoopConfig) -> Admission:
+    extra = math.ceil(config.overprovision * config.groups_per_step)
+    return Admission(
+        batch_groups=config.groups_per_step,
+        max_lag=config.max_lag,
+        max_concurrent=config.max_concurrent_groups or (config.max_lag + 1) * config.groups_per_step + extra,
+        num_steps=config.steps,
+        extra_groups=extra,
+    )
+
+
+def summarise(
+    batch: Sequence[Outcome], dropped: Sequence[Outcome], version: PolicyVersion
+) -> dict[str, float]:
+    """Figures of a batch trained from `version`; each group counts by its number of samples."""
+    weight = sum(len(outcome.lengths) for outcome in batch)
+    figures: dict[str, float] = {}
+    for name in sorted({name for outcome in batch for name in outcome.metrics}):
+        figures[name] = sum(o.metrics.get(name, 0.0) * len(o.lengths) for o in batch) / weight
+    lags = [int(version) - int(outcome.oldest_version) for outcome in batch]
+    figures["lag/mean"] = sum(lags) / len(lags)
+    figures["lag/max"] = float(max(lags))
+    figures["groups/kept"] = float(len(batch))
+    figures["groups/dropped"] = float(len(dropped))
+    for reason, count in Counter(outcome.dropped for outcome in dropped).items():
+        figures[f"groups/dropped_{reason}"] = float(count)
+    return figures
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

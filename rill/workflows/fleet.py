@@ -1,7 +1,8 @@
 """The rollout engines as the loop sees them: generate, take new weights, evaluate; and what happens when one is lost.
 
 Weights go from the actor to the engines without passing the driver: only the manifest does. After each sync every
-engine answers a canary: its log-probabilities of fixed tokens are compared with the trainer's own (rill.weights).
+engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights). Whatever all
+engines do is one call on the whole group.
 
 All recovery is here, in `_bring_back`, on the loop's thread:
 
@@ -16,24 +17,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from rill.errors import PeerDiedError, RillError, RunError, StuckError, boundary
+from rill.errors import PeerDiedError, RunError, StuckError, boundary
+from rill.runtime.call import Outcome
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
-from rill.types import Floats, PolicyVersion, Prompt, TokenIds
-from rill.weights import Canary, Tolerance, WeightManifest, WeightSync, WeightSyncConfig
+from rill.types import PolicyVersion, Prompt, TokenIds
+from rill.weights import Canary, CanaryProof, Pulled, Tolerance, WeightManifest, WeightSync, WeightSyncConfig
 from rill.weights.base import NamedTensors
-from rill.workflows.actor import ActorWorker
+from rill.workflows.actor import ActorWorker, Published
 from rill.workflows.rollout import RolloutWorker
 from rill.workflows.sections import EvalConfig, LoopConfig, SyncConfig
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +61,17 @@ class Fleet:
         self._flow = flow
         self._config = sync
         self._loop = loop
-        self._engines = [EngineTarget(rollout, rank, loop.interrupt) for rank in range(rollout.size)]
-        self._calls: list[Handle | None] = [None] * rollout.size
+        self._engines = EngineGroup(rollout, loop.interrupt)
+        self._calls: list[EngineCall | None] = [None] * rollout.size
         """generate() of each engine; None between epochs."""
+        self._num_calls = 0
         self._relaunches = [0] * rollout.size
         self._relaunched: set[int] = set()
         """In this epoch."""
         self._is_open = False
         self._num_epochs = 0
         self._sync: WeightSync | None = None
+        self._canary_tokens: list[TokenIds] = []
         self._manifest: WeightManifest | None = None
 
     # --- generating ---------------------------------------------------------------------------------------
@@ -83,56 +83,82 @@ class Fleet:
     def open_epoch(self) -> None:
         """Let every engine take jobs until the epoch of the jobs channel ends."""
         self._is_open = True
-        for rank, call in enumerate(self._calls):
-            if call is None:
-                self._calls[rank] = self._generate(rank)
+        self._generate([rank for rank, call in enumerate(self._calls) if call is None])
 
     def tend(self) -> None:
         """Bring back engines that are gone. Raises what ended an engine in any other way."""
-        for rank, call in enumerate(self._calls):
-            if call is None or not call.done():
-                continue
-            try:
-                call.wait(timeout_s=0.0)
-            except PeerDiedError as death:
-                self._bring_back(rank, str(death))
+        for rank, outcome in self._ended():
+            if isinstance(outcome.error, PeerDiedError):
+                self._bring_back(rank, str(outcome.error))
+            elif outcome.error is not None:
+                raise outcome.error
+            elif self._is_open:
+                self._generate([rank])
             else:
-                self._calls[rank] = self._generate(rank) if self._is_open else None
+                self._calls[rank] = None
+
+    def put_back(self) -> None:
+        """Stop what engines still generate in this epoch; it goes back to the feeder with the tokens it has."""
+        ordinals = [0 if call is None else call.ordinal for call in self._calls]
+        for outcome in self._rollout.put_back(ordinals).outcomes(timeout_s=self._config.timeout_s):
+            if outcome.error is not None and not isinstance(outcome.error, PeerDiedError):
+                raise outcome.error
 
     def end_epoch(self) -> None:
         """After the jobs channel was told that its epoch ends: wait until the engines have finished it."""
         self._is_open = False
         self._num_epochs += 1
         deadline_s = time.monotonic() + self._loop.step_timeout_s
-        for rank in range(self._rollout.size):
-            while (call := self._calls[rank]) is not None and not self._serves_next(rank):
-                if time.monotonic() > deadline_s:
-                    call.wait(timeout_s=0.0)
-                with contextlib.suppress(StuckError):
-                    call.outcomes(timeout_s=EPOCH_POLL_S)
-                self.tend()
+        while call := self._unfinished():
+            if time.monotonic() > deadline_s:
+                call.handle.wait(timeout_s=0.0)
+            with contextlib.suppress(StuckError):
+                call.handle.outcomes(timeout_s=EPOCH_POLL_S)
+            self.tend()
         self._relaunched.clear()
+
+    def _unfinished(self) -> EngineCall | None:
+        """A call that still belongs to the epoch that ends."""
+        for rank, call in enumerate(self._calls):
+            if call is not None and not self._serves_next(rank):
+                return call
+        return None
 
     def _serves_next(self, rank: int) -> bool:
         """Whether the engine's call is for the next epoch: its process saw the end of this one, died before it said
         so, and was started again."""
         return rank in self._relaunched and self._flow.jobs.stats()["epochs_drained"] >= self._num_epochs
 
-    def _generate(self, rank: int) -> Handle:
-        flow = self._flow
-        return self._rollout.on(rank).generate(flow.jobs, flow.rollouts, flow.outcomes)
+    def _generate(self, ranks: Sequence[int]) -> None:
+        if not ranks:
+            return
+        self._num_calls += 1
+        flow, ordinal = self._flow, self._num_calls
+        handle = self._rollout.on(*ranks).generate(flow.jobs, flow.rollouts, flow.outcomes, ordinal)
+        for index, rank in enumerate(ranks):
+            self._calls[rank] = EngineCall(handle, index, ordinal)
+
+    def _ended(self) -> Iterator[tuple[int, Outcome]]:
+        """Engines whose generate() is over, with what became of it."""
+        answers = {call.ordinal: call.handle.so_far() for call in self._calls if call is not None}
+        for rank, call in enumerate(list(self._calls)):
+            if call is not None and (outcome := answers[call.ordinal][call.index]) is not None:
+                yield rank, outcome
 
     # --- weights and evaluation ---------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Bring every engine to the actor's weights. One that does not come there is named and started again."""
-        manifest = self._manifest = self._actor.publish((), version)
+        if self._config.canary and not self._canary_tokens:
+            self._canary_tokens = Canary.random(self._actor.vocab_size()).sequences
+        published = self._actor.publish_with(version, self._canary_tokens)
+        manifest = self._manifest = published.manifest
         if self._sync is None:
             self._sync = self._open_sync(manifest)
-        report = self._sync.distribute(manifest, self._actor.logprobs if self._config.canary else None)
-        for rank, engine in enumerate(self._engines):
-            if engine.name in report.failed:
-                self._bring_back(rank, report.failed[engine.name])
+        report = self._sync.distribute(manifest, published.canary)
+        for rank, name in enumerate(self._engines.names):
+            if name in report.failed:
+                self._bring_back(rank, report.failed[name])
         figures = {
             "sync/update_s": report.pull_s,
             "sync/bytes": float(report.num_bytes),
@@ -142,6 +168,11 @@ class Fleet:
         if report.canary:
             figures["sync/canary"] = max(canary.mean for canary in report.canary.values())
         return figures
+
+    def manifest(self) -> WeightManifest:
+        """The newest weights, as a group that is no engine can pull them by itself."""
+        assert self._manifest is not None, "nothing is published before the loop runs"
+        return self._actor.for_one(self._manifest)
 
     def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig, timeout_s: float) -> list[list[float]]:
         """Rewards of each prompt's samples, in the order of the prompts. Each engine answers its share."""
@@ -159,7 +190,7 @@ class Fleet:
 
     def _bring_back(self, rank: int, reason: str) -> None:
         """Start a lost engine again, with the weights that the others hold; see above."""
-        name = self._engines[rank].name
+        name = self._engines.names[rank]
         first_line = reason.splitlines()[0]
         if self._relaunches[rank] >= self._loop.max_relaunches:
             raise RunError(
@@ -172,18 +203,30 @@ class Fleet:
             self._rollout.relaunch(rank, timeout_s=self._loop.step_timeout_s)
             if self._sync is not None and self._manifest is not None:
                 with boundary(f"relaunch of {name}, which was lost: {first_line}"):
-                    self._sync.catch_up(self._engines[rank], self._manifest)
+                    self._sync.catch_up(name, self._actor.for_one(self._manifest))
         if self._calls[rank] is not None:
-            self._calls[rank] = self._generate(rank)
+            self._generate([rank])
         log.warning("%s is back in service", name)
 
     def _open_sync(self, manifest: WeightManifest) -> WeightSync:
         given = self._config.canary_tolerance
         tolerance = Tolerance(mean=given, largest=10 * given) if given else None
-        canary = Canary.random(self._actor.vocab_size(), dtype=manifest.tensors[0].dtype, tolerance=tolerance)
+        canary = None
+        if self._canary_tokens:
+            canary = Canary(self._canary_tokens, dtype=manifest.tensors[0].dtype, tolerance=tolerance)
         # No engine need be in service: those that are not are started again here, or end the run.
         config = WeightSyncConfig(timeout_s=self._config.timeout_s, min_in_service=0)
         return WeightSync(self._actor, self._engines, config, canary=canary)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One engine's part in a call of generate()."""
+
+    handle: Handle
+    index: int
+    ordinal: int
+    """Counts the calls, so that an engine knows which of them is to be put back."""
 
 
 class ActorSide:
@@ -196,45 +239,55 @@ class ActorSide:
     def publish(self, named_tensors: NamedTensors, version: PolicyVersion) -> WeightManifest:
         """The tensors are the actor's own; none are given."""
         del named_tensors
-        manifest: WeightManifest = self._actor.publish(version).wait(timeout_s=self._timeout_s)[0]
-        return manifest
+        return self.publish_with(version, ()).manifest
+
+    def publish_with(self, version: PolicyVersion, canary: Sequence[TokenIds]) -> Published:
+        published: Published = self._actor.publish(version, canary).wait(timeout_s=self._timeout_s)[0]
+        return published
 
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         self._actor.serve(manifest, timeout_s).wait(timeout_s=timeout_s)
 
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[Floats]:
-        scored: list[Floats] = self._actor.logprobs(list(sequences)).wait(timeout_s=self._timeout_s)[0]
-        return scored
+    def for_one(self, manifest: WeightManifest) -> WeightManifest:
+        """The trainer stands between two steps whenever the loop brings an engine back, so it can take part."""
+        if not manifest.is_collective:
+            return manifest
+        own: WeightManifest = self._actor.for_one(manifest).wait(timeout_s=self._timeout_s)[0]
+        return own
 
     def vocab_size(self) -> int:
         return int(self._actor.vocab_size().wait(timeout_s=self._timeout_s)[0])
 
 
-class EngineTarget:
-    """One engine of the rollout group, as rill.weights.sync sees it."""
+class EngineGroup:
+    """The engines of the rollout group, as rill.weights.sync sees them."""
 
-    def __init__(self, rollout: WorkerGroup[RolloutWorker], rank: int, interrupt: bool) -> None:
-        self.name = f"{rollout.name}[{rank}]"
+    def __init__(self, rollout: WorkerGroup[RolloutWorker], interrupt: bool) -> None:
+        self.names: Sequence[str] = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
         self._rollout = rollout
-        self._rank = rank
         self._interrupt = interrupt
 
-    def pull(self, manifest: WeightManifest) -> Future[PolicyVersion]:
-        return _future(self._rollout.on(self._rank).update(manifest, self._interrupt))
+    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> GroupPulls:
+        wanted = set(names)
+        ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
+        if not ranks:
+            return GroupPulls([], None)
+        handle = self._rollout.on(*ranks).update(manifest, self._interrupt, proof)
+        return GroupPulls([self.names[rank] for rank in ranks], handle)
 
-    def score(self, sequences: Sequence[TokenIds]) -> Future[list[Floats]]:
-        return _future(self._rollout.on(self._rank).score(list(sequences)))
 
+class GroupPulls:
+    """rill.weights.sync.Pulls of one call on several engines."""
 
-def _future(handle: Handle) -> Future[T]:
-    """The only result of a handle on one rank."""
-    future: Future[T] = Future()
+    def __init__(self, names: Sequence[str], handle: Handle | None) -> None:
+        self._names = names
+        self._handle = handle
 
-    def settle(done: Handle) -> None:
-        try:
-            future.set_result(done.wait(timeout_s=0.0)[0])
-        except RillError as error:
-            future.set_exception(error)
-
-    handle.on_done(settle)
-    return future
+    def ended(self, timeout_s: float) -> Mapping[str, Pulled | Exception]:
+        if self._handle is None:
+            return {}
+        if timeout_s > 0:
+            with contextlib.suppress(StuckError):
+                self._handle.outcomes(timeout_s=timeout_s)
+        outcomes = zip(self._names, self._handle.so_far(), strict=True)
+        return {name: outcome.error or outcome.value for name, outcome in outcomes if outcome is not None}

@@ -1,47 +1,69 @@
-"""The small records that pass between the loop and its workers. None of them holds tokens.
+"""The small records that pass between the feeder and the workers around it. None of them holds a finished sample.
 
-    loop ── GroupJob ──▶ rollout workers ── Outcome ──▶ loop ── StepPlan ──▶ trainers
-                              └────────── Sample ── (rollouts channel) ─────────▲
+    feeder ── GroupJob ──▶ rollout workers ── Outcome ──▶ feeder ── StepPlan ──▶ driver ──▶ trainers
+                                └────────── Sample ── (rollouts channel) ────────────────────▲
 
-The loop sees descriptors only, so its cost does not grow with the bytes of a batch.
+A job and an outcome are one group each; they never reach the driver. A plan is a whole step as a few columns, which
+the driver hands on without looking inside: its cost grows neither with the bytes nor with the groups of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rill.inference.base import Completion
 from rill.training.balance import partition
-from rill.types import PolicyVersion, Prompt
+from rill.types import Ints, PolicyVersion, Prompt
+
+Answers = Mapping[str, Completion]
+"""What was said so far, by request id. One with the stop reason ABORTED is to be continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJob:
     """One prompt to be answered `group_size` times."""
 
-    id: str
     index: int
     """Position in the order of admission; decides the order inside a batch."""
     prompt: Prompt
     group_size: int
+    answers: Answers = field(default_factory=dict)
+    """From an earlier attempt that was put back: they are not asked for again."""
+    num_returns: int = 0
+    """How often it was put back."""
+
+    @property
+    def id(self) -> str:
+        return group_id(self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a group."""
+    """What became of a group: kept, dropped by a filter, or put back unfinished."""
 
-    group_id: str
     index: int
-    prompt_id: str
     lengths: tuple[int, ...] = ()
-    """Tokens of each sample that lies in the rollouts channel; empty when the group was dropped."""
+    """Tokens of each sample that lies in the rollouts channel; empty unless it is kept."""
     dropped: str | None = None
-    """Why a filter dropped it; None: kept."""
+    """Why a filter dropped it; None: not dropped."""
+    returned: Answers | None = None
+    """What was said when it was put back; None: it was finished."""
     oldest_version: PolicyVersion = PolicyVersion(0)
     metrics: dict[str, float] = field(default_factory=dict)
     maker: str = ""
     """The process that made the group. A job that outlived its worker is done again by another: part of the keys, so
     that samples of the two never mix."""
+
+    @property
+    def group_id(self) -> str:
+        return group_id(self.index)
+
+    @property
+    def is_kept(self) -> bool:
+        return self.dropped is None and self.returned is None
 
     @property
     def keys(self) -> list[str]:
@@ -50,39 +72,76 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The groups of one optimisation step. Every trainer rank derives the same shares from it."""
+    """The groups of one optimisation step, as columns. Every trainer rank derives the same shares from it.
+
+    Axes: G group, in batch order; S sample, group by group.
+    """
 
     step: int
     version: PolicyVersion
-    outcomes: tuple[Outcome, ...]
+    indices_G: Ints
+    sizes_G: Ints
+    """Samples of each group."""
+    makers_G: Ints
+    """Position in `makers`."""
+    lengths_S: Ints
+    """Tokens of each sample."""
+    makers: tuple[str, ...]
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome], *, step: int, version: PolicyVersion) -> StepPlan:
+        """By admission, so that the batch does not depend on which group happened to finish first."""
+        ordered = sorted(outcomes, key=lambda outcome: outcome.index)
+        makers = {maker: n for n, maker in enumerate(sorted({outcome.maker for outcome in ordered}))}
+        return StepPlan(
+            step=step,
+            version=version,
+            indices_G=np.array([outcome.index for outcome in ordered], np.int32),
+            sizes_G=np.array([len(outcome.lengths) for outcome in ordered], np.int32),
+            makers_G=np.array([makers[outcome.maker] for outcome in ordered], np.int32),
+            lengths_S=np.array([n for outcome in ordered for n in outcome.lengths], np.int32),
+            makers=tuple(makers),
+        )
 
     def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
         """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
+        ends_G = np.cumsum(self.sizes_G)
         if num_ranks == 1:
-            return [key for outcome in self.outcomes for key in outcome.keys]
+            return self._keys(range(len(self.sizes_G)))
         if whole_groups:
-            units = [(outcome.keys, float(sum(outcome.lengths))) for outcome in self.outcomes]
-        else:
-            units = [
-                ([key], float(n)) for o in self.outcomes for key, n in zip(o.keys, o.lengths, strict=True)
-            ]
-        mine = sorted(partition([cost for _, cost in units], num_ranks)[rank])
-        return [key for i in mine for key in units[i][0]]
+            costs_G = np.add.reduceat(self.lengths_S, ends_G - self.sizes_G) if len(ends_G) else ends_G
+            return self._keys(sorted(partition(costs_G.astype(float).tolist(), num_ranks)[rank]))
+        mine = sorted(partition(self.lengths_S.astype(float).tolist(), num_ranks)[rank])
+        groups = np.searchsorted(ends_G, mine, side="right")
+        return [
+            self._key(int(g), sample - int(ends_G[g] - self.sizes_G[g]))
+            for sample, g in zip(mine, groups, strict=True)
+        ]
 
     @property
     def num_samples(self) -> int:
-        return sum(len(outcome.lengths) for outcome in self.outcomes)
+        return len(self.lengths_S)
 
     @property
     def num_tokens(self) -> int:
-        return sum(sum(outcome.lengths) for outcome in self.outcomes)
+        return int(self.lengths_S.sum())
+
+    @property
+    def group_ids(self) -> list[str]:
+        return [group_id(index) for index in self.indices_G.tolist()]
+
+    def _keys(self, groups: Sequence[int]) -> list[str]:
+        return [self._key(g, i) for g in groups for i in range(int(self.sizes_G[g]))]
+
+    def _key(self, group: int, sample: int) -> str:
+        return sample_key(group_id(int(self.indices_G[group])), sample, self.makers[self.makers_G[group]])
 
 
-def sample_key(group_id: str, sample: int, maker: str) -> str:
+def group_id(index: int) -> str:
+    """The name of a group, in logs, sample keys and seeds."""
+    return f"g{index:08d}"
+
+
+def sample_key(group: str, sample: int, maker: str) -> str:
     """Where a sample lies in the rollouts channel."""
-    return f"{group_id}/{sample}@{maker}"
-
-
-def in_batch_order(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """By admission, so that the batch does not depend on which group happened to finish first."""
-    return tuple(sorted(outcomes, key=lambda outcome: outcome.index))
+    return f"{group}/{sample}@{maker}"

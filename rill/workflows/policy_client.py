@@ -3,6 +3,10 @@
 Environments are coroutines on one event loop. All the requests that they make in one turn of the loop reach the
 engine in one submit(), so that a chunk of groups is scheduled as a unit: its prefixes are shared, and at lag 0 the
 batch an engine sees does not depend on timing.
+
+An episode can be stopped (`put_back`) and taken up again later, by any worker: it keeps every answer it was given, by
+request id. Taken up again it runs from its start; what was answered is answered at once and in the same words, and
+what was cut off goes on behind the tokens it has (see `continued`).
 """
 
 from __future__ import annotations
@@ -17,21 +21,32 @@ from functools import partial
 from rill.errors import RillError
 from rill.inference.base import Completion, Engine, Request
 from rill.telemetry import trace
-from rill.types import SamplingParams, TokenIds
+from rill.types import SamplingParams, StopReason, TokenIds
+from rill.workflows.partial_answers import Decode, continued, joined, nothing_said
 
 
 class PolicyClient:
     """Shared by all episodes of a worker; `episode(id)` gives the view of one."""
 
-    def __init__(self, engine: Engine, *, seed: int) -> None:
+    def __init__(self, engine: Engine, *, seed: int, decode: Decode) -> None:
+        """`decode` finds stop strings that lie across the place where an answer was cut."""
         self._engine = engine
         self._seed = seed
+        self.decode = decode
         self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._num_unanswered = 0
+        self._unanswered: set[str] = set()
         self._busy = trace.span("sampling", lane="engine")
+        self.is_stopped = False
 
-    def episode(self, trajectory_id: str) -> EpisodePolicy:
-        return EpisodePolicy(self, trajectory_id)
+    def episode(self, trajectory_id: str, answers: dict[str, Completion] | None = None) -> EpisodePolicy:
+        """`answers` holds what the episode was told before, and gets what it is told now."""
+        return EpisodePolicy(self, trajectory_id, {} if answers is None else answers)
+
+    def put_back(self) -> list[str]:
+        """On the event loop: answer nothing more. Returns the requests that the engine must abort; their episodes end
+        as cancelled when it has."""
+        self.is_stopped = True
+        return list(self._unanswered)
 
     def seed_of(self, request_id: str) -> int:
         """The same run seed and request give the same tokens, on whichever engine they are made."""
@@ -39,24 +54,30 @@ class PolicyClient:
         return int.from_bytes(digest, "little") >> 1
 
     async def complete(self, request: Request) -> Completion:
+        if self.is_stopped:
+            return nothing_said(request)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
         if not self._pending:
             loop.call_soon(self._flush)
         self._pending.append((request, answer))
-        if self._num_unanswered == 0:
+        if not self._unanswered:
             self._busy = trace.span("sampling", lane="engine")  # while anything is asked of the engine
             self._busy.__enter__()
-        self._num_unanswered += 1
+        self._unanswered.add(request.id)
         try:
             return await answer
         finally:
-            self._num_unanswered -= 1
-            if self._num_unanswered == 0:
+            self._unanswered.discard(request.id)
+            if not self._unanswered:
                 self._busy.__exit__(None, None, None)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
+        if self.is_stopped:
+            for request, answer in pending:
+                answer.set_result(nothing_said(request))
+            return
         try:
             futures = self._engine.submit([request for request, _ in pending])
         except RillError as error:
@@ -89,14 +110,35 @@ def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> N
 class EpisodePolicy:
     """rill.envs.base.Policy for one trajectory: numbers its turns and seeds them."""
 
-    def __init__(self, client: PolicyClient, trajectory_id: str) -> None:
+    def __init__(self, client: PolicyClient, trajectory_id: str, answers: dict[str, Completion]) -> None:
         self._client = client
         self._trajectory_id = trajectory_id
+        self._answers = answers
         self._num_calls = 0
 
     async def generate(self, token_ids: TokenIds, sampling: SamplingParams) -> Completion:
+        """Raises CancelledError where the episode is put back."""
         request_id = f"{self._trajectory_id}#{self._num_calls}"
         self._num_calls += 1
+        before = self._answers.get(request_id)
+        if before is not None and before.stop_reason is not StopReason.ABORTED:
+            return before
+        completion = await self._ask(request_id, token_ids, sampling, before)
+        if completion.stop_reason is StopReason.ABORTED and self._client.is_stopped:
+            if len(completion.token_ids):
+                self._answers[request_id] = completion
+            raise asyncio.CancelledError(f"{request_id} was put back")
+        self._answers[request_id] = completion
+        return completion
+
+    async def _ask(
+        self, request_id: str, token_ids: TokenIds, sampling: SamplingParams, before: Completion | None
+    ) -> Completion:
+        # A part of its own seed: an engine may count its draws from the start of a request.
+        part = request_id if before is None else f"{request_id}+{len(before.token_ids)}"
         if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=self._client.seed_of(request_id))
-        return await self._client.complete(Request(id=request_id, token_ids=token_ids, sampling=sampling))
+            sampling = replace(sampling, seed=self._client.seed_of(part))
+        if before is None:
+            return await self._client.complete(Request(id=request_id, token_ids=token_ids, sampling=sampling))
+        request = continued(before, token_ids, sampling)
+        return joined(before, await self._client.complete(request), sampling.stop, self._client.decode)

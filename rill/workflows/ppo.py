@@ -30,6 +30,8 @@ class PlacementConfig(Config):
     actor: Seats = "all"
     critic: Seats = "all"
     reference: Seats = "all"
+    inference: Seats | None = None
+    """Recomputes the policy's log-probabilities. Unset: the actor does it itself."""
 
 
 class PPOWorkflow:
@@ -71,13 +73,17 @@ class PPOWorkflow:
                 config.placement.reference,
                 config=ScoreModel.Config(model=start, temperature=config.trainer.temperature),
             )
+            seats = config.placement.inference
+            inference = setup.launch_inference(seats) if seats is not None else None
             scored, referenced, judged, for_critic = (
                 Channel.create(cluster, name) for name in ("scored", "referenced", "judged", "for_critic")
             )
 
             def train_step(plan: StepPlan) -> Mapping[str, float]:
                 stages = [
-                    setup.actor.score(setup.rollouts, scored, plan),
+                    setup.actor.score(setup.rollouts, scored, plan)
+                    if inference is None
+                    else inference.score(setup.rollouts, scored, plan, setup.manifest()),
                     reference.score(scored, referenced, plan),
                     critic.judge(referenced, judged, for_critic, plan),
                     setup.actor.train(judged, plan),

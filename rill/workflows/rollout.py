@@ -5,7 +5,7 @@
                └────────── a job's lease ends when its samples lie in `rollouts` ──────────┘
 
 Two threads: `generate` runs an event loop for as long as the epoch lasts, the engine steps in its own. Calls marked
-concurrent (`update`, `evaluate`) come in beside them. New weights reach the engine between two of its
+concurrent (`update`, `evaluate`, `put_back`) come in beside them. New weights reach the engine between two of its
 steps, and sequences that were running continue under them.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +23,13 @@ from pydantic import Field
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import Config, OneOf, PartConfig
 from rill.envs.base import ENVIRONMENTS, open_environment
-from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
+from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
-from rill.types import Floats, Group, PolicyVersion, Prompt, Sample, SamplingParams, TokenIds, Trajectory
-from rill.weights import WeightManifest, open_receiver
+from rill.types import Group, Prompt, Sample, SamplingParams, Trajectory
+from rill.weights import CanaryProof, Pulled, WeightManifest, open_receiver
 from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
@@ -75,7 +75,11 @@ class RolloutWorker(Worker):
         tokenizer = load_tokenizer(model)
         self.env = open_environment(config.env, tokenizer)
         self.log = RolloutLog(Path(run_dir), f"{self.group_name}-{self.rank}", tokenizer, config.log_groups)
+        self._tokenizer = tokenizer
         self._updating = threading.Lock()
+        self._serving: Serving | None = None
+        self._put_back_until = 0
+        """Calls of generate() up to this ordinal are to be put back."""
 
     # --- device memory, called by the device lock. Host memory is not scarce: a CPU engine stays. --------
 
@@ -89,10 +93,19 @@ class RolloutWorker(Worker):
 
     # --- generating ---------------------------------------------------------------------------------------
 
-    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
+    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
         """Until the epoch of `jobs` ends and everything taken is finished; returns the number of groups."""
         with self.device_lock(jobs, rollouts):
-            return asyncio.run(self._serve(jobs, rollouts, outcomes))
+            return asyncio.run(self._serve(jobs, rollouts, outcomes, ordinal))
+
+    @concurrent
+    def put_back(self, ordinals: Sequence[int]) -> None:
+        """Stop the call of generate() that has this rank's ordinal: groups that are not finished go back, with what
+        was said of them. A call that is over, or has not begun, is told by the ordinal."""
+        self._put_back_until = max(self._put_back_until, ordinals[self.rank])
+        serving = self._serving
+        if serving is not None and serving.ordinal <= self._put_back_until:
+            serving.put_back(self.engine, self.sync.timeout_s)
 
     @concurrent
     def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, list[float]]:
@@ -106,15 +119,21 @@ class RolloutWorker(Worker):
             )
         return {prompt.id: row for prompt, row in zip(mine, rewards, strict=True)}
 
-    async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
-        policy = PolicyClient(self.engine, seed=self.seed)
+    async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
+        policy = PolicyClient(self.engine, seed=self.seed, decode=self._tokenizer.decode)
         room = asyncio.Semaphore(max(1, self.config.max_concurrent // self.config.group_size))
+        self._serving = Serving(ordinal, policy, asyncio.get_running_loop())
+        if ordinal <= self._put_back_until:
+            policy.put_back()
         num_groups = 0
-        async with asyncio.TaskGroup() as groups:
-            async for lease in jobs.leases():
-                num_groups += 1
-                groups.create_task(self._finish(lease, policy, rollouts, outcomes, room))
-                await room.acquire()  # before the next job is taken: another engine may have room for it
+        try:
+            async with asyncio.TaskGroup() as groups:
+                async for lease in jobs.leases():
+                    num_groups += 1
+                    groups.create_task(self._finish(lease, policy, rollouts, outcomes, room))
+                    await room.acquire()  # before the next job is taken: another engine may have room for it
+        finally:
+            self._serving = None
         return num_groups
 
     async def _finish(
@@ -126,7 +145,8 @@ class RolloutWorker(Worker):
         room: asyncio.Semaphore,
     ) -> None:
         """One job from prompt to outcome; its lease ends when nothing of it can be lost any more."""
-        outcome, samples = await self._group(lease.value, policy)
+        job: GroupJob = lease.value
+        outcome, samples = await self._group(job, policy)
         for number, sample in enumerate(samples):
             key = sample_key(outcome.group_id, number, self.maker)
             await rollouts.put_async(sample, weight=float(sample.num_tokens), key=key)
@@ -135,22 +155,40 @@ class RolloutWorker(Worker):
         room.release()
 
     async def _group(self, job: GroupJob, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
+        answers = dict(job.answers)
+        trajectories = await self._episodes(job, policy, answers)
+        if trajectories is None:
+            return Outcome(index=job.index, returned=answers, maker=self.maker), []
+        return self._outcome(job, trajectories)
+
+    async def _episodes(
+        self, job: GroupJob, policy: PolicyClient, answers: dict[str, Completion]
+    ) -> list[Trajectory] | None:
+        """All of the group, the greedy answer last where the algorithm needs one; None when it was put back."""
         sampling = self.config.sampling.params()
-        episodes = [self._episode(job, f"{job.id}/{i}", policy, sampling) for i in range(job.group_size)]
+        episodes = [
+            self._episode(job, f"{job.id}/{i}", policy, answers, sampling) for i in range(job.group_size)
+        ]
         if Need.GREEDY_BASELINE in self.algorithm.needs:
-            episodes.append(
-                self._episode(job, f"{job.id}/greedy", policy, replace(sampling, temperature=0.0))
-            )
-        trajectories = [shaped(t, self.algorithm) for t in await asyncio.gather(*episodes)]
+            greedy = replace(sampling, temperature=0.0)
+            episodes.append(self._episode(job, f"{job.id}/greedy", policy, answers, greedy))
+        ended = await asyncio.gather(*episodes, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        whole = [trajectory for trajectory in ended if isinstance(trajectory, Trajectory)]
+        return whole if len(whole) == len(ended) else None
+
+    def _outcome(self, job: GroupJob, episodes: list[Trajectory]) -> tuple[Outcome, list[Sample]]:
+        """The filter's verdict, and the samples of a group that is kept."""
+        trajectories = [shaped(trajectory, self.algorithm) for trajectory in episodes]
         greedy = trajectories.pop().reward if len(trajectories) > job.group_size else None
         group = Group(id=job.id, prompt=job.prompt, trajectories=tuple(trajectories))
         verdict = self.algorithm.keep(group.rewards)
         self.log.write(group, dropped=verdict.reason)
         samples = samples_of(group, self.algorithm, greedy) if verdict.keep else []
         outcome = Outcome(
-            group_id=job.id,
             index=job.index,
-            prompt_id=job.prompt.id,
             lengths=tuple(sample.num_tokens for sample in samples),
             dropped=verdict.reason,
             oldest_version=oldest_version(group, self.engine.version),
@@ -160,11 +198,16 @@ class RolloutWorker(Worker):
         return outcome, samples
 
     async def _episode(
-        self, job: GroupJob, trajectory_id: str, policy: PolicyClient, sampling: SamplingParams
+        self,
+        job: GroupJob,
+        trajectory_id: str,
+        policy: PolicyClient,
+        answers: dict[str, Completion],
+        sampling: SamplingParams,
     ) -> Trajectory:
         return await self.env.rollout(
             job.prompt,
-            policy.episode(trajectory_id),
+            policy.episode(trajectory_id, answers),
             trajectory_id=trajectory_id,
             group_id=job.id,
             sampling=sampling,
@@ -173,21 +216,39 @@ class RolloutWorker(Worker):
     # --- weights ------------------------------------------------------------------------------------------
 
     @concurrent
-    def update(self, manifest: WeightManifest, interrupt: bool) -> PolicyVersion:
-        """Take new weights between two steps of the engine; running sequences continue under them."""
+    def update(self, manifest: WeightManifest, interrupt: bool, proof: CanaryProof | None) -> Pulled:
+        """Take new weights between two steps of the engine; running sequences continue under them, beside the proof."""
         with self.device_lock(), self._updating:
             self.engine.pause(PauseMode.INTERRUPT if interrupt else PauseMode.FINISH, self.sync.timeout_s)
             try:
                 self.engine.update_weights(self.receiver.pull(manifest), manifest.version)
             finally:
                 self.engine.resume()
-            return self.engine.version
+            name = f"{self.group_name}[{self.rank}]"
+            canary = proof.check(name, manifest.version, self.engine.score) if proof is not None else None
+            return Pulled(version=self.engine.version, canary=canary)
 
-    @concurrent
-    def score(self, sequences: Sequence[TokenIds]) -> list[Floats]:
-        """For the canary."""
-        with self.device_lock():
-            return self.engine.score(sequences)
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A call of generate() under way, as calls beside it see it."""
+
+    ordinal: int
+    policy: PolicyClient
+    loop: asyncio.AbstractEventLoop
+
+    def put_back(self, engine: Engine, timeout_s: float) -> None:
+        """From another thread. The engine is told outside of the event loop, which it may have to wait for."""
+
+        async def stop() -> list[str]:
+            return self.policy.put_back()
+
+        try:
+            unanswered = asyncio.run_coroutine_threadsafe(stop(), self.loop).result(timeout_s)
+        except RuntimeError:
+            return  # the loop has ended, and with it everything that could be put back
+        if unanswered:
+            engine.abort(unanswered)
 
 
 def placed(engine: PartConfig, device: str) -> PartConfig:

@@ -13,7 +13,7 @@ from rill.data.base import DATASETS, Split, open_indexed, prompts_of
 from rill.envs.base import ENVIRONMENTS, Environment, open_environment
 from rill.inference.base import ENGINES, Engine
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.types import Prompt, SamplingParams
+from rill.types import Prompt, SamplingParams, TokenIds
 from rill.workflows.policy_client import PolicyClient
 from rill.workflows.sections import SamplingConfig, as_table
 
@@ -73,7 +73,7 @@ async def rewards_of(
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
     """Put every prompt to the engine `num_samples` times, all at once."""
-    policy = PolicyClient(engine, seed=seed)
+    policy = PolicyClient(engine, seed=seed, decode=_never_cut)
     num_done = 0
 
     async def one(prompt: Prompt, number: int) -> float:
@@ -89,3 +89,7 @@ async def rewards_of(
 
     flat = await asyncio.gather(*(one(prompt, n) for prompt in prompts for n in range(num_samples)))
     return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
+
+
+def _never_cut(token_ids: TokenIds) -> str:
+    raise AssertionError(f"an evaluation is never put back, but {len(token_ids)} tokens are to be continued")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from rill.config import Config, OneOf, PartConfig
 from rill.telemetry.guards import Guard, default_guards
@@ -68,6 +68,11 @@ class LoopConfig(Config):
     max_lag 0 both are the same batch."""
     max_concurrent_groups: int = Field(0, ge=0)
     """Groups in flight over all engines. 0: as many as max_lag admits."""
+    overprovision: float = Field(0.0, ge=0, le=1)
+    """Groups begun beyond a batch, as a share of it, where max_lag is 0. Once the batch is full the slowest are
+    stopped; they keep their tokens and go on, under newer weights, with the next batch. 0: off."""
+    max_returns: int = Field(8, ge=1)
+    """With overprovision: a group that was stopped so many times is waited for. Bounds the lag of its oldest tokens."""
     interrupt: bool = True
     """New weights interrupt running sequences, which continue under them (partial rollout). Off: engines finish
     what runs before they take new weights. Matters only where max_lag > 0."""
@@ -80,6 +85,21 @@ class LoopConfig(Config):
     max_relaunches: int = Field(3, ge=0)
     """Times that each engine may be started again after its process died or it could not take new weights. 0: the
     first such failure ends the run."""
+
+    @property
+    def largest_lag(self) -> int:
+        """Versions that a token may be behind when it is trained on, where nothing is out of order."""
+        return self.max_lag + (self.max_returns if self.overprovision else 0)
+
+    @model_validator(mode="after")
+    def _can_be_put_back(self) -> LoopConfig:
+        if self.overprovision and (self.max_lag > 0 or self.order == "admission"):
+            raise ValueError(
+                f"overprovision = {self.overprovision:g} with max_lag = {self.max_lag} and order = {self.order!r}: "
+                "it is for max_lag = 0 and batches by completion; with max_lag > 0 slow groups go on by themselves "
+                "while the trainer trains on others"
+            )
+        return self
 
 
 class EvalConfig(Config):

@@ -136,8 +136,7 @@ class SFTWorkflow:
                 loop=loop,
             )
             checkpoints = RunCheckpoints(self.folder, {"sft": worker}, loop.keep_checkpoints, loop.timeout_s)
-            state = checkpoints.load_latest()
-            step = int(state["step"]) if state is not None else 0
+            step = checkpoints.load_latest()
             while step < loop.steps:
                 num_steps = min(loop.report_every, loop.steps - step)
                 figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
@@ -148,7 +147,7 @@ class SFTWorkflow:
                 if step == loop.steps or (
                     loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
                 ):
-                    checkpoints.save(step=step, state={})
+                    checkpoints.save(step)
             worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
 
     def _report(self, step: int, figures: Mapping[str, float]) -> None:

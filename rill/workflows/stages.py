@@ -1,7 +1,7 @@
-"""Workers that add something to every sample on its way from the engines to the trainer: reference and critic.
+"""Workers that add something to every sample on its way from the engines to the trainer.
 
-    rollouts ──▶ reference.score ──▶ critic.judge ──▶ actor.train
-                                          └─────────▶ critic.train
+    rollouts ──▶ inference.score ──▶ reference.score ──▶ critic.judge ──▶ actor.train
+                                                              └─────────▶ critic.train
 
 Each rank takes its share of the step's plan by key from one channel and puts the samples, with the same keys, into the
 next. Groups of any size can follow one another: the keys redistribute.
@@ -15,18 +15,58 @@ from dataclasses import replace
 from pathlib import Path
 
 from rill.algorithms import Algorithm, AlgorithmConfig
-from rill.errors import CheckpointError
+from rill.errors import CheckpointError, StaleWeightsError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.telemetry.run import write_atomically
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
-from rill.types import Sample
+from rill.types import PolicyVersion, Sample
+from rill.weights import WeightManifest, open_receiver
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
+from rill.workflows.sections import SyncConfig
 
 ALGORITHM_FILE = "algorithm.json"
+
+
+class InferenceWorker(Worker):
+    """The policy as the trainer has it, for reading only: log π_old is computed here and not by the trainer, on devices
+    of its own or before the trainer's turn. Each rank holds the whole model and pulls what the trainer published."""
+
+    def __init__(self, *, config: ScoreModel.Config, sync: SyncConfig) -> None:
+        self.model = ScoreModel(config, device=self.device)
+        self.receiver = open_receiver(sync.transport)
+        self.version: PolicyVersion | None = None
+
+    def onload(self) -> None:
+        self.model.onload()
+
+    def offload(self) -> None:
+        self.model.offload()
+
+    def close(self) -> None:
+        self.receiver.close()
+
+    def score(self, source: Channel, target: Channel, plan: StepPlan, manifest: WeightManifest) -> None:
+        """Add log π_old under the weights that the step starts from."""
+        with self.device_lock(source, target):
+            self._follow(plan.version, manifest)
+            keys = plan.share(self.rank, self.world_size, whole_groups=False)
+            samples: list[Sample] = source.take(keys=keys)
+            scored = self.model.logprobs(samples, trained_only=True)
+            put_all(target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)])
+
+    def _follow(self, version: PolicyVersion, manifest: WeightManifest) -> None:
+        if manifest.version != version:
+            raise StaleWeightsError(
+                f"the step starts from version {version}, published is {manifest.version}"
+            )
+        if self.version != version:
+            self.version = None  # until every tensor is in: a pull that breaks off leaves a mixture
+            self.model.load_weights(self.receiver.pull(manifest))
+            self.version = version
 
 
 class ReferenceWorker(Worker):

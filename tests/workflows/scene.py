@@ -18,17 +18,18 @@ from typing import Any
 import torch
 
 from rill.algorithms import AlgorithmConfig
-from rill.data.base import Split, open_dataset
-from rill.data.loader import LoaderConfig, open_loader
+from rill.data.loader import LoaderConfig
 from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
-from rill.types import Floats, PolicyVersion, Prompt, Sample, TokenIds, Trajectory
+from rill.types import PolicyVersion, Prompt, Sample, TokenIds, Trajectory
 from rill.weights import WeightManifest, open_publisher
+from rill.workflows.actor import Published
 from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Loop, Parts, StepReport
@@ -77,15 +78,17 @@ class RecordingActor(Worker):
         path.write_bytes(pickle.dumps((plan, samples)))
         return {"samples": float(len(samples))}
 
-    def publish(self, version: PolicyVersion) -> WeightManifest:
+    def publish(self, version: PolicyVersion, canary: Sequence[TokenIds] = ()) -> Published:
         self.value = float(version)
         tensors = {"a": torch.zeros(64), WEIGHT: torch.tensor(self.value), "z": torch.ones(64)}
-        return self.publisher.publish(tensors.items(), version)
+        manifest = self.publisher.publish(tensors.items(), version)
+        return Published(manifest=manifest, canary=scores(self.value, canary))
 
-    def serve(self, manifest: WeightManifest, timeout_s: float) -> None: ...
+    def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
+        self.publisher.serve(manifest, timeout_s)
 
-    def logprobs(self, sequences: Sequence[TokenIds]) -> list[Floats]:
-        return scores(self.value, sequences)
+    def for_one(self, manifest: WeightManifest) -> WeightManifest:
+        return self.publisher.for_one(manifest)
 
     def vocab_size(self) -> int:
         return 100
@@ -172,20 +175,29 @@ class Scene:
             outcomes=Channel.create(cluster, f"outcomes-{name}", timeout_s=1e6),
         )
         config = LoopConfig(steps=steps, groups_per_step=groups_per_step, step_timeout_s=DEADLINE_S, **loop)
+        self.feeder = Feeder.launch(
+            cluster,
+            name=f"feeder-{name}",
+            placement="0",
+            threads=1,
+            prompts=PromptPlan(data=ArithmeticDataset.Config(digits=(1, 2)), loader=LoaderConfig(seed=SEED)),
+            config=config,
+            group_size=group_size,
+        )
         self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)  # type: ignore[arg-type]
         self.run_folder = Run.create(name, root=self.folder / "runs")
         self.reports: list[StepReport] = []
-        data = ArithmeticDataset.Config(digits=(1, 2))
         self.loop = Loop(
             config,
             Parts(
                 fleet=self.fleet,
                 flow=self.flow,
-                source=open_loader(open_dataset(data, Split.TRAIN), LoaderConfig(seed=SEED)),
-                group_size=group_size,
+                feeder=self.feeder,
                 train_step=self._train_step,
                 evaluator=NoEvaluation(),  # type: ignore[arg-type]
-                checkpoints=RunCheckpoints(self.run_folder, {"actor": self.actor}, 2, DEADLINE_S),
+                checkpoints=RunCheckpoints(
+                    self.run_folder, {"actor": self.actor, "feeder": self.feeder}, 2, DEADLINE_S
+                ),
             ),
             [self.reports.append],
         )
@@ -200,8 +212,14 @@ class Scene:
     def close(self) -> None:
         self.rollout.close(timeout_s=0.0)
         self.actor.close()
+        self.feeder.close()
 
     # --- what happened ------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """The feeder's admission as it stands."""
+        counts: dict[str, int] = self.feeder.counts().wait(timeout_s=DEADLINE_S)[0]
+        return counts
 
     def trained(self) -> list[tuple[StepPlan, list[Sample]]]:
         return [pickle.loads(path.read_bytes()) for path in sorted(self.folder.glob("step-*.pickle"))]

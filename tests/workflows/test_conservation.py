@@ -19,7 +19,7 @@ from tests.workflows.scripted_engine import script
 def check_conserved(scene: Scene) -> None:
     """Tokens, masks, versions, rewards and advantages of everything that was trained on."""
     said = scene.said()
-    seeds = PolicyClient(None, seed=SEED)  # type: ignore[arg-type]
+    seeds = PolicyClient(None, seed=SEED, decode=str)  # type: ignore[arg-type]
     for plan, samples in scene.trained():
         groups: dict[str, list[Sample]] = {}
         for sample in samples:
@@ -33,7 +33,7 @@ def check_conserved(scene: Scene) -> None:
             assert t.versions[sampled].tolist() in [record["versions"] for record in said[f"{t.id}#0"]]
             assert np.all(np.diff(t.versions[sampled]) >= 0), "a version never goes down"
             assert t.reward == float(int(tokens.sum()) % 3 == 0)
-        assert list(groups) == [outcome.group_id for outcome in plan.outcomes], "in batch order"
+        assert list(groups) == plan.group_ids, "in batch order"
         for members in groups.values():
             rewards = np.array([s.trajectory.reward for s in members])
             lengths = [int(s.trajectory.loss_mask.sum()) for s in members]
@@ -45,15 +45,15 @@ def check_conserved(scene: Scene) -> None:
 
 def check_once(scene: Scene, steps: int, groups_per_step: int) -> None:
     """Every admitted group was trained on once or dropped once; every step had a whole batch."""
-    trained = [o.index for plan, _ in scene.trained() for o in plan.outcomes]
+    trained = [index for plan, _ in scene.trained() for index in plan.indices_G.tolist()]
     assert len(trained) == steps * groups_per_step
     assert len(set(trained)) == len(trained), "a group was trained on twice"
-    assert all(len(plan.outcomes) == groups_per_step for plan, _ in scene.trained())
-    admission = scene.loop.admission
-    assert (admission.version, admission.running) == (steps, 0)
-    assert admission.accepted == len(trained), "a group was admitted that no step was left for"
+    assert all(len(plan.indices_G) == groups_per_step for plan, _ in scene.trained())
+    counts = scene.counts()
+    assert (counts["version"], counts["running"]) == (steps, 0)
+    assert counts["accepted"] == len(trained), "a group was admitted that no step was left for"
     said = {name.partition("/")[0] for name in scene.said()}
-    assert len(said) == len(trained) + admission.dropped, "a group was neither trained on nor dropped"
+    assert len(said) == len(trained) + counts["dropped"], "a group was neither trained on nor dropped"
     stats = scene.flow.rollouts.stats()
     assert (stats["depth"], stats["leased"]) == (0, 0), "samples were left behind"
 

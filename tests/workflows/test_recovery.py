@@ -25,7 +25,7 @@ def kill_at_step(scene: Scene, rank: int, step: int) -> threading.Thread:
     """Kill an engine while the batch of `step` is being made."""
 
     def work() -> None:
-        while scene.loop.admission.version < step or not scene.loop.feeder._running:
+        while (counts := scene.counts())["version"] < step or not counts["running"]:
             time.sleep(0.005)
         time.sleep(0.05)
         scene.kill(rank)
@@ -119,7 +119,7 @@ def test_a_damaged_transfer_is_caught_and_named(
     with pytest.raises(WeightSyncError, match=reason) as caught:
         scene.run()
     assert f"rollout-{name}[0]" in str(caught.value)
-    assert scene.loop.admission.version == 1, "the weights of version 3 are those after the second step"
+    assert scene.loop.step == 1, "the weights of version 3 are those after the second step"
     assert len(scene.trained()) == 2
     scene.close()
 

@@ -1,0 +1,83 @@
+"""An answer that was cut off and goes on later: the request that continues it, and the two parts as one.
+
+Tokens, log-probabilities and versions of both parts stay as they were sampled: the answer tells for every token which
+policy made it. Pure functions; called by the policy client.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rill.errors import UnsupportedError
+from rill.inference.base import Completion, Request
+from rill.types import SamplingParams, StopReason, TokenIds
+
+Decode = Callable[[TokenIds], str]
+
+
+def nothing_said(request: Request) -> Completion:
+    """The answer to a request that was put back before the engine saw it."""
+    return Completion(
+        request_id=request.id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        versions=np.zeros(0, np.int32),
+        stop_reason=StopReason.ABORTED,
+    )
+
+
+def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) -> Request:
+    """Asks for the rest. What was sampled counts towards the limits."""
+    num_sampled = len(before.token_ids)
+    left = sampling.max_new_tokens - num_sampled
+    assert left > 0, f"{before.request_id} had reached its limit and was cut off all the same"
+    return Request(
+        id=before.request_id,
+        token_ids=np.concatenate([prompt, before.token_ids]),
+        sampling=replace(
+            sampling, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - num_sampled)
+        ),
+    )
+
+
+def joined(before: Completion, after: Completion, stop: Sequence[str], decode: Decode) -> Completion:
+    """Both parts as one answer, ended where the engine would have ended it in one go."""
+    if before.routed_experts is not None or after.routed_experts is not None:
+        raise UnsupportedError(
+            "answers with recorded expert choices cannot be continued: set loop.overprovision = 0"
+        )
+    whole = replace(
+        after,
+        token_ids=np.concatenate([before.token_ids, after.token_ids]),
+        logprobs=np.concatenate([before.logprobs, after.logprobs]),
+        versions=np.concatenate([before.versions, after.versions]),
+    )
+    return _ended_at(whole, len(before.token_ids), stop, decode) if stop else whole
+
+
+def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: Decode) -> Completion:
+    """A stop string may begin in the first part and end in the second, where the engine does not see it."""
+
+    def found(length: int) -> str | None:
+        text = decode(whole.token_ids[:length])
+        return next((each for each in stop if each in text), None)
+
+    total = len(whole.token_ids)
+    end = bisect_left(range(total + 1), True, lo=num_before, key=lambda length: found(length) is not None)
+    if (
+        end >= total
+    ):  # not there, or at the very end, where the engine has seen it or the last token completes it
+        text = found(total)
+        return whole if text is None else replace(whole, stop_reason=StopReason.STOP, stop_text=text)
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:end],
+        logprobs=whole.logprobs[:end],
+        versions=whole.versions[:end],
+        stop_reason=StopReason.STOP,
+        stop_text=found(end),
+    )
