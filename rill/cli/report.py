@@ -1,4 +1,4 @@
-"""`rill report`: a run as one HTML file that opens offline and can be mailed."""
+"""`rill report`: a run as one HTML file that opens offline and can be mailed, or its main curves as a picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rill.cli.console import say
+from rill.dashboard.curves import write_curves
 from rill.dashboard.report import write_report
 from rill.telemetry.run import RUNS_FOLDER, Run
 
@@ -21,11 +22,18 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Unset: report.html in the run folder.")
     ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option("--svg", help="Draw the main curves into this SVG file instead of the page."),
+    ] = None,
 ) -> None:
     """Write a page with a run's curves, its timeline and its rollouts. Works while the run goes on.
 
     \b
-    Example:
+    Examples:
       rill report demo
+      rill report demo --svg demo.svg     only its curves, as a picture of a few kilobytes
     """
-    say(write_report(Run.open(run, root=root), out).resolve().as_uri())
+    opened = Run.open(run, root=root)
+    written = write_report(opened, out) if svg is None else write_curves(opened, svg)
+    say(written.resolve().as_uri())
