@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rill.errors import StuckError
 from rill.telemetry.jsonl import read_lines
+from rill.telemetry.run import RunStatus
 from tests.e2e.tiny import as_command
 
 
@@ -21,3 +23,36 @@ def test_a_constant_reward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "guard:    step 3: no signal" in printed, "and again in the summary"
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "the reward does not see the answer" in page
+
+
+def test_logprobs_that_are_not_the_engines_are_named(tmp_path: Path) -> None:
+    run = as_command(
+        tmp_path, "wrong", "rollout.env.type=tests.e2e.faults:WrongLogprobs", "loop.checkpoint_every=0"
+    )
+    findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
+    assert findings["mismatch"]["step"] == 2
+    assert "disagree about the same tokens" in findings["mismatch"]["meaning"]
+
+
+@pytest.mark.slow
+def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = as_command(
+        tmp_path,
+        "hanging",
+        "rollout.env.reward.function=tests.e2e.faults:hanging",
+        "rollout.env.scoring.timeout_s=0.2",
+        "loop.checkpoint_every=0",
+    )
+    findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
+    assert "failing rewards" in findings
+    assert run.state().status is RunStatus.FINISHED
+
+
+@pytest.mark.slow
+def test_a_part_that_is_stuck_ends_the_run_with_who_waits_for_whom(tmp_path: Path) -> None:
+    with pytest.raises(StuckError) as stuck:
+        as_command(tmp_path, "stuck", "rollout.env.type=tests.e2e.faults:Stuck", "loop.step_timeout_s=25")
+    message = str(stuck.value)
+    assert "rollout" in message
+    (report,) = (tmp_path / "stuck" / "logs").glob("stuck-*.md")
+    assert str(report) in message
