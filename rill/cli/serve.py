@@ -23,7 +23,7 @@ from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rill.models.loading import ModelConfig
 
 CLIENT_KEYS_VARIABLE = "RILL_API_KEYS"
 ADMIN_KEY_VARIABLE = "RILL_ADMIN_KEY"
@@ -121,12 +121,15 @@ def build_config(
 
 def run(config: ServeConfig) -> None:
     """Take the address, load, serve, and close in the right order."""
+    from rill.models.loading import load_tokenizer
+
     listener = bind(config.server)
-    tokenizer, path = _tokenizer(config)
+    model = _model(config)
+    tokenizer = load_tokenizer(model)
     template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
     engine = _build_engine(config)
     try:
-        application = create_app(engine, tokenizer, config.server, model_path=path, chat_template=template)
+        application = create_app(engine, tokenizer, config.server, model=model, chat_template=template)
         name = config.server.model_name
         serve(
             application,
@@ -145,14 +148,12 @@ def _build_engine(config: ServeConfig) -> Engine:
     return engine
 
 
-def _tokenizer(config: ServeConfig) -> tuple[PreTrainedTokenizerBase, Path | None]:
-    """The server's own copy: an engine's may be in use on another thread, or in another process."""
-    from rill.models.loading import ModelConfig, load_tokenizer
+def _model(config: ServeConfig) -> ModelConfig:
+    """The model and the tokenizer to serve it with: an engine's own may be in another process."""
+    from rill.models.loading import ModelConfig
 
     model = config.engine.model_dump().get("model")
     if not isinstance(model, dict):
         raise ConfigError(f"engine {config.engine.type!r} holds no model of its own: serve native or vllm")
     source = ModelConfig.model_validate(model)
-    if config.tokenizer is not None:
-        source = source.model_copy(update={"tokenizer": config.tokenizer})
-    return load_tokenizer(source), Path(source.path) if source.path else None
+    return source if config.tokenizer is None else source.model_copy(update={"tokenizer": config.tokenizer})

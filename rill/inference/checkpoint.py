@@ -43,6 +43,20 @@ class Checkpoint:
         save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors}, path)
         return Checkpoint((path,))
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes from the files' headers; a file that is cut off is found out too."""
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, tuple[int, ...]] = {}
+        for shard in self.shards:
+            try:
+                with safe_open(shard, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        found[name] = tuple(file.get_slice(name).get_shape())
+            except (OSError, SafetensorError) as error:
+                raise WeightSyncError(f"{shard} cannot be read: {error}") from error
+        return found
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import SafetensorError, safe_open
 

@@ -36,13 +36,30 @@ def checked(
     """The same tensors; a WeightSyncError at the first wrong name or shape, and at the end if some are missing."""
     missing = set(expected)
     for name, tensor in tensors:
-        if name == TIED_HEAD and name not in expected:
-            continue  # the embedding brings it
-        if name not in expected:
-            raise WeightSyncError(f"there is no parameter {name!r}")
-        if tuple(tensor.shape) != expected[name]:
-            raise WeightSyncError(f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}")
-        missing.discard(name)
-        yield name, tensor
+        if _is_wanted(name, tuple(tensor.shape), expected):
+            missing.discard(name)
+            yield name, tensor
+    _refuse_missing(missing, partial)
+
+
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, partial: bool = False
+) -> None:
+    """The same check of names and shapes alone, before a tensor has been read."""
+    missing = set(expected) - {name for name, shape in shapes.items() if _is_wanted(name, shape, expected)}
+    _refuse_missing(missing, partial)
+
+
+def _is_wanted(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]]) -> bool:
+    if name == TIED_HEAD and name not in expected:
+        return False  # the embedding brings it
+    if name not in expected:
+        raise WeightSyncError(f"there is no parameter {name!r}")
+    if shape != expected[name]:
+        raise WeightSyncError(f"{name} has shape {shape}, expected {expected[name]}")
+    return True
+
+
+def _refuse_missing(missing: set[str], partial: bool) -> None:
     if missing and not partial:
         raise WeightSyncError(f"{len(missing)} parameters are missing, among them {min(missing)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -25,6 +24,8 @@ from rill.inference.server.text import TextCodec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rill.models.loading import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ _ERROR = {
     },
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: _ERROR for status in (400, 401, 403, 404, 408, 409, 413, 429, 503)
+    status: _ERROR for status in (400, 401, 403, 404, 408, 409, 413, 429, 502, 503)
 }
 
 
@@ -61,10 +62,14 @@ def create_app(
     tokenizer: PreTrainedTokenizerBase,
     config: ServerConfig | None = None,
     *,
-    model_path: Path | None = None,
+    model: ModelConfig | None = None,
     chat_template: str | None = None,
 ) -> FastAPI:
-    """An ASGI application over the engine. The caller owns the engine and closes it after the application."""
+    """An ASGI application over the engine. The caller owns the engine and closes it after the application.
+
+    `model` is what the engine was loaded from. With it, weights that do not fit are refused before the engine is asked,
+    and stay without effect; without it, an engine that was given wrong weights is out of service until whole ones come.
+    """
     config = config or ServerConfig()
 
     @asynccontextmanager
@@ -78,10 +83,12 @@ def create_app(
             admission=Admission(config.requests_per_minute, config.max_concurrent),
             metrics=metrics,
             generation=Generation(engine, metrics, config.request_timeout_s),
-            model_path=model_path,
+            model=model,
         )
         app.state.count_response = metrics.count_response
         yield
+        if app.state.server.inbox is not None:
+            app.state.server.inbox.close()
 
     app = FastAPI(
         title="rill",

@@ -37,6 +37,7 @@ _TYPES = {
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    502: "bad_source_error",
     503: "service_unavailable_error",
 }
 

@@ -1,25 +1,33 @@
 """Administration: weights, pause and resume, memory, caches; and what operators watch: models, health, metrics.
 
 The paths are prime-rl's and vLLM's, so that their trainers can drive this server. Engine calls that may block run in a
-thread, one at a time. Weight transports live in rill.weights; this file ends in Engine.update_weights.
+thread, one at a time. What new weights go through on their way to the engine is in weights.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from rill.errors import WeightSyncError
+from rill.errors import RillError
 from rill.inference.base import MemoryLevel, PauseMode
-from rill.inference.checkpoint import Checkpoint
-from rill.inference.server.errors import ApiError, bad_request
+from rill.inference.server.errors import ApiError
 from rill.inference.server.schemas import InitBroadcasterBody, PauseBody, SleepBody, UpdateWeightsBody
 from rill.inference.server.state import ServerState, json_response, state_of
-from rill.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from rill.inference.server.weights import WeightInbox
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LIVENESS_S = 5.0
 
 routes = APIRouter()
 
@@ -75,6 +83,17 @@ async def metrics(request: Request) -> Response:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
+@routes.get("/liveness")
+async def liveness(request: Request) -> Response:
+    """Whether the engine answers at all (prime-rl's probe): 503 where it does not within five seconds."""
+    state = state_of(request)
+    try:
+        await asyncio.wait_for(asyncio.to_thread(state.engine.stats), _LIVENESS_S)
+    except (TimeoutError, RillError):
+        return json_response({"status": "engine_unresponsive"}, 503)
+    return json_response({"status": "ok"})
+
+
 @routes.post("/pause")
 async def pause(request: Request, body: PauseBody | None = None) -> Response:
     """Stop between two steps and keep the tokens (interrupt), or let what runs end (finish)."""
@@ -85,21 +104,23 @@ async def pause(request: Request, body: PauseBody | None = None) -> Response:
         state.engine.pause(_PAUSE_MODES[mode], state.config.admin_timeout_s)
         if mode == "abort":
             state.engine.abort()
-
-    async with state.admin_lock:
-        await asyncio.to_thread(act)
         state.is_paused = True
+
+    await _act(state, "pause", act)
     return json_response({"status": "paused"})
 
 
 @routes.post("/resume")
 async def resume(request: Request) -> Response:
     state = _admin(request)
-    async with state.admin_lock:
+
+    def act() -> None:
         if state.is_asleep:
             raise ApiError(409, "the engine sleeps: call /wake first")
-        await asyncio.to_thread(state.engine.resume)
+        state.engine.resume()
         state.is_paused = False
+
+    await _act(state, "resume", act)
     return json_response({"status": "resumed"})
 
 
@@ -108,9 +129,12 @@ async def sleep(request: Request, body: SleepBody | None = None) -> Response:
     """Give device memory back. The engine must be paused or idle."""
     state = _admin(request)
     level = MemoryLevel((body or SleepBody()).level)
-    async with state.admin_lock:
-        await asyncio.to_thread(state.engine.release, level)
+
+    def act() -> None:
+        state.engine.release(level)
         state.is_asleep = True
+
+    await _act(state, "sleep", act)
     return json_response({"status": "asleep", "level": level.value})
 
 
@@ -118,9 +142,12 @@ async def sleep(request: Request, body: SleepBody | None = None) -> Response:
 @routes.post("/wake_up")
 async def wake(request: Request) -> Response:
     state = _admin(request)
-    async with state.admin_lock:
-        await asyncio.to_thread(state.engine.restore)
+
+    def act() -> None:
+        state.engine.restore()
         state.is_asleep = False
+
+    await _act(state, "wake", act)
     return json_response({"status": "awake"})
 
 
@@ -128,56 +155,72 @@ async def wake(request: Request) -> Response:
 @routes.post("/reset_prefix_cache")
 async def flush_cache(request: Request) -> Response:
     state = _admin(request)
-    async with state.admin_lock:
-        await asyncio.to_thread(state.engine.flush)
+    await _act(state, "flush_cache", state.engine.flush)
     return json_response({"status": "flushed"})
 
 
 @routes.post("/init_broadcaster")
 async def init_broadcaster(body: InitBroadcasterBody, request: Request) -> Response:
-    """prime-rl's NCCL setup. Orchestrators that find no broadcaster send folders instead (see /update_weights)."""
-    _admin(request)
-    raise ApiError(
-        404,
-        "this server takes weights from folders: send `weight_dir` to /update_weights"
-        " (prime-rl: weight_broadcast.type = filesystem)",
-        code="unsupported",
-    )
+    """Where weights will be published. prime-rl's NCCL address gets 404, and its orchestrator goes on without."""
+    state = _admin(request)
+    transport = body.transport
+    if transport is None:
+        raise ApiError(
+            404,
+            "this server takes no weights over NCCL: give `transport` (disk, shm or http) and `location`, or send"
+            " `weight_dir` to /update_weights (prime-rl: weight_broadcast.type = filesystem)",
+            code="unsupported",
+        )
+
+    def act() -> None:
+        _inbox(state).listen(transport, body.location, body.verify)
+
+    await _act(state, "init_broadcaster", act)
+    return json_response({"status": "ok", "transport": transport, "location": body.location})
 
 
 @routes.post("/update_weights")
 async def update_weights(body: UpdateWeightsBody, request: Request) -> Response:
+    """Weights from a manifest, from a folder, or from the place that /init_broadcaster named; see weights.py."""
     state = _admin(request)
-    if body.weight_dir is None:
-        raise bad_request("weight_dir is needed: no broadcast is set up", "weight_dir")
-    return await _update(state, Path(body.weight_dir), body.version, body.partial)
+    version = await _act(state, "update_weights", lambda: _inbox(state).update(body))
+    return json_response({"status": "ok", "version": int(version)})
 
 
 @routes.post("/reload_weights")
 async def reload_weights(request: Request) -> Response:
-    """The weights that the server started with, under a new version: a version never goes down."""
+    """The weights that the server started with, under a new version."""
     state = _admin(request)
-    if state.model_path is None:
-        raise ApiError(409, "the model was not loaded from a folder, so there is nothing to reload")
-    return await _update(state, state.model_path, None, partial=False)
+    version = await _act(state, "reload_weights", lambda: _inbox(state).reload())
+    return json_response({"status": "ok", "version": int(version)})
 
 
-async def _update(state: ServerState, folder: Path, version: int | None, partial: bool) -> Response:
-    checkpoint = Checkpoint.from_folder(folder)
+async def _act(state: ServerState, what: str, act: Callable[[], T]) -> T:
+    """In a thread, one at a time, within the deadline. What has begun is never left half done: a caller that leaves or
+    a deadline that passes ends the waiting, not the work, and the next one waits for its end."""
 
-    def act() -> PolicyVersion:
-        new = PolicyVersion(state.engine.version + 1 if version is None else version)
-        state.engine.update_weights(checkpoint, new, partial=partial)
-        return new
+    async def alone() -> T:
+        async with state.admin_lock:
+            return await asyncio.to_thread(act)
 
-    async with state.admin_lock:
-        try:
-            new = await asyncio.to_thread(act)
-        except WeightSyncError as error:
-            state.update_failed = str(error)
-            raise
-        state.update_failed = None
-    return json_response({"status": "ok", "version": int(new)})
+    work = asyncio.ensure_future(alone())
+    try:
+        return await asyncio.wait_for(asyncio.shield(work), state.config.admin_timeout_s)
+    except TimeoutError:
+        work.add_done_callback(
+            lambda done: log.warning("%s ended late: %s", what, done.exception() or "done")
+        )
+        raise ApiError(
+            503, f"{what} did not end within {state.config.admin_timeout_s:g} s and goes on: see /health"
+        ) from None
+
+
+def _inbox(state: ServerState) -> WeightInbox:
+    if state.inbox is None:
+        from rill.inference.server.weights import WeightInbox
+
+        state.inbox = WeightInbox(state.engine, state.model)
+    return state.inbox
 
 
 def _admin(request: Request) -> ServerState:
@@ -189,7 +232,7 @@ def _admin(request: Request) -> ServerState:
 def _status(state: ServerState) -> str:
     if state.admission.is_draining:
         return "draining"
-    if state.update_failed is not None:
+    if state.inbox is not None and state.inbox.failure is not None:
         return "weights incomplete"
     if state.is_asleep:
         return "asleep"

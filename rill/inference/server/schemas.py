@@ -6,13 +6,23 @@ Answers are plain dictionaries built beside the routes; they are encoded by msgs
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from rill.weights import WeightManifest
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Size = Annotated[int, Field(ge=0, lt=2**48)]
+Word = Annotated[int, Field(ge=0, lt=2**64)]
+Transport = Literal["disk", "shm", "http"]
+"""The weight transports whose manifests hold no program and need no one else: see rill.weights."""
+Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
+                "int8", "uint8", "bool"]  # fmt: skip
 
 
 class Body(BaseModel):
@@ -186,11 +196,64 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
-class InitBroadcasterBody(Body):
-    """POST /init_broadcaster, as prime-rl's orchestrator sends it."""
+class TensorBody(Body):
+    """Where one tensor lies: rill.weights.base.TensorSpec."""
 
-    host: str
-    port: int = Field(ge=1, le=65535)
+    name: str = Field(min_length=1, max_length=1024)
+    shape: list[Count] = Field(max_length=16)
+    dtype: Dtype
+    bucket: Count
+    offset: Annotated[Size, Field(multiple_of=8)]
+    num_bytes: Size
+
+
+class BucketBody(Body):
+    """One buffer of a version: rill.weights.base.BucketSpec, without handles: those are programs."""
+
+    index: Count
+    num_bytes: Annotated[Size, Field(multiple_of=8)]
+    checksum: Word | None = None
+    sampled_checksum: Word | None = None
+    source: str = Field(max_length=256, pattern=r"^[\w-][\w.-]*$")
+    """A file's name, not a path."""
+
+
+class ManifestBody(Body):
+    """A version published by rill.weights: rill.weights.base.WeightManifest as JSON."""
+
+    version: Count
+    transport: Transport
+    location: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
+    tensors: list[TensorBody] = Field(min_length=1)
+    buckets: list[BucketBody] = Field(min_length=1)
+    base_version: Count | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names_slots(self) -> ManifestBody:
+        if self.transport == "shm" and not all(re.fullmatch(r"[01]-\d{5}", b.source) for b in self.buckets):
+            raise ValueError("a bucket in shared memory is named SLOT-NUMBER, as in 0-00012")
+        return self
+
+    def to_manifest(self) -> WeightManifest:
+        from rill.weights.base import BucketSpec, TensorSpec, WeightManifest
+
+        fields = self.model_dump()
+        tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in fields.pop("tensors"))
+        buckets = tuple(BucketSpec(**bucket) for bucket in fields.pop("buckets"))
+        return WeightManifest(**fields, tensors=tensors, buckets=buckets)
+
+
+class InitBroadcasterBody(Body):
+    """POST /init_broadcaster: where versions will be published. prime-rl's orchestrator sends its NCCL address."""
+
+    transport: Transport | None = None
+    location: Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")] | None = None
+    """The publisher's folder (disk) or address (http). shm: versions are named by the manifests that are sent."""
+    verify: Literal["full", "sampled", "off"] = "full"
+    """How much of the bytes is compared with what was published."""
+    host: str | None = None
+    port: int | None = Field(default=None, ge=1, le=65535)
     rank_offset: int = Field(default=0, ge=0)
     inference_world_size: int = Field(default=1, ge=1)
     timeout: int = Field(default=600, ge=1)
@@ -199,12 +262,16 @@ class InitBroadcasterBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    """POST /update_weights: a folder of safetensors, or null for the broadcast that was set up before."""
+    """POST /update_weights: a manifest, a folder of safetensors, or a version of what /init_broadcaster named."""
 
     weight_dir: str | None = None
+    """A model's folder, or one version's folder of the disk transport."""
+    manifest: ManifestBody | None = None
     version: Count | None = None
-    """The policy version of these weights. Unset: one more than the engine's."""
+    """The policy version of these weights. Unset: the manifest's; for a model's folder one more than the engine's;
+    else the newest that is published."""
     partial: bool = False
+    """A model's folder may lack parameters."""
 
 
 class PauseBody(Body):

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response
@@ -24,6 +23,10 @@ from rill.inference.server.limits import Admission
 from rill.inference.server.metrics import Metrics
 from rill.inference.server.text import TextCodec
 
+if TYPE_CHECKING:
+    from rill.inference.server.weights import WeightInbox
+    from rill.models.loading import ModelConfig
+
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -36,15 +39,15 @@ class ServerState:
     admission: Admission
     metrics: Metrics
     generation: Generation
-    model_path: Path | None
-    """Where the first weights came from, for /reload_weights."""
+    model: ModelConfig | None
+    """What the engine was loaded from: new weights are compared with it, and /reload_weights goes back to it."""
     started_at: int = field(default_factory=lambda: int(time.time()))
     admin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Administration is one thing at a time."""
     is_paused: bool = False
     is_asleep: bool = False
-    update_failed: str | None = None
-    """Why the last weight update failed; cleared by one that succeeds."""
+    inbox: WeightInbox | None = None
+    """Made by the first update: the parent of replicas needs no torch until then."""
 
 
 def state_of(request: Request) -> ServerState:
