@@ -59,7 +59,7 @@ class QuickTrainer(PolicyTrainer):
             lm = AutoModelForCausalLM.from_config(
                 load_model_config(config.model), dtype=torch.float32, attn_implementation="rill_packed"
             )
-        return PolicyModule(lm.eval(), compile_chunks=config.compile, chunk_bytes=config.head_chunk_bytes)
+        return PolicyModule(lm.eval(), chunk_bytes=config.head_chunk_bytes, keep_bytes=config.head_keep_bytes)
 
 
 def make_batch(num_tokens: int, vocab: int, seed: int, *, group: int = 4, mean: float = 6.3) -> list[Sample]:

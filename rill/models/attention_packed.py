@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ATTENTION_NAME = "rill_packed"
+_TRITON_WIDTHS = (32, 64, 128)
+"""Head widths of rill.models.attention_triton; others take FlashAttention's kernel."""
 _MAX_PADDING = 1.25
 """A padded batch may hold this many times its real tokens: fewer, larger calls beat tight ones."""
 
@@ -73,6 +76,16 @@ class _PaddedGroup:
     """Row start where the group is one run of equal lengths without padding: then it is a view, not a gather."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """The segments as the C++ kernels want them: those with a prefix in common together, then the prefix's own."""
+
+    table: Tensor
+    """int64 [S, 4]: start, length, prefix start, prefix length."""
+    ends: Tensor
+    """int64 [families + 1]: where each begins in the table."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
     """Everything attention needs to know of one pack; built once, used by every layer."""
@@ -87,7 +100,12 @@ class PackedLayout:
     max_keys: int
     key_index: Tensor | None
     """int64, keys of all segments in order; None where they are the row itself."""
+    query_tiles: Tensor | None = None
+    key_tiles: Tensor | None = None
+    """Work lists of rill.models.attention_triton; None where it cannot run."""
     groups: tuple[_PaddedGroup, ...] = ()
+    families: Families | None = None
+    """On the CPU, unless the row is cut."""
     context_group: Any = None
     """Process group over which the row is cut, or None."""
 
@@ -108,6 +126,11 @@ def build_layout(
         spans = [range(a, b) for s in segments for a, b in ((s.prefix_start, s.prefix_end), (s.start, s.end))]
         key_index = copy_in(np.concatenate([np.arange(r.start, r.stop) for r in spans]), device)
     offset = segments[0].start
+    query_tiles = key_tiles = None
+    if use_flash and find_spec("triton") is not None:
+        from rill.models.attention_triton import plan_tiles
+
+        query_tiles, key_tiles = (copy_in(t, device) for t in plan_tiles(query_lengths, key_lengths))
     return PackedLayout(
         segments=tuple(segments),
         cu_queries=_cumulative(query_lengths, device),
@@ -115,7 +138,10 @@ def build_layout(
         max_queries=_next_power_of_two(max(query_lengths)),
         max_keys=_next_power_of_two(max(key_lengths)),
         key_index=key_index,
+        query_tiles=query_tiles,
+        key_tiles=key_tiles,
         groups=() if use_flash else _padded_groups(segments, offset, device),
+        families=_families(segments) if device.type == "cpu" and context_group is None else None,
         context_group=context_group,
     )
 
@@ -182,8 +208,20 @@ def _flash_attention(
     if packed.key_index is not None:
         key_MGE = key_MGE.index_select(0, packed.key_index)
         value_MGE = value_MGE.index_select(0, packed.key_index)
+    width = query_QHE.shape[-1]
+    if packed.query_tiles is not None and packed.key_tiles is not None and width in _TRITON_WIDTHS:
+        out_QHE: Tensor = torch.ops.rill.segment_attention(
+            query_QHE,
+            key_MGE,
+            value_MGE,
+            packed.query_tiles,
+            packed.key_tiles,
+            width**-0.5 if scaling is None else scaling,
+            sliding_window or 0,
+        )[0]
+        return out_QHE[None]
     # The kernel aligns the causal mask to the bottom right: the last query of a segment sees its last key.
-    out_QHE: Tensor = torch.ops.aten._flash_attention_forward(
+    out_QHE = torch.ops.aten._flash_attention_forward(
         query_QHE,
         key_MGE,
         value_MGE,
@@ -271,6 +309,21 @@ def _windowed(mask: Tensor | None, q: int, k: int, window: int, device: torch.de
     assert mask is None, "sliding-window layers cannot be combined with prefix segments on this route"
     distance = torch.arange(q, device=device)[:, None] - torch.arange(k, device=device)[None, :]
     return ((distance >= 0) & (distance < window))[None, None]
+
+
+def _families(segments: Sequence[Segment]) -> Families:
+    members: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        own = (segment.start, segment.end)
+        members.setdefault(
+            (segment.prefix_start, segment.prefix_end) if segment.prefix_length else own, []
+        ).append(segment)
+    ordered = [sorted(family, key=lambda s: (-s.prefix_length, s.start)) for family in members.values()]
+    table = [(s.start, s.length, s.prefix_start, s.prefix_length) for family in ordered for s in family]
+    ends = np.cumsum([0] + [len(family) for family in ordered])
+    return Families(
+        table=torch.tensor(table, dtype=torch.int64), ends=torch.from_numpy(ends.astype(np.int64))
+    )
 
 
 def _padded_groups(

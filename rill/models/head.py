@@ -1,9 +1,10 @@
 """The language-model head without its logits: log-probability and entropy of chosen tokens, chunk by chunk.
 
 Owns the only code that multiplies hidden states with the vocabulary matrix during training. Callers pick the
-positions they need (trained tokens), so prompts and observations cost nothing here. At no time does a tensor of
-shape tokens × vocabulary outlive its chunk: the backward pass computes each chunk's logits again. Gradients are
-exact for both outputs.
+positions they need (trained tokens), so prompts and observations cost nothing here. No tensor of shape tokens ×
+vocabulary outlives its chunk: the backward pass computes each chunk's logits again, unless the logits of the whole
+micro-batch fit in `keep_bytes`. Gradients are exact for both outputs. The softmax work on CUDA is in
+rill.models.head_triton.
 
 M hidden state of the micro-batch, K chosen token, C token of one chunk, D model width, V vocabulary.
 
@@ -16,6 +17,7 @@ For logits l = (W h + b) · scale, p = softmax(l), target y:
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,8 +26,7 @@ from torch import Tensor
 CHUNK_BYTES = 256 * 2**20
 """Upper limit of one chunk's float32 logits. Large enough for full speed, small next to the activations."""
 KEEP_BYTES = 64 * 2**20
-"""Logits of a whole micro-batch up to this size are kept for the backward pass: a small model has no need to
-compute them twice."""
+"""Logits of a whole micro-batch up to this size are kept for the backward pass instead of being computed twice."""
 
 _ROW_MULTIPLE = 256
 """Chunks of more rows than this hold a multiple of it: matrix units like whole tiles."""
@@ -39,7 +40,6 @@ def chosen_logprobs(
     target_K: Tensor,
     *,
     scale: float = 1.0,
-    compile_chunks: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def chosen_logprobs(
         num_rows -= num_rows % _ROW_MULTIPLE
     hidden_KD = hidden_MD.index_select(0, source_K)
     logprob_K, entropy_K = _ChosenLogprobs.apply(
-        hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes, compile_chunks
+        hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes
     )  # type: ignore[no-untyped-call]
     return logprob_K, entropy_K
 
@@ -79,30 +79,8 @@ def _chunk_gradient(
     grad_entropy_C: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """∂loss/∂logits in the logits' dtype."""
-    logp_CV = logits_CV.float() * scale - lse_C[:, None]
-    p_CV = torch.exp(logp_CV)
-    if grad_entropy_C is None:
-        grad_CV = p_CV * -grad_logprob_C[:, None]
-    else:
-        grad_CV = p_CV * (-grad_logprob_C[:, None] - grad_entropy_C[:, None] * (logp_CV + entropy_C[:, None]))
-    is_target_CV = torch.arange(logits_CV.shape[-1], device=logits_CV.device)[None, :] == target_C[:, None]
-    grad_CV = torch.where(is_target_CV, grad_CV + grad_logprob_C[:, None], grad_CV)
-    return (grad_CV * scale).to(logits_CV.dtype)
-
-
-def _chunk_gradient_in_place(
-    logits_CV: Tensor,
-    target_C: Tensor,
-    lse_C: Tensor,
-    entropy_C: Tensor,
-    grad_logprob_C: Tensor,
-    grad_entropy_C: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """The same as _chunk_gradient with few temporaries: what is fastest where nothing fuses the passes."""
-    work_CV = logits_CV.float() if logits_CV.dtype != torch.float32 else logits_CV.clone()
-    logp_CV = work_CV.mul_(scale).sub_(lse_C[:, None])
+    """∂loss/∂logits in the logits' dtype. May write over the logits."""
+    logp_CV = logits_CV.float().mul_(scale).sub_(lse_C[:, None])
     if grad_entropy_C is None:
         grad_CV = logp_CV.exp_().mul_(-grad_logprob_C[:, None])
     else:
@@ -114,15 +92,13 @@ def _chunk_gradient_in_place(
     return grad_CV.mul_(scale).to(logits_CV.dtype)
 
 
-_compiled: dict[str, Callable[..., Any]] = {}
+def _kernels(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """(stats, gradient) of a chunk: one pass over memory each where Triton can run, else torch's operations."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from rill.models.head_triton import chunk_gradient_, chunk_stats
 
-
-def _maybe_compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
-    if not wanted:
-        return function
-    if function.__name__ not in _compiled:
-        _compiled[function.__name__] = torch.compile(function, dynamic=True)
-    return _compiled[function.__name__]
+        return chunk_stats, chunk_gradient_
+    return _chunk_stats, _chunk_gradient
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -136,38 +112,44 @@ class _ChosenLogprobs(torch.autograd.Function):
         scale: float,
         num_rows: int,
         keep_bytes: int,
-        compile_chunks: bool,
     ) -> tuple[Tensor, Tensor]:
-        stats = _maybe_compiled(_chunk_stats, compile_chunks)
+        stats, _ = _kernels(hidden_KD.device)
         num_chosen = hidden_KD.shape[0]
         out_3K = torch.empty(3, num_chosen, dtype=torch.float32, device=hidden_KD.device)
-        keep = num_chosen * weight_VD.shape[0] * hidden_KD.element_size() <= keep_bytes
-        kept: list[Tensor] = []
+        keep = any(ctx.needs_input_grad[:3])
+        keep &= num_chosen * weight_VD.shape[0] * hidden_KD.element_size() <= keep_bytes
+        if keep:
+            num_rows = max(1, num_chosen)  # one product for all, forward and backward
+        ctx.kept_CV = None
         for start in range(0, num_chosen, num_rows):
             rows = slice(start, start + num_rows)
             logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V)
             out_3K[0, rows], out_3K[1, rows], out_3K[2, rows] = stats(logits_CV, target_K[rows], scale)
-            if keep and any(ctx.needs_input_grad[:3]):
-                kept.append(logits_CV)
-        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, target_K, out_3K, *kept)
-        ctx.scale, ctx.num_rows, ctx.compile_chunks = scale, num_rows, compile_chunks
+            if keep:
+                ctx.kept_CV = logits_CV
+        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, target_K, out_3K)
+        ctx.scale, ctx.num_rows = scale, num_rows
         ctx.set_materialize_grads(False)
         return out_3K[0].clone(), out_3K[1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logprob_K, grad_entropy_K = grads
-        hidden_KD, weight_VD, bias_V, target_K, out_3K, *kept = ctx.saved_tensors
+        hidden_KD, weight_VD, bias_V, target_K, out_3K = ctx.saved_tensors
+        kept_CV, ctx.kept_CV = (
+            ctx.kept_CV,
+            None,
+        )  # written over below: a second backward pass computes it again
         if grad_logprob_K is None:
             grad_logprob_K = torch.zeros_like(out_3K[0])
-        gradient = _maybe_compiled(_chunk_gradient, True) if ctx.compile_chunks else _chunk_gradient_in_place
+        _, gradient = _kernels(hidden_KD.device)
         grad_hidden_KD = torch.empty_like(hidden_KD) if ctx.needs_input_grad[0] else None
         needs_weight = ctx.needs_input_grad[1]
         grad_weight_VD: Tensor | None = None
         grad_bias_V: Tensor | None = None
-        for index, start in enumerate(range(0, hidden_KD.shape[0], ctx.num_rows)):
+        for start in range(0, hidden_KD.shape[0], ctx.num_rows):
             rows = slice(start, start + ctx.num_rows)
-            logits_CV = kept[index] if kept else _logits(hidden_KD[rows], weight_VD, bias_V)
+            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V) if kept_CV is None else kept_CV
             grad_CV = gradient(
                 logits_CV,
                 target_K[rows],
@@ -191,7 +173,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_hidden_KD,
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
             None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *(None,) * 5,
+            *(None,) * 4,
         )
 
 

@@ -15,10 +15,9 @@ gathers bf16, and reduces gradients in float32. The arithmetic is the same in th
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from rill.config import Config
 from rill.errors import TrainingError
 from rill.models.attention_packed import compile_layer
+from rill.models.head import KEEP_BYTES
 from rill.models.loading import DTYPES, ModelConfig
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
 from rill.training.module import LM_PREFIX, PackedModule
@@ -42,6 +42,7 @@ from rill.training.parallel import (
     local,
     shard_model,
 )
+from rill.training.recompute import recompute_layer
 from rill.training.schedule import Schedule
 from rill.types import PolicyVersion
 
@@ -72,7 +73,7 @@ class EngineConfig(Config):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`full` recomputes each layer in the backward pass; `selective` keeps matrix products and attention."""
     compile: bool = False
-    """torch.compile each layer and the head's chunks."""
+    """torch.compile each layer."""
     activation_memory_budget: float = Field(default=1.0, gt=0.0, le=1.0)
     """With compile: the share of a layer's activations that may be kept; below 1 the cheapest are recomputed."""
     lora: LoRAConfig | None = None
@@ -87,6 +88,8 @@ class EngineConfig(Config):
     """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
     head_chunk_bytes: int = Field(default=256 * 2**20, ge=1)
     """Most bytes of float32 logits alive at one time."""
+    head_keep_bytes: int = Field(default=KEEP_BYTES, ge=0)
+    """Logits of a whole micro-batch up to this size stay until the backward pass instead of being computed twice."""
 
     @model_validator(mode="after")
     def _combines(self) -> EngineConfig:
@@ -261,6 +264,8 @@ class TrainEngine:
             self._fold()
             tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
         if level >= OffloadLevel.PARAMETERS:
+            copies = [local(s.template.detach()) for s in self.slots if s.has_copy]
+            self._shelf.drop(copies)  # the masters hold them
             tensors += [s.master for s in self.slots]
             tensors += [local(p.detach()) for p in self.module.parameters()]
             tensors += list(self.module.buffers())
@@ -268,7 +273,10 @@ class TrainEngine:
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        self._shelf.take_all()
+        """Bring back what offload() took. Nothing to do where there is nothing."""
+        if self._shelf.num_bytes:
+            self._shelf.take_all()
+            self._publish_masters()
 
     # --- construction -------------------------------------------------------------------------------------
 
@@ -279,7 +287,8 @@ class TrainEngine:
         if self.config.compile:
             torch._functorch.config.activation_memory_budget = self.config.activation_memory_budget
         for layer in self.module.layers:
-            _checkpoint_layer(layer, self.config.activation_checkpointing)
+            if self.config.activation_checkpointing != "none":
+                recompute_layer(layer, self.config.activation_checkpointing)
             if self.config.compile:
                 compile_layer(layer)
         self._is_sharded = self.world.data_size * self.world.context_size > 1
@@ -361,41 +370,3 @@ def _is_decoder_matrix(module: PackedModule, name: str, parameter: Tensor) -> bo
     if head is not None:  # a value model has none
         embeddings.add(id(head.weight))
     return parameter.ndim == 2 and id(parameter) not in embeddings and "value_head" not in name
-
-
-_KEEP_OPS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_flash_attention_forward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention",
-)
-
-
-def _checkpoint_layer(layer: nn.Module, mode: str) -> None:
-    """Replace the layer's forward by one that recomputes. Names in the state dict do not change."""
-    if mode == "none":
-        return
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
-
-    def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = op.name().split(".")[0]
-        return CheckpointPolicy.MUST_SAVE if name in _KEEP_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
-    forward: Callable[..., Any] = layer.forward
-
-    @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    layer.forward = recomputing

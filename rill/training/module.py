@@ -70,13 +70,12 @@ class PolicyOutput(NamedTuple):
 class PolicyModule(PackedModule):
     """Log-probabilities and entropies of a pack's wanted tokens."""
 
-    def __init__(self, lm: Any, *, compile_chunks: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, lm: Any, *, chunk_bytes: int = CHUNK_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
         super().__init__()
         self.lm = lm
         self.logit_scale = _logit_scale(lm.config)
-        self.compile_chunks = compile_chunks
         self.chunk_bytes = chunk_bytes
-        self.keep_bytes = KEEP_BYTES
+        self.keep_bytes = keep_bytes
 
     def forward(self, pack: Pack, temperature: float = 1.0, distill: Distill | None = None) -> PolicyOutput:
         head = self.lm.get_output_embeddings()
@@ -88,7 +87,6 @@ class PolicyModule(PackedModule):
             pack.source_K,
             pack.target_K,
             scale=self.logit_scale / temperature,
-            compile_chunks=self.compile_chunks,
             chunk_bytes=self.chunk_bytes,
             keep_bytes=self.keep_bytes,
         )

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.config import Config
-from rill.errors import ConfigError, MissingExtraError
+from rill.errors import MissingExtraError
 from rill.training.parallel import full, like, local, local_slice
 
 
@@ -55,9 +55,9 @@ class OptimizerConfig(Config):
     """Decoupled. 0: off."""
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Of Muon (Nesterov) and SGD."""
-    one_pass: bool = False
-    """With bf16 compute on one CUDA device: scale, update and copy in one Triton kernel, which also reads bf16
-    gradients as they are. Saves about a third of the optimizer's memory traffic. Needs triton."""
+    one_pass: bool = True
+    """AdamW with bf16 compute on one CUDA device with Triton: scale, update and copy in one kernel, which also reads
+    bf16 gradients as they are. Saves about a third of the optimizer's memory traffic. Elsewhere it means nothing."""
     offload_state: bool = False
     """Keep optimizer state in host memory and stream it through the device each step. Saves 8 bytes a parameter."""
 
@@ -79,10 +79,9 @@ class Optimizer:
         if matrices:
             self._parts.append(Muon(matrices, config))
         others = [s for s in self.slots if config.type != "muon" or not s.is_matrix]
-        self.takes_copies = config.one_pass
+        self.takes_copies = _can_copy(config, self.slots)
         """True: step() reads gradients in the precision they came in and writes the module's copies itself."""
-        if config.one_pass:
-            _check_one_pass(config, self.slots)
+        if self.takes_copies:
             from rill.training.adamw_triton import CopyingAdamW
 
             self._parts.append(CopyingAdamW(others, config))
@@ -147,18 +146,14 @@ class Optimizer:
         part.param_groups = groups
 
 
-def _check_one_pass(config: OptimizerConfig, slots: Sequence[Slot]) -> None:
-    if (
-        config.type != "adamw"
-        or config.offload_state
-        or not all(s.has_copy and s.master.is_cuda for s in slots)
-    ):
-        raise ConfigError(
-            "optimizer.one_pass is for type 'adamw' with compute_dtype 'bfloat16', unsharded on a CUDA device, without "
-            "offload_state: set it to false"
-        )
-    if find_spec("triton") is None:
-        raise MissingExtraError("optimizer.one_pass needs triton: pip install triton")
+def _can_copy(config: OptimizerConfig, slots: Sequence[Slot]) -> bool:
+    return (
+        config.one_pass
+        and config.type == "adamw"
+        and not config.offload_state
+        and all(s.has_copy and s.master.is_cuda for s in slots)
+        and find_spec("triton") is not None
+    )
 
 
 def _move_state(state: dict[str, Any], device: torch.device) -> None:

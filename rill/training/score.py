@@ -43,7 +43,7 @@ class ScoreModel:
         dtype = DTYPES[config.dtype]
         self.world = World(None, torch.device(device))
         lm = load_packed_lm(config.model, dtype=dtype, device=self.world.device)
-        self.module = PolicyModule(lm, compile_chunks=config.compile and self.world.device.type == "cuda")
+        self.module = PolicyModule(lm)
         self.module.requires_grad_(False)
         if config.compile:
             for layer in self.module.layers:

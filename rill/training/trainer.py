@@ -116,11 +116,7 @@ class Trainer:
         lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
         if config.model.tokenizer is not None:
             check_vocabulary(load_tokenizer(config.model), lm.config)
-        return PolicyModule(
-            lm,
-            compile_chunks=config.compile and device.type == "cuda",
-            chunk_bytes=config.head_chunk_bytes,
-        )
+        return PolicyModule(lm, chunk_bytes=config.head_chunk_bytes, keep_bytes=config.head_keep_bytes)
 
     def _begin(self) -> None:
         """Forget whatever an update that failed half-way left behind."""
