@@ -3,9 +3,12 @@
 The level of a problem is its number of digits. A worked solution shows column sums for one addition or
 subtraction, partial products for one multiplication, and one reduction a step for longer expressions:
 
-    27+58=      (7+8=15,2+5+1=8)85
+    27+58=      (7+8+0=15,2+5+1=08)85
     27*58=      (27*8=216,27*50=1350,216+1350=1566)1566
     3+4*2=      (4*2=8,3+8=11)11
+
+Every column takes the same number of characters: its carry is written even where it is 0, its result with two digits.
+A small model then finds the digits of a column at a fixed distance and learns the style several times sooner.
 """
 
 from __future__ import annotations
@@ -150,7 +153,7 @@ def _addition_columns(left: int, right: int) -> list[str]:
     width, carry, columns = max(len(str(left)), len(str(right))), 0, []
     for a, b in zip(reversed(f"{left:0{width}}"), reversed(f"{right:0{width}}"), strict=True):
         total = int(a) + int(b) + carry
-        columns.append(f"{a}+{b}{'+1' if carry else ''}={total}")
+        columns.append(f"{a}+{b}+{carry}={total:02}")
         carry = total // 10
     return columns
 
@@ -160,7 +163,7 @@ def _subtraction_columns(left: int, right: int) -> list[str]:
     for a, b in zip(reversed(str(left)), reversed(f"{right:0{width}}"), strict=True):
         top, taken = int(a), int(b) + borrow
         lent = 10 if top < taken else 0
-        columns.append(f"{top + lent}-{b}{'-1' if borrow else ''}={top + lent - taken}")
+        columns.append(f"{top + lent:02}-{b}-{borrow}={top + lent - taken}")
         borrow = 1 if lent else 0
     return columns
 
