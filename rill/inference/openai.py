@@ -22,7 +22,8 @@ from pydantic import Field
 from rill.config import PartConfig
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
-from rill.inference.remote import Chunk, RemoteEngine
+from rill.inference.remote import RemoteEngine
+from rill.inference.remote_flights import Chunk
 from rill.types import StopReason
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class OpenAIEngine(RemoteEngine):
             yield await self._complete_text(request, self._tokenizer)
             return
         body = completion_body(request, self.config.model)
-        async with aclosing(self._events("/completions", body)) as events:
+        async with aclosing(self._http.events("/completions", body)) as events:
             async for event in events:
                 for choice in event["choices"]:
                     yield read_choice(choice, event.get("usage"))
@@ -92,7 +93,7 @@ class OpenAIEngine(RemoteEngine):
         for key in ("return_token_ids", "stream", "logprobs", "stop_token_ids", "ignore_eos", "min_tokens"):
             body.pop(key, None)
         body["prompt"] = tokenizer.decode(request.token_ids.tolist())
-        answer = await self._post("/completions", body)
+        answer = await self._http.post("/completions", body)
         choice = answer["choices"][0]
         ids: list[int] = tokenizer.encode(choice["text"], add_special_tokens=False)
         return Chunk(
@@ -102,9 +103,8 @@ class OpenAIEngine(RemoteEngine):
         )
 
     async def _ask_context(self) -> int:
-        response = await self._client.get("/models")
-        cards = response.json().get("data", []) if response.status_code == 200 else []
-        for card in cards:
+        answer = await self._http.get("/models")
+        for card in (answer or {}).get("data", []):
             if card.get("id") == self.config.model:
                 self.vocab_size = card.get("vocab_size")  # rill's server says
                 return int(card.get("max_model_len") or _USUAL_CONTEXT)

@@ -31,7 +31,8 @@ from rill.errors import EngineError, UnsupportedError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import Chunk, RemoteEngine
+from rill.inference.remote import RemoteEngine
+from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
@@ -114,8 +115,6 @@ class SglangEngine(RemoteEngine):
         version: PolicyVersion,
     ) -> None:  # fmt: skip
         """Receive these tensors from rank 0 of the group, in this order."""
-        if version <= self._version:
-            raise WeightSyncError(f"sglang: version {version} is not newer than {self._version}")
         body = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -143,7 +142,7 @@ class SglangEngine(RemoteEngine):
         num_seen = 0
         is_over = False
         try:
-            async with aclosing(self._events("/generate", body)) as events:
+            async with aclosing(self._http.events("/generate", body)) as events:
                 async for event in events:
                     chunk = _read_event(event, num_seen, request.sampling.stop_token_ids)
                     num_seen += len(chunk.token_ids)
@@ -151,7 +150,7 @@ class SglangEngine(RemoteEngine):
                     yield chunk
         finally:
             if not is_over:
-                await self._post("/abort_request", {"rid": request.id})
+                await self._http.post("/abort_request", {"rid": request.id})
 
     async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
         if temperature != 1.0:
@@ -162,7 +161,7 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._post("/generate", body)
+        answer = await self._http.post("/generate", body)
         entries = answer["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in entries] != token_ids.tolist():
             raise EngineError("sglang: the scored tokens are not those that were sent")
@@ -177,36 +176,36 @@ class SglangEngine(RemoteEngine):
 
     async def _while_paused(self, path: str, body: dict[str, Any]) -> None:
         """`retract` lets the cache be flushed even when others have requests at this server."""
-        await self._post("/pause_generation", {"mode": "retract"})
+        await self._http.post("/pause_generation", {"mode": "retract"})
         try:
             await self._succeed(path, body)
         finally:
-            await self._post("/continue_generation", {})
+            await self._http.post("/continue_generation", {})
 
     async def _flush(self) -> None:
-        await self._post("/flush_cache")
+        await self._http.post("/flush_cache")
 
     async def _release(self, level: MemoryLevel) -> None:
         if not self.config.enable_memory_saver:
             raise self._lacks(Feature.RELEASE_MEMORY)
-        await self._post("/release_memory_occupation", {"tags": _TAGS[level]})
+        await self._http.post("/release_memory_occupation", {"tags": _TAGS[level]})
         self._released = _TAGS[level]
 
     async def _restore(self) -> None:
         if not self.config.enable_memory_saver:
             raise self._lacks(Feature.RELEASE_MEMORY)
         if self._released:
-            await self._post("/resume_memory_occupation", {"tags": self._released})
+            await self._http.post("/resume_memory_occupation", {"tags": self._released})
             self._released = []
 
     async def _succeed(self, path: str, body: dict[str, Any]) -> None:
-        answer = await self._post(path, body)
+        answer = await self._http.post(path, body)
         if not (isinstance(answer, dict) and answer.get("success")):
             raise WeightSyncError(f"sglang: {path} failed: {str(answer)[:500]}")
 
     async def _ask_context(self) -> int:
-        response = await self._client.get("/get_server_info")
-        length = response.json().get("context_length") if response.status_code == 200 else None
+        info = await self._http.get("/get_server_info")
+        length = (info or {}).get("context_length")
         return int(length or load_model_config(self.config.model).max_position_embeddings)
 
     def _sampling(self, request: Request) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Start the server with what training needs:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
-        --worker-extension-cls rill.inference.vllm.WorkerExtension
+        --worker-extension-cls rill.inference.vllm_worker.WorkerExtension
 
 Generation goes through /v1/completions with token ids. Weights travel through a folder that both sides see
 (`exchange_folder`; /dev/shm on one machine), are loaded by our worker extension, and the prefix cache is reset.
@@ -29,7 +29,8 @@ from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.openai import completion_body, read_choice
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import Chunk, RemoteEngine
+from rill.inference.remote import RemoteEngine
+from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -72,7 +73,7 @@ class VllmServerEngine(RemoteEngine):
         self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
         if config.is_extended:
-            self._call(self._post("/collective_rpc", {"method": "rill_prepare"}), "prepare", 60.0)
+            self._call(self._http.post("/collective_rpc", {"method": "rill_prepare"}), "prepare", 60.0)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -93,7 +94,7 @@ class VllmServerEngine(RemoteEngine):
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         body = completion_body(request, self.config.served_name)
-        async with aclosing(self._events("/v1/completions", body)) as events:
+        async with aclosing(self._http.events("/v1/completions", body)) as events:
             async for event in events:
                 for choice in event["choices"]:
                     yield read_choice(choice, event.get("usage"))
@@ -102,7 +103,7 @@ class VllmServerEngine(RemoteEngine):
         if temperature != 1.0:
             raise UnsupportedError(f"vLLM scores at temperature 1 only, got {temperature}")
         ids = token_ids.tolist()
-        answer = await self._post(
+        answer = await self._http.post(
             "/v1/completions",
             {
                 "model": self.config.served_name,
@@ -124,25 +125,24 @@ class VllmServerEngine(RemoteEngine):
         with tempfile.TemporaryDirectory(prefix="rill-weights-", dir=self.config.exchange_folder) as folder:
             path = Path(folder) / f"{version}.safetensors"
             Checkpoint.write(checked(tensors, self._expected), path)
-            await self._post("/collective_rpc", {"method": "rill_load_weights", "args": [str(path)]})
+            await self._http.post("/collective_rpc", {"method": "rill_load_weights", "args": [str(path)]})
 
     async def _flush(self) -> None:
-        await self._post("/reset_prefix_cache")
+        await self._http.post("/reset_prefix_cache")
 
     async def _release(self, level: MemoryLevel) -> None:
         if not self.config.enable_sleep:
             raise self._lacks(Feature.RELEASE_MEMORY)
-        await self._post("/sleep?level=1")
+        await self._http.post("/sleep?level=1")
 
     async def _restore(self) -> None:
         if not self.config.enable_sleep:
             raise self._lacks(Feature.RELEASE_MEMORY)
-        await self._post("/wake_up")
+        await self._http.post("/wake_up")
 
     async def _ask_context(self) -> int:
-        response = await self._client.get("/v1/models")
-        cards = response.json().get("data", []) if response.status_code == 200 else []
-        for card in cards:
+        answer = await self._http.get("/v1/models")
+        for card in (answer or {}).get("data", []):
             if card.get("id") == self.config.served_name:
                 return int(card["max_model_len"])
-        raise EngineError(f"the server at {self._url} does not serve {self.config.served_name!r}")
+        raise EngineError(f"the server at {self._http.url} does not serve {self.config.served_name!r}")

@@ -51,7 +51,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Iterator
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
         "--port", str(port), "--dtype", "float32",
         "--max-model-len", "256", "--enforce-eager", "--served-model-name", "tiny",
-        "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "rill.inference.vllm.WorkerExtension",
+        "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "rill.inference.vllm_worker.WorkerExtension",
     ]  # fmt: skip
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.getcwd(),

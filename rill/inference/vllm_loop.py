@@ -1,0 +1,226 @@
+"""The thread that drives vLLM's engine, and what is under way in it. Used by vllm.py only.
+
+    callers                         engine thread
+    submit, abort, pause,   ──►  commands ─► LLMEngine.step() ─► deltas, completions
+    update_weights, score           ▲                │
+                                    └────────────────┘ sleeps when idle, paused or without usable weights
+
+A job is held (in `held`) or in vLLM (in `running`). What interrupts (pause, update, flush, release) takes jobs out with
+their tokens kept, and puts them back later with those tokens as prompt: no token comes from an old cache entry.
+Everything but `post` and `call` runs on the engine's thread, so nothing here needs a lock of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any
+
+from rill.errors import EngineError, RequestError, StuckError
+from rill.inference.base import Completion, Delta, EngineStats, PauseMode
+from rill.inference.flight import Flight
+from rill.inference.vllm_words import VllmWords, completion_of, delta_of, scores_of
+from rill.types import PolicyVersion
+
+CONTROL_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True, eq=False)
+class Command:
+    run: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A flight as vLLM knows it. Its id changes with every attempt: vLLM ids must not come back."""
+
+    flight: Flight
+    vllm_id: str = ""
+    is_score: bool = False
+    parts: list[Delta] = field(default_factory=list)
+
+
+class VllmLoop:
+    def __init__(self, engine: Any, words: VllmWords) -> None:
+        """`engine` is vLLM's LLMEngine."""
+        self._engine = engine
+        self._words = words
+        self.version = PolicyVersion(0)
+        self.pause: PauseMode | None = None
+        self.unavailable: str | None = None
+        """Why no request can be taken: vLLM failed, or an update did."""
+        self.is_released = False
+        self.is_closed = False
+        self.jobs: dict[str, Job] = {}
+        self.running: dict[str, Job] = {}
+        self._held: list[Job] = []
+        self._num_attempts = self._num_finished = self._num_prompt = self._num_cached = (
+            self._num_generated
+        ) = 0
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name="rill-vllm-engine", daemon=True)
+        self._thread.start()
+
+    # --- for callers' threads ----------------------------------------------------------------------------
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of the engine's own thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def post(self, run: Callable[[], Any]) -> Command:
+        command = Command(run)
+        with self._wake:
+            if self.is_closed:
+                raise EngineError("vllm: the engine is closed")
+            self._commands.append(command)
+            self._wake.notify()
+        return command
+
+    def call(self, what: str, run: Callable[[], Any], timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return self.wait_for(self.post(run), what, timeout_s)
+
+    def wait_for(self, command: Command, what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        try:
+            return command.done.result(timeout_s)
+        except FutureTimeoutError:
+            raise StuckError(f"vllm: {what} was not done within {timeout_s} s") from None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=len(self._held),
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt,
+            num_cached_tokens=self._num_cached,
+            num_generated_tokens=self._num_generated,
+            version=self.version,
+        )
+
+    def close(self) -> None:
+        with self._wake:
+            self.is_closed = True
+            self._wake.notify()
+        self._thread.join(CONTROL_TIMEOUT_S)
+
+    # --- on the engine's thread: what commands do --------------------------------------------------------
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.jobs[job.flight.request.id] = job
+            self._held.append(job)
+        self.put_back()
+
+    def abort(self, ids: Sequence[str] | None) -> None:
+        jobs = [self.jobs[i] for i in (list(self.jobs) if ids is None else ids) if i in self.jobs]
+        running = [job.vllm_id for job in jobs if job.vllm_id in self.running]
+        if running:
+            self._engine.abort_request(running)
+        for job in jobs:
+            self._end(job, EngineError("scoring was aborted") if job.is_score else job.flight.aborted())
+
+    def set_pause(self, mode: PauseMode | None) -> None:
+        self.pause = mode
+        if mode is None:
+            self.put_back()
+
+    def take_out(self) -> None:
+        """Out of vLLM, with the tokens so far kept; put back later."""
+        jobs = list(self.running.values())
+        if jobs:
+            self._engine.abort_request([job.vllm_id for job in jobs])
+        self.running.clear()
+        self._held = jobs + self._held
+
+    def put_back(self) -> None:
+        """Give vLLM everything that is held, unless nothing may be admitted now."""
+        if self.pause is not None or self.unavailable is not None or self.is_released:
+            return
+        held, self._held = self._held, []
+        for job in held:
+            self._admit(job)
+
+    # --- on the engine's thread: the loop ----------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not self._commands and not self.is_closed and not self._can_step:
+                    self._wake.wait(timeout=1.0)
+                if self.is_closed:
+                    break
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                try:
+                    command.done.set_result(command.run())
+                except Exception as error:  # noqa: BLE001 - boundary: it belongs to the command's caller
+                    command.done.set_exception(error)
+            if self._can_step:
+                self._step()
+        for job in list(self.jobs.values()):
+            self._end(job, job.flight.aborted())
+
+    @property
+    def _can_step(self) -> bool:
+        if self.pause is PauseMode.INTERRUPT or self.unavailable is not None or self.is_released:
+            return False
+        return bool(self.running)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - boundary: vLLM raises anything; every caller must hear of it
+            self.unavailable = f"vLLM failed: {type(error).__name__}: {error}"
+            for job in list(self.jobs.values()):
+                self._end(job, EngineError(self.unavailable))
+            return
+        for output in outputs:
+            if output.request_id in self.running:
+                self._take(self.running[output.request_id], output)
+
+    def _admit(self, job: Job) -> None:
+        job.flight.restart()
+        job.parts = []
+        request = job.flight.next_request()
+        self._num_attempts += 1
+        job.vllm_id = f"{request.id}#{self._num_attempts}"
+        words = self._words
+        params = words.scoring() if job.is_score else words.sampling(request, job.flight.num_kept)
+        try:
+            self._engine.add_request(job.vllm_id, words.prompt(request), params, priority=request.priority)
+        except Exception as error:  # noqa: BLE001 - boundary: vLLM's refusals share no base class
+            self._end(job, RequestError(f"request {request.id!r}: {error}"))
+            return
+        self.running[job.vllm_id] = job
+
+    def _take(self, job: Job, output: Any) -> None:
+        request = job.flight.request
+        if job.is_score:
+            if output.finished:
+                self._end(job, scores_of(request, output.prompt_logprobs))
+            return
+        delta = delta_of(request, output, self.version)
+        self._num_generated += len(delta.token_ids)
+        job.parts.append(delta)
+        job.flight.record(delta)
+        if output.finished:
+            self._end(job, job.flight.joined(completion_of(request, job.parts, output)))
+
+    def _end(self, job: Job, outcome: Completion | BaseException) -> None:
+        if self.jobs.pop(job.flight.request.id, None) is None:
+            return
+        self.running.pop(job.vllm_id, None)
+        if job in self._held:
+            self._held.remove(job)
+        if isinstance(outcome, Completion) and not job.is_score:
+            self._num_finished += 1
+            self._num_prompt += len(job.flight.request.token_ids)
+            self._num_cached += outcome.num_cached_tokens
+        job.flight.finish(outcome)
