@@ -1,6 +1,6 @@
 """Start-up, group calls, point-to-point transfer and idle memory of the runtime, and of Ray on the same machine.
 
-    python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 8,128,1024]
+    python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 8,128,1024 | --by-turns]
 
 Prints one JSON line per measurement: {"name", "system", "value", "unit"}. A rival that is not installed is left out.
 runtime_channel.py runs this too, adds channels and RLinf, and compares everything with the targets.
@@ -118,6 +118,41 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
             sending.wait(30)
             rate = num_bytes * (num_arrays - 1) / seconds / 1e6
             report(f"p2p_{num_bytes >> 20}MiB", system, rate, "MB/s")
+
+
+def measure_round_trips(num_rounds: int = 12, num_calls: int = 100) -> None:
+    """One call's round trip, here and on Ray by turns: the machine's mood is the same for both."""
+    import ray
+
+    with Cluster(devices="cpu:1") as cluster:
+        one = Node.launch(cluster, name="node", threads=1).on(0)
+        actor = start_ray_actor()
+        samples: dict[str, list[float]] = {"rill-local": [], "ray": []}
+        for _ in range(num_rounds):
+            samples["rill-local"].append(median_seconds(lambda: one.nothing().wait(30), num_calls))
+            samples["ray"].append(median_seconds(lambda: ray.get(actor.nothing.remote()), num_calls))
+        for system, seconds in samples.items():
+            report("call round trip by turns", system, 1e6 * min(seconds), "us (best of the medians)")
+        ratios = [mine / theirs for mine, theirs in zip(*samples.values(), strict=True)]
+        report("call round trip by turns", "rill over ray", median(ratios), "ratio (median of the turns)")
+        ray.shutdown()
+
+
+def start_ray_actor() -> Any:
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+    @ray.remote
+    class Actor:
+        def nothing(self) -> None:
+            pass
+
+    actor: Any = Actor
+    started = actor.remote()
+    for _ in range(50):
+        ray.get(started.nothing.remote())
+    return started
 
 
 def measure_many_ranks(num_ranks: int, num_calls: int = 20) -> None:
@@ -272,7 +307,13 @@ def main() -> None:
     parser.add_argument(
         "--ranks", default="", help="measure groups of so many ranks instead, e.g. 8,128,1024"
     )
+    parser.add_argument(
+        "--by-turns", action="store_true", help="measure only a call's round trip, against Ray"
+    )
     args = parser.parse_args()
+    if args.by_turns:
+        measure_round_trips()
+        return
     if args.ranks:
         for num_ranks in args.ranks.split(","):
             measure_many_ranks(int(num_ranks))

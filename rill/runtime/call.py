@@ -1,10 +1,12 @@
 """One remote call: what travels to a process and back, and what the caller keeps meanwhile.
 
     caller                                                    process of the called ranks
-    CallBook.call ──[call, meta, header, buffers…]──▶ work inbox (each rank's calls in order)
-                                                      or inbox (@concurrent, a thread each)
-    inbox thread ◀──[reply, meta, …]── Answers ◀── ranks
-       └─▶ Handle slots ─▶ Handle.wait
+    CallBook.call ──[call, meta, header, buffers…]──▶ work inbox (each rank's calls in order), or mailbox
+                                                      (@concurrent, a thread each)
+    LinePump, or  ◀──[reply, meta, …]── Answers ◀── ranks
+    mailbox ─▶ Handle slots ─▶ Handle.wait
+
+Ordered calls inside a node go over lines (line.py); between nodes, and for @concurrent methods, over the mailbox.
 
 A caller is any process: the driver, or a worker that was given a group. A call to several ranks of one process is one
 message, and so is its answer: small results wait for each other; a failure, or a result with large buffers, goes at
@@ -19,15 +21,19 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.runtime import wire
 from rill.runtime.context import WorkerAddress, current
+from rill.runtime.line import Line
+from rill.runtime.line_pump import LinePump
 from rill.runtime.mailbox import Frames, Mailbox
 from rill.runtime.parcel import Parcels, pack_inline
+from rill.runtime.work_inbox import connect
 
-CALL, REPLY = b"call", b"reply"
+CALL, REPLY, STOP = b"call", b"reply", b"stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,10 @@ class HostProcess:
 
     addresses: tuple[WorkerAddress, ...]
     """Of its ranks, in order. Most processes have one."""
-    work_endpoint: str
+    work_path: str
+    """Where processes of its node open a line for ordered calls."""
     work_tcp_endpoint: str
+    """Where processes of other nodes send ordered calls."""
 
     @property
     def identity(self) -> str:
@@ -50,12 +58,6 @@ class HostProcess:
     @property
     def node_id(self) -> str:
         return self.addresses[0].node_id
-
-    def endpoint_for(self, node_id: str, *, concurrent: bool) -> str:
-        """Where a process on `node_id` sends a call."""
-        if concurrent:
-            return self.addresses[0].endpoint_from(node_id)
-        return self.work_endpoint if node_id == self.node_id else self.work_tcp_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,16 @@ class Outcome:
 class Slots(Protocol):
     """Where outcomes go."""
 
-    def fill(self, outcomes: Sequence[tuple[int, Reply | RillError]]) -> None: ...
+    def fill(self, outcomes: Sequence[tuple[int, Reply | Lost]]) -> None: ...
+
+
+_NO_RESULT = wire.encode(None).header
 
 
 class Reply:
-    """One rank's answer as it arrived; `open` decodes it in the thread that wants it."""
+    """One rank's answer as it arrived; decoded once, in the thread that first wants it."""
 
-    __slots__ = ("address", "frames", "is_error", "seconds", "timers", "unpack")
+    __slots__ = ("_address", "_frames", "_unpack", "_value", "is_error", "seconds", "timers")
 
     def __init__(
         self,
@@ -93,20 +98,50 @@ class Reply:
         self.is_error = is_error
         self.seconds = seconds
         self.timers = timers
-        self.frames = frames
-        self.address = address
-        self.unpack = unpack
+        self._frames: Frames | None = frames
+        self._address = address
+        self._unpack = unpack
+        self._value: Any = None
 
-    def open(self) -> Outcome:
-        value = self.unpack(self.frames)
-        if not self.is_error:
-            return Outcome(value, None, self.seconds, self.timers)
-        message, remote_traceback, cause = value
+    def value(self) -> Any:
+        """The result; for a failure, the error to raise."""
+        frames, self._frames = self._frames, None
+        if frames is not None and frames[-1] != _NO_RESULT:  # most methods return nothing
+            value = self._unpack(frames)
+            self._value = self._error(*value) if self.is_error else value
+        return self._value
+
+    def outcome(self) -> Outcome:
+        value = self.value()
+        if self.is_error:
+            return Outcome(None, value, self.seconds, self.timers)
+        return Outcome(value, None, self.seconds, self.timers)
+
+    def _error(self, message: str, remote_traceback: str, cause: BaseException | None) -> WorkerError:
+        address = self._address
         error = WorkerError(
-            message, group=self.address.group, rank=self.address.rank, remote_traceback=remote_traceback
+            message, group=address.group, rank=address.rank, remote_traceback=remote_traceback
         )
         error.__cause__ = cause
-        return Outcome(None, error, self.seconds, self.timers)
+        return error
+
+
+class Lost:
+    """In the place of an answer that will not come."""
+
+    __slots__ = ("_error",)
+    is_error = True
+    seconds = 0.0
+    timers: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, error: RillError) -> None:
+        self._error = error
+
+    def value(self) -> RillError:
+        return self._error
+
+    def outcome(self) -> Outcome:
+        return Outcome(None, self._error, self.seconds, self.timers)
 
 
 class _Pending:
@@ -148,7 +183,10 @@ class CallBook:
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._dead: dict[str, str] = {}
+        self._lines: dict[str, Line] = {}
+        """To processes of this node, by identity; made at the first call, closed at their death."""
         self._lock = threading.Lock()
+        self.pump = LinePump(lambda frames: self._on_reply(frames[1:]), lambda: bool(self._pending))
         mailbox.on(REPLY, self._on_reply)
 
     def call(
@@ -171,13 +209,20 @@ class CallBook:
             if reason is None:
                 self._pending[call_id] = pending
         if reason is not None:
-            slots.fill([(i, PeerDiedError(f"{a.name} is gone: {reason}")) for i, a in pending.left()])
+            slots.fill([(i, Lost(PeerDiedError(f"{a.name} is gone: {reason}"))) for i, a in pending.left()])
             return
         caller = self._caller
         reply_to = caller.endpoint_from(host.node_id)
         meta = (call_id, method, reply_to, caller.process_identity, caller.node_id, positions)
-        endpoint = host.endpoint_for(caller.node_id, concurrent=concurrent)
-        self._mailbox.post(endpoint, [CALL, pickle.dumps(meta), *payload])
+        frames = [CALL, pickle.dumps(meta), *payload]
+        if concurrent:
+            self._mailbox.post(host.addresses[0].endpoint_from(caller.node_id), frames)
+        else:
+            self._send(host, frames)
+
+    def stop(self, host: HostProcess) -> None:
+        """Ask a process to end, after the calls before."""
+        self._send(host, [STOP])
 
     def peer_died(self, identity: str, reason: str) -> None:
         """Fail every call that waits for `identity`, the first rank of a process, and every later one."""
@@ -186,15 +231,45 @@ class CallBook:
             lost = {i: p for i, p in self._pending.items() if p.host == identity}
             for call_id in lost:
                 del self._pending[call_id]
+            line = self._lines.pop(identity, None)
+        if line is not None:
+            self.pump.drop(line)
         for pending in lost.values():
             pending.slots.fill(
-                [(i, PeerDiedError(f"{a.name} died during a call: {reason}")) for i, a in pending.left()]
+                [
+                    (i, Lost(PeerDiedError(f"{a.name} died during a call: {reason}")))
+                    for i, a in pending.left()
+                ]
             )
 
     def waiting_for(self) -> list[str]:
         """The names of the workers with unanswered calls."""
         with self._lock:
             return sorted({a.name for pending in self._pending.values() for _, a in pending.left()})
+
+    def close(self) -> None:
+        """Drop the lines; what has not been answered will not be."""
+        self.pump.close()
+
+    def _send(self, host: HostProcess, frames: Frames) -> None:
+        if host.node_id != self._caller.node_id:
+            self._mailbox.post(host.work_tcp_endpoint, frames)
+            return
+        line = self._lines.get(host.identity) or self._connect(host)
+        if line is not None:
+            line.send(frames)
+        self.pump.called()
+
+    def _connect(self, host: HostProcess) -> Line | None:
+        """None: the process is gone, and its death is on its way."""
+        with self._lock:
+            line = self._lines.get(host.identity)
+            if line is None and host.identity not in self._dead:
+                line = connect(host.work_path, self.pump.flush_later)
+                if line is not None:
+                    self._lines[host.identity] = line
+                    self.pump.add(line)
+            return line
 
     def _on_reply(self, frames: Frames) -> None:
         call_id, entries, headers = pickle.loads(frames[0])
@@ -206,7 +281,7 @@ class CallBook:
             if pending.num_left == 0:
                 del self._pending[call_id]
         addresses, unpack = pending.addresses, self.unpack
-        outcomes: list[tuple[int, Reply | RillError]] = []
+        outcomes: list[tuple[int, Reply | Lost]] = []
         for n, (position, is_error, seconds, timers) in enumerate(entries):
             parcel = [b"", headers[n]] if headers else frames[1:]
             index = indices[n]
@@ -229,7 +304,7 @@ def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.E
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as it arrived. `process_identity` and `node_id` are the caller's."""
+    """A call as it arrived. `process_identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
 
     call_id: int
     method: str
@@ -256,8 +331,9 @@ class Call:
 class Answers:
     """The answers of one process's ranks to one call. Thread-safe: each rank answers from its own thread."""
 
-    def __init__(self, mailbox: Mailbox, call: Call, num_ranks: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, call: Call, num_ranks: int, send: Callable[[Frames], None]) -> None:
+        """`send` takes a message to the caller."""
+        self._send = send
         self._call = call
         self._num_left = num_ranks
         self._entries: list[tuple[int, bool, float, Mapping[str, float]]] = []
@@ -306,4 +382,4 @@ class Answers:
 
     def _post(self, entries: Sequence[Any], headers: Sequence[bytes], frames: Frames) -> None:
         meta = pickle.dumps((self._call.call_id, entries, headers))
-        self._mailbox.post(self._call.reply_to, [REPLY, meta, *frames])
+        self._send([REPLY, meta, *frames])

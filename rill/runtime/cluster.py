@@ -160,6 +160,7 @@ class Cluster:
         self._supervisor.close(CLOSE_WAIT_S)
         runtime_context.uninstall(self.context)
         self.context.close()
+        self.context.calls.close()
         self._mailbox.close()
         for node in self._nodes.values():
             node.close()

@@ -151,14 +151,16 @@ class WorkerGroup(Generic[W]):
         at_once = is_concurrent(self._methods[method])
         encoded = encode_arguments(args, kwargs)
         if ranks is None:
-            handle = Handle(f"{self.name}.{method}", roster.addresses, self._owner.diagnose)
+            handle = Handle(
+                f"{self.name}.{method}", roster.addresses, context.calls.pump, self._owner.diagnose
+            )
             payload = context.parcels.pack(encoded, roster.hosts)
             for host, held in zip(roster.hosts, roster.ranks, strict=True):
                 context.calls.call(host, method, payload, handle, held, concurrent=at_once)
             return handle
         parts = roster.parts(ranks)
         targets = [roster.addresses[rank] for rank in ranks]
-        handle = Handle(f"{self.name}.{method}", targets, self._owner.diagnose)
+        handle = Handle(f"{self.name}.{method}", targets, context.calls.pump, self._owner.diagnose)
         payload = context.parcels.pack(encoded, [host for host, _, _ in parts])
         for host, positions, indices in parts:
             context.calls.call(

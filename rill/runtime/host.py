@@ -10,6 +10,7 @@ The first call is `__init__`; it imports the worker's class, so that an error th
 from __future__ import annotations
 
 import faulthandler
+import functools
 import io
 import os
 import pickle
@@ -20,20 +21,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from rill.runtime import context as runtime_context
-from rill.runtime.call import CALL, Answers, Call, CallBook, HostProcess
+from rill.runtime.call import CALL, STOP, Answers, Call, CallBook, HostProcess
 from rill.runtime.context import RuntimeContext, WorkerAddress
-from rill.runtime.mailbox import Frames, Mailbox, bind_tcp, receive
+from rill.runtime.line import Line
+from rill.runtime.mailbox import Frames, Mailbox
 from rill.runtime.main_module import MainModule, install_main
 from rill.runtime.process import read_all
 from rill.runtime.rank import Rank, RankCall
 from rill.runtime.session_key import SessionKey
+from rill.runtime.work_inbox import WorkInbox
 from rill.runtime.worker import Seating
 from rill.telemetry import trace
 
-HELLO, STOP = b"hello", b"stop"
+HELLO = b"hello"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +112,22 @@ class WorkerHost:
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
         tcp_host = spec.host if spec.num_nodes > 1 else None
-        base = f"ipc://{spec.session_dir}/{spec.socket_name}"
-        self._mailbox = Mailbox(base, tcp_host=tcp_host, key=spec.key)
-        self._work = self._mailbox.context.socket(zmq.PULL)
-        self._work.setsockopt(zmq.RCVHWM, 0)
-        self._work.bind(f"{base}-work")
-        work_tcp = bind_tcp(self._work, tcp_host, spec.key) if tcp_host else ""
+        base = f"{spec.session_dir}/{spec.socket_name}"
+        self._mailbox = Mailbox(f"ipc://{base}", tcp_host=tcp_host, key=spec.key)
         lead = self._lead_context(spec.seatings[0])
         contexts = [lead, *(self._shared_context(lead, seating) for seating in spec.seatings[1:])]
         self._ranks = [
             Rank(seating, context) for seating, context in zip(spec.seatings, contexts, strict=True)
         ]
+        self._work = WorkInbox(
+            f"{base}-work",
+            lead.calls.pump.flush_later,
+            context=self._mailbox.context,
+            tcp_host=tcp_host,
+            key=spec.key,
+        )
         addresses = tuple(context.address for context in contexts)
-        self.process = HostProcess(addresses, f"{base}-work", work_tcp)
+        self.process = HostProcess(addresses, self._work.path, self._work.tcp_endpoint)
 
     def serve(self) -> None:
         """Say hello, then serve calls until a stop message."""
@@ -139,20 +143,23 @@ class WorkerHost:
             rank.start()
         driver = self.spec.driver.endpoint_from(self.spec.node_id)
         self._mailbox.post(driver, [HELLO, pickle.dumps(self.process)])
-        while (frames := receive(self._work))[0] != STOP:
-            self._deal_out(Call.read(frames[1:]), Rank.run if len(ranks) == 1 else Rank.put)
+        serve = Rank.run if len(ranks) == 1 else Rank.put
+        while (arrived := self._work.next())[0][0] != STOP:
+            frames, line = arrived
+            self._deal_out(Call.read(frames[1:]), serve, line)
         self._close()
 
-    def _deal_out(self, call: Call, serve: Callable[[Rank, RankCall], None]) -> None:
-        """Give each called rank its part."""
+    def _deal_out(self, call: Call, serve: Callable[[Rank, RankCall], None], line: Line | None) -> None:
+        """Give each called rank its part. They answer on the line it came by, else to the caller's mailbox."""
         ranks = self._ranks if call.positions is None else [self._ranks[n] for n in call.positions]
-        answers = Answers(self._mailbox, call, len(ranks))
+        send = line.send if line is not None else functools.partial(self._mailbox.post, call.reply_to)
+        answers = Answers(call, len(ranks), send)
         arguments = call.arguments(len(ranks), ranks[0].context.parcels)
         for index, rank in enumerate(ranks):
             serve(rank, RankCall(call.method, arguments, index, answers))
 
     def _on_concurrent_call(self, frames: Frames) -> None:
-        self._deal_out(Call.read(frames), Rank.run_at_once)
+        self._deal_out(Call.read(frames), Rank.run_at_once, None)
 
     def _close(self) -> None:
         try:
@@ -163,7 +170,8 @@ class WorkerHost:
             runtime_context.uninstall(lead)
             for rank in reversed(self._ranks):
                 rank.context.close()
-            self._work.close(linger=0)
+            lead.calls.close()
+            self._work.close()
             self._mailbox.close()
 
     def _lead_context(self, seating: Seating) -> RuntimeContext:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
-from rill.runtime.call import HostProcess, encode_arguments
+from rill.runtime.call import HostProcess, Lost, encode_arguments
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
 from rill.runtime.group import ClassRef, Roster
 from rill.runtime.handle import Handle
-from rill.runtime.host import HELLO, STOP
+from rill.runtime.host import HELLO
 from rill.runtime.launcher import Launcher
 from rill.runtime.local import NodeClient
 from rill.runtime.mailbox import Frames
@@ -204,7 +204,7 @@ class Supervisor:
 
     def _ready_handle(self, group: _Group, seats: Sequence[Seat], incarnation: int) -> Handle:
         targets = [group.address(seat, incarnation) for seat in seats]
-        return Handle(f"{group.name}.{INIT}", targets, self.diagnose)
+        return Handle(f"{group.name}.{INIT}", targets, self._context.calls.pump, self.diagnose)
 
     def _start(self, group: _Group, process: _Process) -> None:
         node = self._find_node(process.node_id)
@@ -233,8 +233,7 @@ class Supervisor:
             was_asked, group.is_asked_to_stop = group.is_asked_to_stop, True
         for host in hosts if not was_asked else ():
             if host is not None:
-                endpoint = host.endpoint_for(self._context.node_id, concurrent=False)
-                self._context.mailbox.post(endpoint, [STOP])
+                self._context.calls.stop(host)
 
     def _end(self, group: _Group, process: _Process) -> None:
         """Kill a process if it runs, and wait until the agent says so."""
@@ -275,7 +274,7 @@ class Supervisor:
         if host is None:
             ready.fill(
                 [
-                    (n, PeerDiedError(f"{target.name} died before it was ready: {reason}"))
+                    (n, Lost(PeerDiedError(f"{target.name} died before it was ready: {reason}")))
                     for n, target in enumerate(ready.targets)
                 ]
             )
@@ -303,9 +302,9 @@ class Supervisor:
         if host is not None:
             address, mailbox = host.addresses[0], self._context.mailbox
             mailbox.forget(address.endpoint_from(self._context.node_id))
-            mailbox.forget(host.endpoint_for(self._context.node_id, concurrent=False))
-            if address.raw_endpoint:
-                mailbox.forget(address.raw_endpoint)
+            for endpoint in (host.work_tcp_endpoint, address.raw_endpoint):
+                if endpoint:
+                    mailbox.forget(endpoint)
 
     # --- checks -------------------------------------------------------------------------------------------
 

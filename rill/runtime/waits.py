@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,31 +20,36 @@ if TYPE_CHECKING:
 DUMP, DUMPED = "dump", "dumped"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """One thread's open wait."""
-
-    what: str
-    """For people: "take from channel 'prompts'"."""
-    on: str
-    """For the graph: "channel:prompts", "locks:…", or a worker's name."""
-    since_s: float
-
-
-_open: dict[int, list[Wait]] = {}
-
-
-@contextmanager
-def waiting(what: str, on: str) -> Iterator[None]:
+class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it stands in every call's way
     """Name the wait that this thread is about to enter."""
-    waits = _open.setdefault(threading.get_ident(), [])
-    waits.append(Wait(what, on, time.monotonic()))
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_since_s", "on", "what")
+
+    def __init__(self, what: str, on: str | Callable[[], str]) -> None:
+        """`what` for people: "take from channel 'prompts'". `on` for the graph: "channel:prompts", "locks:…", or a
+        worker's name; a function is asked when somebody wants to know."""
+        self.what = what
+        self.on = on
+        self._since_s = time.monotonic()
+
+    def __enter__(self) -> None:
+        _open.setdefault(threading.get_ident(), []).append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ident = threading.get_ident()
+        waits = _open[ident]
         waits.pop()
         if not waits:
-            _open.pop(threading.get_ident(), None)
+            del _open[ident]
+
+    def row(self, now_s: float) -> list[Any]:
+        """As a dump holds it."""
+        return [self.what, self.on if isinstance(self.on, str) else self.on(), now_s - self._since_s]
+
+
+_open: dict[int, list[waiting]] = {}
 
 
 def dump() -> dict[str, Any]:
@@ -58,7 +62,7 @@ def dump() -> dict[str, Any]:
         if not name.startswith("rill-hub"):
             stacks[name] = "".join(traceback.format_stack(frame)[-12:])
     waits = [
-        [wait.what, wait.on, now_s - wait.since_s, names.get(ident, str(ident))]
+        [*wait.row(now_s), names.get(ident, str(ident))]
         for ident, of_thread in list(_open.items())
         for wait in list(of_thread)
     ]
