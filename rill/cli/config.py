@@ -12,7 +12,7 @@ from rill.config.files import RecipeValues
 from rill.config.resolve import describe_keys
 from rill.workflows import recipe_schema
 
-app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.")]
 Overrides = Annotated[

@@ -46,7 +46,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
 }
 """module -> (package, rill's extra, what it is for)"""
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 class State(StrEnum):

@@ -16,7 +16,7 @@ from rill.telemetry.run import RUNS_FOLDER, Run
 from rill.workflows.evaluation import summarise_rewards
 from rill.workflows.scoring import ScoringConfig, score
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(name="eval")

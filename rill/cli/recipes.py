@@ -12,7 +12,7 @@ from rill.cli.console import say, say_json, say_table
 from rill.config.recipes import find_recipe, list_recipes, recipe_folders
 from rill.errors import UserError
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)

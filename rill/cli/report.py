@@ -12,7 +12,7 @@ from rill.dashboard.curves import write_curves
 from rill.dashboard.report import write_report
 from rill.telemetry.run import RUNS_FOLDER, Run
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()

@@ -22,7 +22,7 @@ _STYLES = {
     RunStatus.INTERRUPTED.value: "yellow",
 }
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
 Name = Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")]

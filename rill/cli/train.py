@@ -26,7 +26,7 @@ from rill.workflows.checkpoints import require_checkpoint, step_of, whole_checkp
 from rill.workflows.loop import StepReport
 from rill.workflows.sections import RecipeConfig
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()

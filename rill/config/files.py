@@ -1,8 +1,9 @@
 """From recipe files and the command line to one plain dictionary that knows where each value came from.
 
-A recipe is a TOML file. `include = ["base.toml"]` puts other files, relative to it, underneath; later files win over
-earlier ones, the including file over what it includes, the command line over everything. Tables merge key by key,
-anything else replaces. A table whose `type` changes starts afresh: the settings of another part do not linger.
+A recipe is a TOML file. `include = ["base.toml"]` puts other files, relative to it or to a recipe folder, underneath;
+later files win over earlier ones, the including file over what it includes, the command line over everything. Tables
+merge key by key, anything else replaces. A table whose `type` changes starts afresh: the settings of another part do
+not linger.
 
 Called by the commands and by tests; `rill.config.resolve` then makes a validated Config of the dictionary.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rill.config.recipes import find_recipe
+from rill.config.recipes import find_include, find_recipe
 from rill.config.toml import key_lines
 from rill.errors import ConfigError
 
@@ -113,7 +114,7 @@ def _load_file(path: Path, including: tuple[Path, ...]) -> _Layer:
         )
     result = _Layer({}, {})
     for name in includes:
-        result.put_over(_load_file(path.parent / name, (*including, path)))
+        result.put_over(_load_file(find_include(name, path), (*including, path)))
     tables = set(_tables(values, ""))
     own = {
         f"[{key}]" if key in tables else key: f"{path}:{line}"

@@ -58,6 +58,14 @@ def find_recipe(recipe: str | Path) -> Path:
     return names[str(recipe)]
 
 
+def find_include(name: str, including: Path) -> Path:
+    """The file that a recipe includes: next to that recipe, else in a recipe folder, so that a copied recipe still
+    finds the parts of the original."""
+    beside = including.parent / name
+    candidates = [beside, *(folder / name for folder in recipe_folders())]
+    return next((path for path in candidates if path.is_file()), beside)
+
+
 def _first_comment(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

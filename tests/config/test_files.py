@@ -46,6 +46,16 @@ def test_includes_are_relative_to_the_file_that_includes(tmp_path: Path) -> None
     assert load_recipe(write(tmp_path / "r.toml", 'include = ["deep/b.toml"]\n')).values == {"x": 1}
 
 
+def test_a_copied_recipe_still_finds_the_parts_that_came_with_rill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "recipes/mine.toml", 'include = ["parts/tiny_model.toml"]\n')
+    assert load_recipe(path).values["model"]["tokenizer"] == "chars"
+    write(tmp_path / "recipes/parts/tiny_model.toml", 'model = "own"\n')
+    assert load_recipe(path).values == {"model": "own"}
+
+
 def test_a_circle_of_includes_is_an_error_that_names_it(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", 'include = ["b.toml"]\n')
     write(tmp_path / "b.toml", 'include = ["a.toml"]\n')
