@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int KEYS = 16;         // per softmax tile; independent of the block size
+constexpr int KEYS = 64;         // per step of the running softmax; independent of the block size
 constexpr int MAX_QUERIES = 16;  // heads of one group times neighbouring tokens, handled together
 constexpr int MAX_DIM = 256;
 
@@ -45,25 +45,27 @@ inline vec sum_each(const vec* d) {
            __builtin_shufflevector(h[0], h[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-// Scores of keys [tile, tile + KEYS) become weights; returns the factor for what was accumulated before. A tile with
-// nothing in [first, last] leaves everything as it was, to the bit.
-inline float soften(float* s, int64_t tile, int64_t first, int64_t last, float cap, float* top, float* total) {
+// Scores of `count` keys from `at` on, a multiple of LANES, become weights; returns the factor for what was accumulated
+// before. Keys outside of [first, last] weigh nothing and leave everything as it was, to the bit.
+inline float soften(float* s, int count, int64_t at, int64_t first, int64_t last, float cap, float* top, float* total) {
     if (cap > 0.f)
-        for (int t = 0; t < KEYS; t++) s[t] = cap * std::tanh(s[t] / cap);
-    if (tile < first || tile + KEYS - 1 > last) {
-        const int low = static_cast<int>(first > tile ? (first - tile < KEYS ? first - tile : KEYS) : 0);
-        const int high = static_cast<int>(last - tile < KEYS ? last - tile : KEYS);
-        for (int t = 0; t < KEYS; t++) s[t] = t >= low && t <= high ? s[t] : MASKED;
+        for (int t = 0; t < count; t++) s[t] = cap * std::tanh(s[t] / cap);
+    if (at < first || at + count - 1 > last)
+        for (int t = 0; t < count; t++) s[t] = at + t >= first && at + t <= last ? s[t] : MASKED;
+    vec highest = load_vec(s);
+    for (int t = LANES; t < count; t += LANES) {
+        const vec v = load_vec(s + t);
+        highest = v > highest ? v : highest;
     }
-    float best = *top;
-    for (int t = 0; t < KEYS; t++) best = s[t] > best ? s[t] : best;
-    float sum = 0.f;
-    for (int t = 0; t < KEYS; t++) {
-        s[t] = s[t] > MASKED ? fast_exp(s[t] - best) : 0.f;
-        sum += s[t];
+    const float found = max_lane(highest), best = found > *top ? found : *top;
+    vec sum = {};
+    for (int t = 0; t < count; t += LANES) {
+        const vec v = load_vec(s + t), weights = v > MASKED ? exp_vec(v - best) : vec{};
+        *reinterpret_cast<vec*>(s + t) = weights;
+        sum += weights;
     }
-    const float keep = fast_exp(*top - best);
-    *total = *total * keep + sum;
+    const float keep = best > *top ? fast_exp(*top - best) : 1.0f;
+    *total = *total * keep + sum_lanes(sum);
     *top = best;
     return keep;
 }
@@ -71,81 +73,102 @@ inline float soften(float* s, int64_t tile, int64_t first, int64_t last, float c
 // One block of queries and one key/value head with up to MAX_QUERIES of its query heads.
 // NV vectors to a head; 0 for head dimensions that are not a multiple of LANES.
 template <class T, int NV>
-void attend_block(const QueryBlock& block, const T* query, int64_t query_stride, const T* keys, const T* values,
-                  const int32_t* table, int64_t block_size, int64_t kv_stride, int group, int64_t dim_, float scale,
-                  int64_t window, float cap, T* out, int64_t out_stride) {
-    const int64_t dim = NV ? NV * LANES : dim_;
-    constexpr int WIDTH = NV ? NV * LANES : MAX_DIM;
-    const int count = static_cast<int>(block.count) * group;
-    alignas(64) float q[MAX_QUERIES][WIDTH];
-    alignas(64) float acc[MAX_QUERIES][WIDTH];
-    float top[MAX_QUERIES], total[MAX_QUERIES];
-    int64_t first[MAX_QUERIES], last[MAX_QUERIES];
-    for (int i = 0; i < count; i++) {
-        const T* source = query + (block.token + i / group) * query_stride + i % group * dim;
-        last[i] = block.position + i / group;
-        first[i] = window > 0 && last[i] - window + 1 > 0 ? last[i] - window + 1 : 0;
-        top[i] = MASKED;
-        total[i] = 0.f;
-        for (int64_t d = 0; d < dim; d++) {
-            q[i][d] = load(source + d) * scale;
-            acc[i][d] = 0.f;
-        }
-    }
-    const int64_t end = last[count - 1];
-    // Tiles start at multiples of KEYS whatever `first` is, so a window does not change the order of others.
-    for (int64_t tile = first[0] / KEYS * KEYS; tile <= end; tile += KEYS) {
-        const T* k[KEYS];
-        const T* v[KEYS];
-        for (int t = 0; t < KEYS; t++) {
-            int64_t at = tile + t <= end ? tile + t : end;  // a key beyond the end repeats the last, unseen
-            int64_t slot = static_cast<int64_t>(table[at / block_size]) * block_size + at % block_size;
-            k[t] = keys + slot * kv_stride;
-            v[t] = values + slot * kv_stride;
-        }
-        alignas(64) float s[MAX_QUERIES][KEYS];
+struct BlockAttention {
+    static constexpr int WIDTH = NV ? NV * LANES : MAX_DIM;
+    int queries;
+    int64_t dim;
+    alignas(64) float q[MAX_QUERIES][WIDTH], acc[MAX_QUERIES][WIDTH], scores[MAX_QUERIES][KEYS];
+    const T *k[KEYS], *v[KEYS];
+
+    // scores[.][from .. from + LANES)
+    void score(int from) {
         if constexpr (NV > 0) {
-            vec dots[MAX_QUERIES][KEYS];
-            for (int t = 0; t < KEYS; t++) {
+            vec dots[MAX_QUERIES][LANES];
+            for (int t = 0; t < LANES; t++) {
                 vec key[NV];
-                for (int j = 0; j < NV; j++) key[j] = load_vec(k[t] + j * LANES);
-                for (int i = 0; i < count; i++) {
+                for (int j = 0; j < NV; j++) key[j] = load_vec(k[from + t] + j * LANES);
+                for (int i = 0; i < queries; i++) {
                     vec dot = load_vec(q[i]) * key[0];
                     for (int j = 1; j < NV; j++) dot += load_vec(q[i] + j * LANES) * key[j];
                     dots[i][t] = dot;
                 }
             }
-            for (int i = 0; i < count; i++) {
-                *reinterpret_cast<vec*>(s[i]) = sum_each(dots[i]);
-                const float keep = soften(s[i], tile, first[i], last[i], cap, &top[i], &total[i]);
-                for (int j = 0; j < NV; j++) *reinterpret_cast<vec*>(acc[i] + j * LANES) *= keep;
-            }
-            for (int j = 0; j < NV; j++) {
-                vec value[KEYS];
-                for (int t = 0; t < KEYS; t++) value[t] = load_vec(v[t] + j * LANES);
-                for (int i = 0; i < count; i++) {
-                    vec sum = load_vec(acc[i] + j * LANES);
-                    for (int t = 0; t < KEYS; t++) sum += s[i][t] * value[t];
-                    *reinterpret_cast<vec*>(acc[i] + j * LANES) = sum;
-                }
-            }
+            for (int i = 0; i < queries; i++) *reinterpret_cast<vec*>(scores[i] + from) = sum_each(dots[i]);
         } else {
-            for (int i = 0; i < count; i++) {
-                for (int t = 0; t < KEYS; t++) {
-                    s[i][t] = 0.f;
-                    for (int64_t d = 0; d < dim; d++) s[i][t] += q[i][d] * load(k[t] + d);
+            for (int i = 0; i < queries; i++)
+                for (int t = from; t < from + LANES; t++) {
+                    scores[i][t] = 0.f;
+                    for (int64_t d = 0; d < dim; d++) scores[i][t] += q[i][d] * load(k[t] + d);
                 }
-                const float keep = soften(s[i], tile, first[i], last[i], cap, &top[i], &total[i]);
-                for (int64_t d = 0; d < dim; d++) acc[i][d] *= keep;
-                for (int t = 0; t < KEYS; t++)
-                    for (int64_t d = 0; d < dim; d++) acc[i][d] += s[i][t] * load(v[t] + d);
-            }
         }
     }
-    for (int i = 0; i < count; i++) {
+
+    void accumulate(int count) {
+        if constexpr (NV > 0) {
+            for (int from = 0; from < count; from += LANES)
+                for (int j = 0; j < NV; j++) {
+                    vec value[LANES];
+                    for (int t = 0; t < LANES; t++) value[t] = load_vec(v[from + t] + j * LANES);
+                    for (int i = 0; i < queries; i++) {
+                        vec sum = load_vec(acc[i] + j * LANES);
+                        for (int t = 0; t < LANES; t++) sum += scores[i][from + t] * value[t];
+                        *reinterpret_cast<vec*>(acc[i] + j * LANES) = sum;
+                    }
+                }
+        } else {
+            for (int i = 0; i < queries; i++)
+                for (int t = 0; t < count; t++)
+                    for (int64_t d = 0; d < dim; d++) acc[i][d] += scores[i][t] * load(v[t] + d);
+        }
+    }
+};
+
+template <class T, int NV>
+void attend_block(const QueryBlock& block, const T* query, int64_t query_stride, const T* keys, const T* values,
+                  const int32_t* table, int64_t block_size, int64_t kv_stride, int group, int64_t dim, float scale,
+                  int64_t window, float cap, T* out, int64_t out_stride) {
+    BlockAttention<T, NV> a;
+    a.queries = static_cast<int>(block.count) * group;
+    a.dim = dim;
+    float top[MAX_QUERIES], total[MAX_QUERIES];
+    auto last = [&](int i) { return block.position + i / group; };
+    auto first = [&](int i) { return window > 0 && last(i) - window + 1 > 0 ? last(i) - window + 1 : 0; };
+    for (int i = 0; i < a.queries; i++) {
+        const T* source = query + (block.token + i / group) * query_stride + i % group * dim;
+        top[i] = MASKED;
+        total[i] = 0.f;
+        for (int64_t d = 0; d < dim; d++) {
+            a.q[i][d] = load(source + d) * scale;
+            a.acc[i][d] = 0.f;
+        }
+    }
+    const int64_t end = last(a.queries - 1);
+    // Steps start at multiples of KEYS whatever `first` is, so a window does not change the order of others.
+    for (int64_t at = first(0) / KEYS * KEYS; at <= end; at += KEYS) {
+        const int count = static_cast<int>(end - at < KEYS ? (end - at) / LANES * LANES + LANES : KEYS);
+        int64_t column = at / block_size, offset = at % block_size;
+        for (int t = 0; t < count; t++) {
+            const int64_t place = (table[column] * block_size + offset) * kv_stride;
+            a.k[t] = keys + place;
+            a.v[t] = values + place;
+            if (at + t >= end) continue;  // beyond the end the last key is repeated, unseen
+            if (++offset == block_size) {
+                offset = 0;
+                column++;
+            }
+        }
+        for (int from = 0; from < count; from += LANES) a.score(from);
+        for (int i = 0; i < a.queries; i++) {
+            const float keep = soften(a.scores[i], count, at, first(i), last(i), cap, &top[i], &total[i]);
+            if (keep != 1.0f)
+                for (int64_t d = 0; d < dim; d++) a.acc[i][d] *= keep;
+        }
+        a.accumulate(count);
+    }
+    for (int i = 0; i < a.queries; i++) {
         T* target = out + (block.token + i / group) * out_stride + i % group * dim;
         const float inverse = 1.0f / total[i];
-        for (int64_t d = 0; d < dim; d++) store(target + d, acc[i][d] * inverse);
+        for (int64_t d = 0; d < dim; d++) store(target + d, a.acc[i][d] * inverse);
     }
 }
 

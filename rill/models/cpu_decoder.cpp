@@ -123,9 +123,9 @@ void run_layer(const Shape& s, const LayerWeights& l, const Batch& b, const std:
     const Weight<T> gate{typed(l.gate), nullptr, s.intermediate, s.hidden};
     const Weight<T> up{typed(l.up), nullptr, s.intermediate, s.hidden};
     if (s.is_gelu)
-        gated_product(to.narrow, b.rows, gate, up, to.wide, [](float v) { return gelu_tanh(v); });
+        gated_product(to.narrow, b.rows, gate, up, to.wide, [](vec v) { return gelu_tanh(v); });
     else
-        gated_product(to.narrow, b.rows, gate, up, to.wide, [](float v) { return silu(v); });
+        gated_product(to.narrow, b.rows, gate, up, to.wide, [](vec v) { return silu(v); });
     product(to.wide, b.rows, Weight<T>{typed(l.down), nullptr, s.hidden, s.intermediate}, to.addend, s.hidden);
 #pragma omp barrier
 }

@@ -3,6 +3,10 @@
 // Every output row is computed by one thread, in an order that depends on that row's own data alone. A row is
 // therefore bit-identical whatever else is in the batch and however many threads there are.
 
+#include <algorithm>
+#include <functional>
+#include <vector>
+
 #include "cpu_attention.h"
 #include "cpu_vector.h"
 
@@ -56,87 +60,167 @@ void attend_all(const T* query, int64_t query_stride, const T* keys, const T* va
 // One row: token by inverse CDF in vocabulary order, and its log-probability. temperature 0 is greedy.
 constexpr int64_t SPAN = 512;
 
-// log of the sum of exp(logit / temperature), less the largest of them; `shift` is that largest one.
+// exp(logit / temperature - shift) of [begin, end), 0 below `cut`; out may be null. Returns the sum.
 // Not inlined: sampling and scoring must sum in one order, and the compiler picks an order per copy.
 template <class T>
-__attribute__((noinline)) double log_total(const T* logits, int64_t vocab, float inv, float* shift, double* total) {
-    float top = -INFINITY;
-    for (int64_t i = 0; i < vocab; i++) {
-        float v = load(logits + i);
-        top = v > top ? v : top;
+__attribute__((noinline)) float span_weights(const T* logits, int64_t begin, int64_t end, float inv, float shift,
+                                             float cut, float* out) {
+    vec sums = {};
+    for (int64_t i = begin; i < end; i += LANES) {
+        float x[LANES];
+        vec scaled;
+        if (end - i >= LANES) {
+            scaled = load_vec(logits + i) * inv;
+        } else {
+            for (int t = 0; t < LANES; t++) x[t] = i + t < end ? load(logits + i + t) * inv : -INFINITY;
+            scaled = load_vec(x);
+        }
+        const vec weights = scaled >= cut && scaled > MASKED ? exp_vec(scaled - shift) : vec{};
+        sums += weights;
+        if (out) *reinterpret_cast<vec*>(out + (i - begin)) = weights;
     }
-    *shift = top * inv;
-    *total = 0.0;
-    for (int64_t begin = 0; begin < vocab; begin += SPAN) {
-        int64_t end = begin + SPAN < vocab ? begin + SPAN : vocab;
-        float sum = 0.f;
-        for (int64_t i = begin; i < end; i++) sum += fast_exp(load(logits + i) * inv - *shift);
-        *total += sum;
-    }
-    return std::log(*total);
+    return sum_lanes(sums);
 }
 
 template <class T>
-__attribute__((noinline)) float logprob_of(const T* logits, int64_t token, float inv, float shift, double log_sum) {
-    return static_cast<float>(load(logits + token) * inv - shift - log_sum);
+float largest(const T* logits, int64_t vocab) {
+    vec top = vec{} - INFINITY;
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        const vec v = load_vec(logits + i);
+        top = v > top ? v : top;
+    }
+    float best = max_lane(top);
+    for (; i < vocab; i++) best = load(logits + i) > best ? load(logits + i) : best;
+    return best;
+}
+
+// The sum of all weights at or above `cut`; span by span in `sums`.
+template <class T>
+double total_weight(const T* logits, int64_t vocab, float inv, float shift, float cut, std::vector<float>& sums) {
+    double total = 0.0;
+    sums.clear();
+    for (int64_t begin = 0; begin < vocab; begin += SPAN) {
+        const int64_t end = begin + SPAN < vocab ? begin + SPAN : vocab;
+        sums.push_back(span_weights(logits, begin, end, inv, shift, cut, nullptr));
+        total += sums.back();
+    }
+    return total;
+}
+
+template <class T>
+__attribute__((noinline)) float logprob_of(const T* logits, int64_t token, float inv, float shift, double total) {
+    return static_cast<float>(load(logits + token) * inv - shift - std::log(total));
 }
 
 template <class T>
 void score(const T* logits, const int64_t* targets, int64_t n, int64_t vocab, const float* temperature,
            float* logprobs, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && n > 1)
-    for (int64_t row = 0; row < n; row++) {
-        const T* x = logits + row * vocab;
-        float shift, inv = temperature[row] == 0.f ? 1.f : 1.f / temperature[row];
-        double total, log_sum = log_total(x, vocab, inv, &shift, &total);
-        logprobs[row] = logprob_of(x, targets[row], inv, shift, log_sum);
+#pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
+    {
+        std::vector<float> sums;
+#pragma omp for
+        for (int64_t row = 0; row < n; row++) {
+            const T* x = logits + row * vocab;
+            const float inv = temperature[row] == 0.f ? 1.f : 1.f / temperature[row], shift = largest(x, vocab) * inv;
+            logprobs[row] = logprob_of(x, targets[row], inv, shift, total_weight(x, vocab, inv, shift, -INFINITY, sums));
+        }
     }
 }
 
+struct Filter {
+    int32_t top_k;  // 0: off
+    float top_p, min_p;
+    bool is_on() const { return top_k > 0 || top_p < 1.f || min_p > 0.f; }
+};
+
+// The smallest scaled logit that may be sampled; ties at the cut are all kept. Only as many values are put in order as
+// the answer needs. `total` is the weight of all.
 template <class T>
-void sample_row(const T* logits, int64_t vocab, float temperature, double uniform, int64_t* token, float* logprob) {
-    const bool greedy = temperature == 0.f;
-    const float inv = greedy ? 1.f : 1.f / temperature;
-    float shift;
-    double total;
-    const double log_sum = log_total(logits, vocab, inv, &shift, &total);
-    auto span_sum = [&](int64_t begin, int64_t end) {
-        float sum = 0.f;
-        for (int64_t i = begin; i < end; i++) sum += fast_exp(load(logits + i) * inv - shift);
-        return sum;
-    };
-    int64_t chosen = -1;
+float cut_of(const T* logits, int64_t vocab, float inv, float shift, double total, const Filter& filter,
+             std::vector<float>& scaled) {
+    const float floor = filter.min_p > 0.f ? shift + std::log(filter.min_p) : -INFINITY;
+    const int64_t most = filter.top_k > 0 && filter.top_k < vocab ? filter.top_k : vocab;
+    if (most == vocab && filter.top_p >= 1.f) return floor;
+    scaled.resize(vocab);
+    for (int64_t i = 0; i < vocab; i++) scaled[i] = load(logits + i) * inv;
+    auto weight = [&](float v) { return v > MASKED ? std::exp(static_cast<double>(v) - shift) : 0.0; };
+    if (most < vocab) {
+        std::nth_element(scaled.begin(), scaled.begin() + (most - 1), scaled.end(), std::greater<float>());
+        total = 0.0;
+        for (int64_t i = 0; i < most; i++) total += weight(scaled[i]);
+    }
+    float cut = -INFINITY;
     double before = 0.0;
-    const double target = uniform * total;
-    for (int64_t begin = 0; !greedy && begin < vocab && chosen < 0; begin += SPAN) {
-        int64_t end = begin + SPAN < vocab ? begin + SPAN : vocab;
-        float sum = span_sum(begin, end);
-        if (before + sum <= target && end < vocab) {
-            before += sum;
-            continue;
+    for (int64_t begin = 0, size = 64; begin < most; size *= 4) {
+        const int64_t end = begin + size < most ? begin + size : most;
+        if (end < most)
+            std::nth_element(scaled.begin() + begin, scaled.begin() + end, scaled.begin() + most, std::greater<float>());
+        std::sort(scaled.begin() + begin, scaled.begin() + end, std::greater<float>());
+        for (; begin < end; begin++) {
+            // A token is kept while the mass before it is below p: at least one always is.
+            if (before >= filter.top_p * total || !(scaled[begin] > MASKED)) return cut > floor ? cut : floor;
+            cut = scaled[begin];
+            before += weight(cut);
         }
-        double run = before;
+    }
+    return cut > floor ? cut : floor;
+}
+
+struct Scratch {
+    std::vector<float> sums, scaled;
+};
+
+template <class T>
+void sample_row(const T* logits, int64_t vocab, float temperature, const Filter& filter, double uniform, int64_t* token,
+                float* logprob, Scratch& scratch) {
+    const bool is_greedy = temperature == 0.f;
+    const float inv = is_greedy ? 1.f : 1.f / temperature, top = largest(logits, vocab), shift = top * inv;
+    const double total = total_weight(logits, vocab, inv, shift, -INFINITY, scratch.sums);
+    int64_t chosen = -1;
+    if (!is_greedy) {
+        float cut = -INFINITY;
+        double kept = total;
+        if (filter.is_on()) {
+            cut = cut_of(logits, vocab, inv, shift, total, filter, scratch.scaled);
+            kept = total_weight(logits, vocab, inv, shift, cut, scratch.sums);
+        }
+        const double target = uniform * kept;
+        double before = 0.0;
+        int64_t span = 0;
+        const int64_t last = static_cast<int64_t>(scratch.sums.size()) - 1;
+        while (span < last && before + scratch.sums[span] <= target) before += scratch.sums[span++];
+        const int64_t begin = span * SPAN, end = begin + SPAN < vocab ? begin + SPAN : vocab;
+        float weights[SPAN + LANES];
+        span_weights(logits, begin, end, inv, shift, cut, weights);
         for (int64_t i = begin; i < end; i++) {
-            float x = load(logits + i) * inv - shift;
-            if (x < -86.0f) continue;  // impossible, or as good as; fast_exp has clamped it
-            run += fast_exp(x);
+            if (weights[i - begin] < 1e-37f) continue;  // impossible, or as good as
+            before += weights[i - begin];
             chosen = i;  // the last possible one, should rounding leave the target just above the span's end
-            if (run > target) break;
+            if (before > target) break;
         }
-        before += sum;
     }
     for (int64_t i = 0; chosen < 0; i++)
-        if (load(logits + i) * inv == shift) chosen = i;
+        if (load(logits + i) == top) chosen = i;
     *token = chosen;
-    *logprob = logprob_of(logits, chosen, inv, shift, log_sum);
+    *logprob = logprob_of(logits, chosen, inv, shift, total);
 }
 
+// top_k, top_p and min_p: one entry per row, or all null.
 template <class T>
-void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const double* uniform,
-            int64_t* tokens, float* logprobs, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && n > 1)
-    for (int64_t row = 0; row < n; row++)
-        sample_row(logits + row * vocab, vocab, temperature[row], uniform[row], tokens + row, logprobs + row);
+void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature, const int32_t* top_k,
+            const float* top_p, const float* min_p, const double* uniform, int64_t* tokens, float* logprobs,
+            int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && n > 1)
+    {
+        Scratch scratch;
+#pragma omp for
+        for (int64_t row = 0; row < n; row++) {
+            const Filter filter = top_k ? Filter{top_k[row], top_p[row], min_p[row]} : Filter{0, 1.f, 0.f};
+            sample_row(logits + row * vocab, vocab, temperature[row], filter, uniform[row], tokens + row,
+                       logprobs + row, scratch);
+        }
+    }
 }
 
 }  // namespace
@@ -165,9 +249,9 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
                num_seqs, heads, kv_heads, dim, block_size, scale, window, cap, (T*)out, threads);                     \
     }                                                                                                                  \
     extern "C" void sample_##SUFFIX(const void* logits, int64_t n, int64_t vocab, const float* temperature,            \
-                                    const double* uniform, int64_t* tokens, float* logprobs,                          \
-                                    int threads) {                                                                    \
-        sample((const T*)logits, n, vocab, temperature, uniform, tokens, logprobs, threads);                          \
+                                    const int32_t* top_k, const float* top_p, const float* min_p,                     \
+                                    const double* uniform, int64_t* tokens, float* logprobs, int threads) {           \
+        sample((const T*)logits, n, vocab, temperature, top_k, top_p, min_p, uniform, tokens, logprobs, threads);     \
     }                                                                                                                  \
     extern "C" void score_##SUFFIX(const void* logits, const int64_t* targets, int64_t n, int64_t vocab,               \
                                    const float* temperature, float* logprobs, int threads) {                          \

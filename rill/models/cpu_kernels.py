@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     + [c_int64] * 5
     + [c_float, c_int64, c_float, c_void_p, c_int],
     "score": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p, c_void_p, c_int],
-    "sample": [c_void_p] + [c_int64] * 2 + [c_void_p] * 4 + [c_int],
+    "sample": [c_void_p] + [c_int64] * 2 + [c_void_p] * 7 + [c_int],
 }
 
 
@@ -123,15 +123,24 @@ class CpuKernels:
         return out
 
     def sample(
-        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        uniform: torch.Tensor,
+        *,
+        filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probabilities; see rill.inference.native.sampler for what they mean."""
+        """Tokens and log-probabilities; see rill.inference.native.sampler for what they mean.
+
+        `filters`: top-k (int32), top-p and min-p (float32) of each row.
+        """
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows, dtype=torch.float32)
+        top_k, top_p, min_p = (None, None, None) if filters is None else (f.data_ptr() for f in filters)
         self._calls["sample", logits.dtype](
-            logits.data_ptr(), rows, vocab, temperature.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
-            logprobs.data_ptr(), self.num_threads,
+            logits.data_ptr(), rows, vocab, temperature.data_ptr(), top_k, top_p, min_p, uniform.data_ptr(),
+            tokens.data_ptr(), logprobs.data_ptr(), self.num_threads,
         )  # fmt: skip
         return tokens, logprobs
 

@@ -136,13 +136,14 @@ struct TileConfig {
 };
 
 // results: [weight tile][row tile][16][16]
-// `ahead`: what the caller multiplies next, fetched meanwhile; null when there is nothing.
+// `ahead`: how many outputs further the next weights lie, fetched meanwhile; 0 when there are none.
 inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, const uint32_t* const panel[2], int64_t rows,
-                           int64_t depth_tiles, const bf16* ahead, float* results) {
+                           int64_t depth_tiles, int64_t ahead, float* results) {
     const int64_t bytes = stride * 2;
     auto fetch = [&](int64_t i) {
-        for (int n = 0; ahead && n < 2 * EDGE; n++)
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + n * stride + i * 32), _MM_HINT_T1);
+        for (int t = 0; ahead && t < 2; t++)
+            for (int n = 0; n < EDGE; n++)
+                _mm_prefetch(reinterpret_cast<const char*>(w[t] + (ahead + n) * stride + i * 32), _MM_HINT_T1);
     };
     _tile_zero(0);
     _tile_zero(2);
@@ -185,7 +186,7 @@ inline bool bf16_products() {
 struct TileConfig {
     ~TileConfig() {}
 };
-inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, const bf16*,
+inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, int64_t,
                            float*) {}
 inline bool bf16_products() { return false; }
 #endif
@@ -242,7 +243,7 @@ __attribute__((noinline)) inline void multiply_few(const float* const w[2], int6
 }
 
 inline void multiply_tiles(const float* const w[2], int64_t stride, int64_t k, const uint32_t* const panel[2],
-                           int64_t rows, int64_t, const float*, float* results) {
+                           int64_t rows, int64_t, int64_t, float* results) {
     const float* p0 = reinterpret_cast<const float*>(panel[0]);
     const float* p1 = reinterpret_cast<const float*>(panel[1]);
     if (rows <= FEW) return multiply_few(w, stride, k, p0, rows, results);
@@ -280,7 +281,7 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
     const bool is_whole = n0 + EDGE <= a.n && n1 + EDGE <= b.n && (PER_WORD<T> == 1 || a.k == padded_k);
     Edge<T> edge;
     const T* w[2] = {a.data + n0 * a.k, b.data + n1 * b.k};
-    const T* ahead = is_whole && a.data == b.data && n1 + 3 * EDGE <= a.n ? w[1] + EDGE * a.k : nullptr;
+    const int64_t next = a.data == b.data ? 2 * EDGE : EDGE, ahead = is_whole && n1 + next + EDGE <= b.n ? next : 0;
     if (!is_whole) {
         w[0] = edge.fill(a, n0, 0, padded_k);
         w[1] = edge.fill(b, n1, 1, padded_k);
@@ -290,7 +291,8 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
         const int64_t left = rows - tile * EDGE, count = last - tile >= 2 ? left : (left < EDGE ? left : EDGE);
         const uint32_t* p = panel + tile * depth_tiles * TILE_WORDS;
         const uint32_t* parts[2] = {p, p + depth_tiles * TILE_WORDS};
-        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, parts, count, depth_tiles, tile == first ? ahead : nullptr, results);
+        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, parts, count, depth_tiles, tile == first ? ahead : 0,
+                       results);
         for (int i = 0; i < (count > EDGE ? 2 : 1); i++)
             out(tile + i, results + i * TILE_WORDS, results + (2 + i) * TILE_WORDS);
     }
@@ -394,10 +396,8 @@ void gated_product(const uint32_t* panel, int64_t rows, const Weight<T>& gate, c
         multiply(gate, n0, up, n0, panel, rows, first, last, [&](int64_t tile, const float* g, const float* u) {
             __m512 v[EDGE];
             for (int n = 0; n < EDGE; n++) {
-                alignas(64) float gated[EDGE];
-                _mm512_store_ps(gated, rounded(_mm512_load_ps(g + n * EDGE), gate.data));
-                for (int i = 0; i < EDGE; i++) gated[i] = activation(gated[i]);
-                __m512 a = rounded(_mm512_load_ps(gated), gate.data);
+                const vec x = reinterpret_cast<vec>(rounded(_mm512_load_ps(g + n * EDGE), gate.data));
+                const __m512 a = rounded(reinterpret_cast<__m512>(activation(x)), gate.data);
                 v[n] = _mm512_mul_ps(a, rounded(_mm512_load_ps(u + n * EDGE), gate.data));  // store_words rounds it
             }
             store_words(out, depth_tiles, tile, n0, v, gate.data);

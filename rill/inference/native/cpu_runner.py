@@ -15,7 +15,7 @@ import torch
 from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
-from rill.inference.native.sampler import apply_edits, filter_logits
+from rill.inference.native.sampler import apply_edits
 from rill.models.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.decoder import build_decoder
@@ -90,23 +90,21 @@ class CpuRunner(ModelRunner):
         kernels = self._cpu_kernels
         if kernels is None:
             return super().sample(logits_SV, batch)
-        if sampling.edits or sampling.is_filtered:
-            logits_SV = logits_SV.float()
         if sampling.edits:
+            logits_SV = logits_SV.float()
             apply_edits(logits_SV, sampling.edits)
+        filters = None
+        if sampling.is_filtered:
+            filters = (
+                torch.from_numpy(sampling.top_k_S),
+                torch.from_numpy(sampling.top_p_S),
+                torch.from_numpy(sampling.min_p_S),
+            )
         temperature_S, uniform_S = (
             torch.from_numpy(sampling.temperature_S),
             torch.from_numpy(sampling.uniform_S),
         )
-        if not sampling.is_filtered:
-            return kernels.sample(logits_SV, temperature_S, uniform_S)
-        scaled_SV = logits_SV / torch.where(temperature_S == 0, 1.0, temperature_S)[:, None]
-        hidden_SV = filter_logits(scaled_SV, sampling) == float("-inf")
-        tokens_S, _ = kernels.sample(
-            logits_SV.masked_fill(hidden_SV, float("-inf")), temperature_S, uniform_S
-        )
-        # Reported before truncation, and with the bits that an unfiltered row would get.
-        return tokens_S, kernels.score(logits_SV, tokens_S, temperature_S)
+        return kernels.sample(logits_SV, temperature_S, uniform_S, filters=filters)
 
     def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
         if self._cpu_kernels is None:
