@@ -85,6 +85,7 @@ class RemoteEngine:
         raise AssertionError("a subclass speaks to its server")
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        """Afterwards the server has them, and nothing in its prefix cache is older."""
         raise self._lacks(Feature.UPDATE_WEIGHTS)
 
     async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
@@ -182,7 +183,6 @@ class RemoteEngine:
             await flights.hold(cut=True)
             try:
                 await load()
-                await self._flush()
             except (httpx.HTTPError, EngineError, RequestError) as error:
                 flights.unavailable = str(error)
                 raise WeightSyncError(f"{self.name}: {error}") from error

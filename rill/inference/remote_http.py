@@ -43,9 +43,11 @@ class ServerHttp:
         response = await self._client.get(path)
         return response.json() if response.status_code == 200 else None
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that comes back, or the text where it is none."""
-        response = await self._client.post(path, json=body)
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Any:
+        """The JSON that comes back, or the text where it is none. `headers` go over the client's own."""
+        response = await self._client.post(path, json=body, headers=headers)
         self._raise_for_status(path, response.status_code, response.text)
         with suppress(ValueError):
             return response.json()
@@ -65,11 +67,19 @@ class ServerHttp:
                     return
                 event = json.loads(data)
                 if "error" in event and "choices" not in event:
-                    raise EngineError(f"{self.name}: {json.dumps(event['error'])[:500]}")
+                    raise self._event_error(event["error"])
                 yield event
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    def _event_error(self, error: Any) -> Exception:
+        """A stream has its status line behind it: vLLM, SGLang and rill put the reason into an event."""
+        message = f"{self.name}: {json.dumps(error)[:500]}"
+        code = error.get("code") if isinstance(error, dict) else None
+        is_ours = isinstance(code, int) and 400 <= code < 500 and code != 429
+        is_ours |= isinstance(error, dict) and error.get("type") == "invalid_request_error"
+        return RequestError(message) if is_ours else EngineError(message)
 
     def _raise_for_status(self, path: str, status: int, text: str) -> None:
         if status < 400:

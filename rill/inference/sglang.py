@@ -1,6 +1,6 @@
 """A running SGLang server as an Engine, over its native HTTP protocol.
 
-    /generate                       input_ids, return_logprob, stream: (logprob, id) pairs of every token
+    /generate                       input_ids, return_logprob, stream: (logprob, id, text) of every token
     /abort_request                  what is cut short here is ended there, by its rid
     /update_weights_from_disk       whole or partial weights through a folder that both sides see
     /init_weights_update_group, /update_weights_from_distributed      the same through NCCL, for rill.weights
@@ -10,13 +10,19 @@
 SGLang reports log-probabilities after temperature and before top-k and top-p, which is what the protocol asks. Requests
 are cut short by the client around an update (see remote.py), and the server is paused (`retract`) while it loads.
 
-Not run against a real SGLang: it does not install without a GPU. Tests speak to a server that follows its protocol.
+Three of its habits shape this file. It aborts every request whose rid begins with the one given, and refuses a rid that
+it still knows: so each attempt has a rid of its own, all of one length. It flushes its cache only when nothing runs:
+an update flushes while the server is paused, and not again. Where it has an admin key, control routes take that one.
+
+Not run against a real SGLang, which does not install without a GPU: routes, fields and answers were read from its
+documentation and its code, and the tests speak to a server made after them. docs/serving.md says which versions.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -27,7 +33,7 @@ import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError, UnsupportedError, WeightSyncError
+from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
@@ -42,6 +48,8 @@ _TAGS = {
     MemoryLevel.GRAPHS: ["kv_cache", "weights", "cuda_graph"],
 }
 
+_FLUSH_WAIT_S = 30.0
+
 
 class SglangEngine(RemoteEngine):
     class Config(PartConfig):
@@ -52,6 +60,8 @@ class SglangEngine(RemoteEngine):
         """The same model as the server's: its names and shapes are checked before weights are sent."""
         api_key_variable: str = "SGLANG_API_KEY"
         """The environment variable that holds the key. Unset or empty there: no key is sent."""
+        admin_key_variable: str = "SGLANG_ADMIN_API_KEY"
+        """The same for the control routes, where the server has --admin-api-key. Unset or empty: the key above."""
         exchange_folder: str = "/dev/shm"
         """Where new weights are written for the server to read. Both must see it."""
         max_context: int | None = Field(default=None, ge=2)
@@ -70,12 +80,13 @@ class SglangEngine(RemoteEngine):
         super().__init__(
             config.url,
             name="sglang",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=_bearer(key),
             max_concurrent=config.max_concurrent,
             connect_timeout_s=config.connect_timeout_s,
             transport=transport,
         )
         self.config = config
+        self._admin = _bearer(os.environ.get(config.admin_key_variable, "") or key)
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._released: list[str] = []
@@ -110,6 +121,11 @@ class SglangEngine(RemoteEngine):
         }
         self._call(self._succeed("/init_weights_update_group", body), "init_weights_group", 600.0)
 
+    def destroy_weights_group(self, name: str) -> None:
+        self._call(
+            self._succeed("/destroy_weights_update_group", {"group_name": name}), "destroy_weights_group"
+        )
+
     def update_from_group(
         self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], name: str,
         version: PolicyVersion,
@@ -128,12 +144,13 @@ class SglangEngine(RemoteEngine):
     # --- what the base asks -------------------------------------------------------------------------------
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        rid = uuid.uuid4().hex
         body = {
             "input_ids": request.token_ids.tolist(),
             "sampling_params": self._sampling(request),
             "return_logprob": True,
             "stream": True,
-            "rid": request.id,
+            "rid": rid,
         }
         if request.adapter is not None:
             body["lora_path"] = request.adapter
@@ -150,7 +167,7 @@ class SglangEngine(RemoteEngine):
                     yield chunk
         finally:
             if not is_over:
-                await self._http.post("/abort_request", {"rid": request.id})
+                await self._control("/abort_request", {"rid": rid})
 
     async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
         if temperature != 1.0:
@@ -175,36 +192,45 @@ class SglangEngine(RemoteEngine):
             await self._while_paused("/update_weights_from_disk", body)
 
     async def _while_paused(self, path: str, body: dict[str, Any]) -> None:
-        """`retract` lets the cache be flushed even when others have requests at this server."""
-        await self._http.post("/pause_generation", {"mode": "retract"})
+        """`retract` lets the update flush the cache even when others have requests at this server."""
+        await self._control("/pause_generation", {"mode": "retract"})
         try:
             await self._succeed(path, body)
         finally:
-            await self._http.post("/continue_generation", {})
+            await self._control("/continue_generation", {})
 
     async def _flush(self) -> None:
-        await self._http.post("/flush_cache")
+        # The server waits that long for what was cut short to be gone; without, it refuses at once.
+        await self._control(f"/flush_cache?timeout={_FLUSH_WAIT_S:g}")
 
     async def _release(self, level: MemoryLevel) -> None:
         if not self.config.enable_memory_saver:
             raise self._lacks(Feature.RELEASE_MEMORY)
-        await self._http.post("/release_memory_occupation", {"tags": _TAGS[level]})
+        await self._flush()  # it asserts that nothing runs
+        await self._control("/release_memory_occupation", {"tags": _TAGS[level]})
         self._released = _TAGS[level]
 
     async def _restore(self) -> None:
         if not self.config.enable_memory_saver:
             raise self._lacks(Feature.RELEASE_MEMORY)
         if self._released:
-            await self._http.post("/resume_memory_occupation", {"tags": self._released})
+            await self._control("/resume_memory_occupation", {"tags": self._released})
             self._released = []
 
+    async def _control(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._http.post(path, body, headers=self._admin)
+
     async def _succeed(self, path: str, body: dict[str, Any]) -> None:
-        answer = await self._http.post(path, body)
+        """Updates that fail are a 400 with the reason in `message`."""
+        try:
+            answer = await self._control(path, body)
+        except RequestError as error:
+            raise WeightSyncError(str(error)) from error
         if not (isinstance(answer, dict) and answer.get("success")):
             raise WeightSyncError(f"sglang: {path} failed: {str(answer)[:500]}")
 
     async def _ask_context(self) -> int:
-        info = await self._http.get("/get_server_info")
+        info = await self._http.get("/server_info") or await self._http.get("/get_server_info")
         length = (info or {}).get("context_length")
         return int(length or load_model_config(self.config.model).max_position_embeddings)
 
@@ -231,6 +257,10 @@ class SglangEngine(RemoteEngine):
         if s.seed is not None and self.config.is_deterministic:
             params["sampling_seed"] = s.seed
         return params
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _read_event(event: dict[str, Any], num_seen: int, stop_ids: Sequence[int]) -> Chunk:

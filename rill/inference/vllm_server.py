@@ -126,6 +126,7 @@ class VllmServerEngine(RemoteEngine):
             path = Path(folder) / f"{version}.safetensors"
             Checkpoint.write(checked(tensors, self._expected), path)
             await self._http.post("/collective_rpc", {"method": "rill_load_weights", "args": [str(path)]})
+        await self._flush()
 
     async def _flush(self) -> None:
         await self._http.post("/reset_prefix_cache")

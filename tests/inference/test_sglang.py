@@ -14,7 +14,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from safetensors.torch import load_file
 
 from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
@@ -32,69 +32,145 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
+CONTROL = (
+    "abort_request", "flush_cache", "pause_generation", "continue_generation", "update_weights_from_disk",
+    "update_weights_from_distributed", "init_weights_update_group", "destroy_weights_update_group",
+    "release_memory_occupation", "resume_memory_occupation",
+)  # fmt: skip
+FIELDS = {
+    "update_weights_from_disk": {"model_path", "load_format", "abort_all_requests", "weight_version", "is_async",
+                                 "torch_empty_cache", "keep_pause", "recapture_cuda_graph", "token_step", "flush_cache",
+                                 "manifest"},
+    "update_weights_from_distributed": {"names", "dtypes", "shapes", "group_name", "flush_cache", "abort_all_requests",
+                                        "weight_version", "load_format", "torch_empty_cache"},
+    "init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name",
+                                  "backend"},
+    "destroy_weights_update_group": {"group_name"},
+    "pause_generation": {"mode"}, "continue_generation": {"torch_empty_cache"},
+    "release_memory_occupation": {"tags"}, "resume_memory_occupation": {"tags"}, "abort_request": {"rid", "abort_all"},
+}  # fmt: skip
+"""What its request structures have; the server here refuses anything else, so that a wrong name is found."""
+GENERATE = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream", "rid", "lora_path",
+            "extra_key"}  # fmt: skip
+
+
 class FakeSglang:
     """Token i after prompt p is (p + i) mod 50; the log-probability is -token / 100."""
 
-    def __init__(self, *, is_incremental: bool) -> None:
+    def __init__(self, *, is_incremental: bool, admin_key: str = "") -> None:
         self.is_incremental = is_incremental
+        self.admin_key = admin_key
         self.calls: list[tuple[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.refuse_weights = False
-        self.num_running = 0
+        self.running: dict[str, bool] = {}  # rid -> is it to be aborted
+        self.is_paused = False
         self.app = FastAPI()
-        self.app.get("/get_server_info")(self.info)
+        self.app.get("/server_info")(self.info)
         self.app.post("/generate")(self.generate)
-        for path in ("abort_request", "flush_cache", "pause_generation", "continue_generation",
-                     "update_weights_from_disk", "update_weights_from_distributed", "init_weights_update_group",
-                     "release_memory_occupation", "resume_memory_occupation"):  # fmt: skip
+        for path in CONTROL:
             self.app.post(f"/{path}")(self.control)
 
-    async def info(self) -> dict[str, Any]:
-        return {"context_length": None, "tp_size": 1}
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
 
-    async def control(self, http: HttpRequest) -> JSONResponse:
+    async def info(self) -> dict[str, Any]:
+        return {"context_length": None, "tp_size": 1, "version": "0.5.6", "internal_states": []}
+
+    async def control(self, http: HttpRequest) -> Response:
         content = await http.body()
         body = json.loads(content) if content else None
         name = http.url.path.strip("/")
         self.calls.append((name, body))
-        if name == "update_weights_from_disk":
-            if self.refuse_weights:
-                return JSONResponse({"success": False, "message": "no"}, 400)
-            self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
-        return JSONResponse({"success": True, "message": "ok"})
+        if self.admin_key and http.headers.get("authorization") != f"Bearer {self.admin_key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        assert body is None or body.keys() <= FIELDS[name], (name, body)
+        match name:
+            case "flush_cache":
+                wait_s = float(http.query_params.get("timeout", 0))
+                return await self.flush(wait_s)
+            case "abort_request":
+                for rid in self.running:
+                    self.running[rid] |= body.get("abort_all", False) or rid.startswith(body["rid"])
+                return Response(status_code=200)
+            case "pause_generation" | "continue_generation":
+                assert body.get("mode", "retract") in ("abort", "retract", "in_place")
+                self.is_paused = name == "pause_generation"
+                return JSONResponse({"message": "Generation …ed successfully.", "status": "ok"})
+            case "release_memory_occupation" | "resume_memory_occupation":
+                assert not self.running, "it asserts that nothing runs"
+                return JSONResponse(None)
+            case "update_weights_from_disk":
+                return self.load(body)
+        return JSONResponse({"success": True, "message": "Succeeded."})
+
+    async def flush(self, wait_s: float) -> Response:
+        deadline = time.monotonic() + wait_s
+        while self.running and not self.is_paused:
+            if time.monotonic() >= deadline:
+                return PlainTextResponse("Flush cache failed.\n", 400)
+            await asyncio.sleep(0.005)
+        return PlainTextResponse("Cache flushed.\nPlease check backend logs for more details.\n")
+
+    def load(self, body: dict[str, Any]) -> Response:
+        answer = {"success": not self.refuse_weights, "message": "no", "num_paused_requests": 0}
+        if self.refuse_weights:
+            return JSONResponse(answer, 400)
+        assert self.is_paused or not self.running, "an update can only happen while nothing is processed"
+        self.weights = load_file(Path(body["model_path"]) / "model.safetensors")
+        return JSONResponse(answer)
 
     async def generate(self, http: HttpRequest) -> Any:
         body = await http.json()
+        assert body.keys() <= GENERATE, body
         ids, params = body["input_ids"], body["sampling_params"]
-        if max(ids) >= 50:
-            return JSONResponse({"error": {"message": "bad ids"}}, 400)
         if not body.get("stream"):
+            if max(ids) >= 50:
+                return JSONResponse({"error": {"message": "bad ids"}}, 400)
             entries = [[None if i == 0 else -t / 100, t, None] for i, t in enumerate(ids)]
-            return {"text": "", "meta_info": {"input_token_logprobs": entries, "completion_tokens": 0}}
-        return StreamingResponse(self.events(ids, params), media_type="text/event-stream")
+            return {
+                "text": "",
+                "output_ids": [],
+                "meta_info": {"input_token_logprobs": entries, "completion_tokens": 0},
+            }
+        return StreamingResponse(self.events(body["rid"], ids, params), media_type="text/event-stream")
 
-    async def events(self, ids: list[int], params: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def events(self, rid: str, ids: list[int], params: dict[str, Any]) -> AsyncIterator[bytes]:
+        if max(ids) >= 50 or rid in self.running:  # a stream's refusal comes as an event
+            reason = {
+                "message": f"Duplicate request ID detected: {rid}",
+                "type": "invalid_request_error",
+                "code": 400,
+            }
+            yield f"data: {json.dumps({'error': reason})}\n\ndata: [DONE]\n\n".encode()
+            return
         entries: list[list[Any]] = []
-        self.num_running += 1
+        self.running[rid] = False
         try:
             for i in range(params["max_new_tokens"]):
                 token = (ids[-1] + 1) % 50
                 ids = [*ids, token]
                 entries.append([-token / 100, token, None])
                 finish = None
-                if token in params["stop_token_ids"]:
+                if self.running[rid]:
+                    finish = {"type": "abort", "message": "Abort by user."}
+                elif token in params["stop_token_ids"]:
                     finish = {"type": "stop", "matched": token}
                 elif i + 1 == params["max_new_tokens"]:
                     finish = {"type": "length", "length": i + 1}
-                meta = {"completion_tokens": i + 1, "finish_reason": finish, "cached_tokens": 3}
+                meta = {"id": rid, "prompt_tokens": 2, "completion_tokens": i + 1, "finish_reason": finish,
+                        "cached_tokens": 3, "weight_version": "default"}  # fmt: skip
                 meta["output_token_logprobs"] = entries[-1:] if self.is_incremental else entries
-                yield f"data: {json.dumps({'text': '', 'meta_info': meta})}\n\n".encode()
+                event = {"text": "", "output_ids": [token], "meta_info": meta}
+                yield f"data: {json.dumps(event)}\n\n".encode()
                 if finish is not None:
                     break
                 await asyncio.sleep(0.005)
             yield b"data: [DONE]\n\n"
         finally:
-            self.num_running -= 1
+            # The scheduler lets go of it a little later than the client.
+            asyncio.get_running_loop().call_later(0.02, self.running.pop, rid)
 
 
 @pytest.fixture(params=[False, True], ids=["cumulative", "incremental"])
@@ -140,8 +216,8 @@ def test_an_update_cuts_requests_short_and_they_go_on_under_the_new_version(pair
     assert versions == sorted(versions) and set(versions) == {0, 4} and engine.version == 4
     assert server.weights.keys() == dict(weights).keys()
     names = [name for name, _ in server.calls]
-    assert names == ["abort_request", "pause_generation", "update_weights_from_disk", "continue_generation",
-                     "flush_cache"]  # fmt: skip
+    assert names == ["abort_request", "pause_generation", "update_weights_from_disk", "continue_generation"]
+    assert server.calls[2][1]["flush_cache"] is True
     assert server.calls[1][1] == {"mode": "retract"} and server.calls[2][1]["weight_version"] == "4"
     assert not Path(server.calls[2][1]["model_path"]).exists()
 
@@ -197,3 +273,41 @@ def test_groups_refusals_and_features(pair: Pair) -> None:
     with pytest.raises(UnsupportedError):
         engine.score([np.array([1, 2], np.int32)], temperature=0.5)
     assert Feature.SEEDED not in engine.features and Feature.RELEASE_MEMORY in engine.features
+    engine.destroy_weights_group("g")
+
+
+def test_aborting_one_request_leaves_those_whose_names_begin_alike(pair: Pair) -> None:
+    engine, server = pair
+    first, tenth = engine.submit([ask("r-1", 100), ask("r-10", 40)])
+    while server.num_running < 2:
+        time.sleep(0.005)
+    engine.abort(["r-1"])
+    assert first.result(5).stop_reason is StopReason.ABORTED
+    assert tenth.result(20).stop_reason is StopReason.LENGTH and len(tenth.result().token_ids) == 40
+
+
+def test_a_request_that_is_resumed_at_once_is_not_taken_for_its_first_attempt(pair: Pair) -> None:
+    engine, server = pair
+    (future,) = engine.submit([ask("again", 60)])
+    for _ in range(3):
+        time.sleep(0.03)
+        engine.pause(PauseMode.INTERRUPT, 10.0)
+        engine.resume()
+    assert future.result(20).token_ids.tolist() == [(5 + i) % 50 for i in range(60)]
+    engine.flush()
+    assert server.calls[-1][0] == "flush_cache"
+
+
+def test_control_routes_take_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeSglang(is_incremental=False, admin_key="boss")
+    monkeypatch.setenv("SGLANG_API_KEY", "client")
+    with serve_in_thread(server.app, ServerConfig(port=0)) as running:
+        engine = SglangEngine(SglangEngine.Config(url=running.url, model=MODEL))
+        with pytest.raises(RequestError, match="401"):
+            engine.flush()
+        engine.close()
+        monkeypatch.setenv("SGLANG_ADMIN_API_KEY", "boss")
+        engine = SglangEngine(SglangEngine.Config(url=running.url, model=MODEL))
+        engine.flush()
+        assert len(engine.generate([ask("a")], 20.0)[0].token_ids) == 10
+        engine.close()
