@@ -1,6 +1,7 @@
 """The trainer on one H200: is the GPU route right, how fast is a step, what does it hold, where does the time go.
 
-    python benchmarks/training_h200.py [--only correct,optimizer,step,profile,padded,recompute,offload] [--small]
+    python benchmarks/training_h200.py [--only correct,optimizer,attention,step,profile,padded,recompute,offload]
+                                       [--small]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random weights, float32 masters and bf16
 compute; a step is 16,384 tokens of log-normal answer lengths with GRPO's loss. FLOPs are 6 × parameters per token plus
@@ -124,8 +125,8 @@ def algorithm() -> Algorithm:
 def make_trainer(device: str, shape: dict[str, Any], **values: Any) -> QuickTrainer:
     settings = {
         "compute_dtype": "bfloat16",
-        "head_chunk_bytes": 5 * 2**29,
-        # One pass of the whole step within 60 GB: the cheapest activations are computed again.
+        # The whole step in one pass within 60 GB: logits are kept, the cheapest activations are computed again.
+        "head_keep_bytes": 5 * 2**30,
         "activation_memory_budget": 0.8,
         **values,
     }
@@ -201,7 +202,7 @@ def check_optimizer(device: str) -> None:
         return {s.name: s.master for s in trainer.engine.slots}, agrees
 
     for micro in (4096, 1600):
-        (found, agrees), (wanted, _) = weights(micro, one_pass=True), weights(micro)
+        (found, agrees), (wanted, _) = weights(micro), weights(micro, one_pass=False)
         total = sum(w.numel() for w in wanted.values())
         near = sum(int(((found[n] - w).abs() < 1e-4).sum()) for n, w in wanted.items())
         report(name="correct/optimizer", micro=micro, copies_agree=agrees, near_share=near / total)
@@ -228,7 +229,6 @@ def time_steps(
         mean_length=float(np.mean([s.num_tokens for b in batches for s in b])),
         micro_batch_tokens=trainer.config.micro_batch_tokens,
         checkpointing=trainer.config.activation_checkpointing,
-        one_pass_optimizer=trainer.config.optimizer.one_pass,
         seconds=seconds,
         tokens_per_s=tokens / seconds,
         mfu=flops / seconds / PEAK_FLOP_PER_S,
@@ -237,19 +237,124 @@ def time_steps(
     return float(tokens / seconds)
 
 
-def profile_step(trainer: QuickTrainer, batch: list[Sample]) -> None:
+_KINDS = {
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "attention": ("_forward", "_backward_keys", "_backward_queries", "_row_sums", "flash"),
+    "optimizer and norm": ("_adamw_kernel", "multi_tensor_apply"),
+    "head's softmax": ("_stats", "_gradient"),
+    "layers' element-wise work": ("triton_",),
+}
+
+
+def profile_step(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sample]) -> None:
+    """Device time of one step by kind of kernel beside the least it could take, and what no kernel covers."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        start = time.perf_counter()
         trainer.update(batch)
         synchronize()
-    table = prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+        wall_ms = 1e3 * (time.perf_counter() - start)
+    kernels = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    totals: dict[str, tuple[float, int]] = {}
+    names: dict[str, tuple[float, int]] = {}
+    for event in kernels:
+        words = ((kind, w) for kind, ws in _KINDS.items() for w in ws)
+        kind = next((kind for kind, word in words if word in event.name), "other")
+        for table, key in ((totals, kind), (names, event.name)):
+            ms, count = table.get(key, (0.0, 0))
+            table[key] = ms + event.device_time_total / 1e3, count + 1
+    floors = floors_ms(trainer, shape, batch)
+    for kind, (ms, count) in sorted(totals.items(), key=lambda item: -item[1][0]):
+        report(name="profile", kind=kind, ms=round(ms, 2), kernels=count, floor_ms=floors.get(kind))
+    report(
+        name="profile",
+        kind="no kernel",
+        ms=round(wall_ms - covered_ms(kernels), 2),
+        wall_ms=round(wall_ms, 1),
+    )
     out = os.environ.get("OUT")
     if out:
-        Path(out, "profile.txt").write_text(table)
-    rows = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
-    for row in rows:
-        report(name="profile", kernel=row.key[:100], ms=row.self_device_time_total / 1e3, count=row.count)
+        rows = sorted(names.items(), key=lambda item: -item[1][0])[:60]
+        Path(out, "kernels.txt").write_text("\n".join(f"{ms:9.3f} {count:6d} {n}" for n, (ms, count) in rows))
+
+
+def covered_ms(kernels: list[Any]) -> float:
+    """Length of the union of the kernels' intervals."""
+    total = end = 0.0
+    for event in sorted(kernels, key=lambda e: e.time_range.start):
+        start, stop = event.time_range.start, event.time_range.end
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e3
+
+
+def floors_ms(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sample]) -> dict[str, float]:
+    """What the arithmetic at 771 TFLOP/s and the bytes at 4.27 TB/s (both measured) would take at least."""
+    tokens = sum(s.num_tokens for s in batch)
+    trained = sum(int(s.trajectory.loss_mask.sum()) for s in batch)
+    parameters = sum(s.master.numel() for s in trainer.engine.slots)
+    head = shape["vocab_size"] * shape["hidden_size"]
+    products = 6.0 * ((parameters - head) * tokens + head * trained)
+    attention = flops_of(shape, batch, 0) * 7 / 6  # the backward pass computes the scores again
+    # Elements a token and layer: each fused kernel reads its inputs and writes its outputs once.
+    layer = 9 * shape["intermediate_size"] + 28 * shape["hidden_size"]
+    moved = {
+        "optimizer and norm": 30.0 * parameters,
+        "head's softmax": 6.0 * trained * shape["vocab_size"],
+        "layers' element-wise work": 2.0 * layer * tokens * shape["num_hidden_layers"],
+    }
+    floors = {"matrix products": products / 771e9, "attention": attention / 771e9}
+    floors.update({kind: count / 4.27e9 for kind, count in moved.items()})
+    return {kind: round(ms, 2) for kind, ms in floors.items()}
+
+
+def time_attention(shape: dict[str, Any], batch: list[Sample]) -> None:
+    """The packed attention of one layer against FlashAttention's variable-length kernel, forward and backward."""
+    from rill.models.attention_packed import Segment, build_layout, packed_attention
+
+    lengths = [s.num_tokens for s in batch]
+    ends = np.cumsum(lengths).tolist()
+    segments = [Segment(start=e - n, end=e) for e, n in zip(ends, lengths, strict=True)]
+    layout = build_layout(segments, device=torch.device("cuda"), use_flash=True)
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
+    q, k, v = (
+        torch.randn(1, ends[-1], h, width, device="cuda", dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_()
+        for h in heads
+    )
+    grad = torch.randn(1, ends[-1], heads[0], width, device="cuda", dtype=torch.bfloat16)
+    flash = dataclasses.replace(layout, query_tiles=None, key_tiles=None)
+    results = {}
+    for name, used in {"rill": layout, "flash": flash}.items():
+
+        def forward(used: Any = used) -> torch.Tensor:
+            return packed_attention(torch.nn.Identity(), q, k, v, None, packed=used)[0]
+
+        def both(call: Any = forward) -> Any:
+            return torch.autograd.grad(call(), (q, k, v), grad)
+
+        results[name] = (forward().detach(), *both())
+        forward_s, both_s = device_s(forward), device_s(both)
+        report(name=f"attention/{name}", forward_ms=1e3 * forward_s, backward_ms=1e3 * (both_s - forward_s))
+    for what, a, b in zip(("out", "dq", "dk", "dv"), results["rill"], results["flash"], strict=True):
+        report(
+            name="attention/difference", of=what, relative=float((a - b).float().norm() / b.float().norm())
+        )
+
+
+def device_s(call: Any, repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
 def run(
@@ -259,7 +364,6 @@ def run(
     is_small: bool,
     repeats: int,
     batch_tokens: int,
-    one_pass: bool,
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "correct" in only:
@@ -267,7 +371,10 @@ def run(
     if "optimizer" in only and device == "cuda":
         check_optimizer(device)
     shape = SMALL if is_small else SHAPE
-    if not only - {"correct", "optimizer"}:
+    batches = [make_batch(batch_tokens, shape["vocab_size"], seed) for seed in range(4)]
+    if "attention" in only and device == "cuda":
+        time_attention(shape, batches[0])
+    if not only - {"correct", "optimizer", "attention"}:
         return
     trainer = make_trainer(
         device,
@@ -275,12 +382,10 @@ def run(
         micro_batch_tokens=micro,
         activation_checkpointing=checkpointing,
         compile=device == "cuda",
-        optimizer={"one_pass": one_pass},
     )
-    batches = [make_batch(batch_tokens, shape["vocab_size"], seed) for seed in range(4)]
     train_rate = time_steps(trainer, shape, batches, repeats)
     if "profile" in only and device == "cuda":
-        profile_step(trainer, batches[0])
+        profile_step(trainer, shape, batches[0])
     if "recompute" in only:
         trainer.logprobs(batches[0], trained_only=True)
         seconds = median_s(lambda i: trainer.logprobs(batches[i % 4], trained_only=True), repeats)
@@ -300,34 +405,55 @@ def run(
         check_offload(trainer, batches[0])
 
 
-def check_offload(trainer: QuickTrainer, batch: list[Sample]) -> None:
-    before = trainer.logprobs(batch[:2])
-    held = torch.cuda.memory_allocated()
-    start = time.perf_counter()
-    trainer.offload()
-    middle = time.perf_counter()
-    left = torch.cuda.memory_allocated()
-    trainer.onload()
-    end = time.perf_counter()
-    again = trainer.logprobs(batch[:2])
-    report(
-        name="offload",
-        offload_s=middle - start,
-        onload_s=end - middle,
-        held_gb=held / 1e9,
-        left_gb=left / 1e9,
-        is_same=all(np.array_equal(a, b) for a, b in zip(before, again, strict=True)),
+def report_transfer_rates() -> None:
+    host, device = (
+        torch.empty(2**32, dtype=torch.uint8, **kw) for kw in ({"pin_memory": True}, {"device": "cuda"})
     )
+    seconds = [
+        median_s(lambda i, a=a, b=b: a.copy_(b, non_blocking=True), 3)
+        for a, b in ((host, device), (device, host))
+    ]
+    rates = [2**32 / 1e9 / s for s in seconds]
+    report(name="offload/limit", to_host_gb_per_s=rates[0], to_device_gb_per_s=rates[1])
+
+
+def check_offload(trainer: QuickTrainer, batch: list[Sample]) -> None:
+    """Three turns: the first also makes the pinned memory. The limit is one plain transfer of 4 GB each way."""
+    report_transfer_rates()
+    before = trainer.logprobs(batch[:2])
+    for turn in range(3):
+        synchronize()
+        held = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        trainer.offload()
+        middle = time.perf_counter()
+        left = torch.cuda.memory_allocated()
+        moved = trainer.engine.num_offloaded_bytes / 1e9
+        begin = time.perf_counter()
+        trainer.onload()
+        synchronize()
+        end = time.perf_counter()
+        report(
+            name="offload",
+            turn=turn,
+            offload_s=middle - start,
+            onload_s=end - begin,
+            moved_gb=moved,
+            held_gb=held / 1e9,
+            left_gb=left / 1e9,
+            gb_per_s=2 * moved / (middle - start + end - begin),
+        )
+    again = trainer.logprobs(batch[:2])
+    report(name="offload/same", is_same=all(np.array_equal(a, b) for a, b in zip(before, again, strict=True)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="correct,optimizer,step,profile,recompute,padded,offload")
+    parser.add_argument("--only", default="correct,optimizer,attention,step,profile,recompute,padded,offload")
     parser.add_argument("--micro", type=int, default=16384)
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--one-pass", action="store_true", help="the one-pass AdamW")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):
@@ -340,7 +466,6 @@ def main() -> None:
         args.small,
         args.repeats,
         args.batch_tokens,
-        args.one_pass,
     )
 
 

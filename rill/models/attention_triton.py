@@ -14,7 +14,7 @@ keeps all multiprocessors busy to the end, and no program starts only to find th
 dK and dV of one key/value head are summed over its query heads: within a program over HEADS_AT_ONCE of them, the
 rest as `parts` that are added afterwards.
 
-Q query token, M key token, H query head, G key/value head, E head width.
+Q query token, M key token, H query head, G key/value head, E head width, C column of per-query sums.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ class _Shape:
 
 
 _FORWARD = _Shape(128, 8, 2)
-_KEYS = _Shape(64, 8, 2)
-_QUERIES = _Shape(64, 8, 2)
+_KEYS = _Shape(64, 8, 3)
+_QUERIES = _Shape(64, 8, 3)
 
 
 def plan_tiles(
     query_lengths: Sequence[int], key_lengths: Sequence[int]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(query tiles, key tiles): int32 [tiles, 5] of first query, queries, first key, keys of the segment, tile number.
+    """(query tiles, key tiles): int32 [tiles, 6] of the segment's first query, number of queries, first key, number of
+    keys, first column of per-query sums, and the tile's number in it.
 
-    Sorted by the number of (query, key) pairs, most first.
+    Sorted by the number of (query, key) pairs, most first. Sums lie tile by tile: no program needs to mask them.
     """
     q, k = np.asarray(query_lengths), np.asarray(key_lengths)
-    segments = np.stack([np.cumsum(q) - q, q, np.cumsum(k) - k, k], axis=1)
+    padded = -(-q // QUERY_TILE) * QUERY_TILE
+    segments = np.stack([np.cumsum(q) - q, q, np.cumsum(k) - k, k, np.cumsum(padded) - padded], axis=1)
     hidden = segments[:, 3] - segments[:, 1]
     queries = _tiles(segments, q, QUERY_TILE)
     seen = np.minimum(
-        queries[:, 3], (queries[:, 4] + 1) * QUERY_TILE + np.repeat(hidden, -(-q // QUERY_TILE))
+        queries[:, 3], (queries[:, 5] + 1) * QUERY_TILE + np.repeat(hidden, -(-q // QUERY_TILE))
     )
     keys = _tiles(segments, k, KEY_TILE)
-    seeing = keys[:, 1] - np.maximum(0, keys[:, 4] * KEY_TILE - np.repeat(hidden, -(-k // KEY_TILE)))
+    seeing = keys[:, 1] - np.maximum(0, keys[:, 5] * KEY_TILE - np.repeat(hidden, -(-k // KEY_TILE)))
     return queries[np.argsort(-seen, kind="stable")], keys[np.argsort(-seeing, kind="stable")]
 
 
@@ -82,10 +84,10 @@ def _tiles(segments: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], size: 
 
 @triton.jit
 def _tile(tiles_ptr, lanes):  # type: ignore[no-untyped-def]  # Triton reads annotations as code
-    """(first query, queries, first key, keys, tile number, lane) of this program."""
-    at = tiles_ptr + tl.program_id(0) // lanes * 5
-    segment = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    return segment[0], segment[1], segment[2], segment[3], segment[4], tl.program_id(0) % lanes
+    """(first query, queries, first key, keys, first sum, tile number, lane) of this program."""
+    at = tiles_ptr + tl.program_id(0) // lanes * 6
+    q_start, q_len, k_start, k_len = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return q_start, q_len, k_start, k_len, tl.load(at + 4), tl.load(at + 5), tl.program_id(0) % lanes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,10 +125,10 @@ def _key_range(number, ahead, window, M: tl.constexpr, N: tl.constexpr, HAS_WIND
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    q_ptr, k_rows, v_rows, out_ptr, lse_ptr, tiles_ptr, scale, window, lse_step, num_heads, group,
+    q_ptr, k_rows, v_rows, out_ptr, lse_ptr, tiles_ptr, scale, window, sums_step, num_heads, group,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    q_start, q_len, k_start, k_len, number, head = _tile(tiles_ptr, num_heads)
+    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
     rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
     ahead, kv_at = k_len - q_len, head // group * WIDTH
     q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
@@ -158,36 +160,31 @@ def _forward(  # type: ignore[no-untyped-def]
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
         top = new_top
     _store_rows(out_ptr, acc / total[:, None], q_start, rows, q_len, head, num_heads, WIDTH)
-    tl.store(lse_ptr + head * lse_step + q_start + rows, top + tl.log2(total), mask=rows < q_len)
+    # Past the segment's end an infinite one: whatever is read in place of such a query weighs nothing.
+    lse = tl.where(rows < q_len, top + tl.log2(total), float("inf"))
+    tl.store(lse_ptr + head * sums_step + sums + rows, lse)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_sums(  # type: ignore[no-untyped-def]
-    out_ptr, grad_ptr, delta_ptr, num_queries, delta_step, num_heads, WIDTH: tl.constexpr, M: tl.constexpr
+    out_ptr, grad_ptr, delta_ptr, tiles_ptr, sums_step, num_heads, WIDTH: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """delta = Σ out · grad over the head's width."""
-    rows, head = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1)
-    out = _load_rows(out_ptr, 0, rows, num_queries, head, num_heads, WIDTH).to(tl.float32)
-    grad = _load_rows(grad_ptr, 0, rows, num_queries, head, num_heads, WIDTH).to(tl.float32)
-    tl.store(delta_ptr + head * delta_step + rows, tl.sum(out * grad, 1), mask=rows < num_queries)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums(lse_rows, delta_rows, head, at, num_left, M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of M queries. Past the segment's end they are the next one's: with this log-sum-exp those weigh nothing."""
-    inside = tl.arange(0, M) < num_left
-    lse = tl.where(inside, lse_rows.load([head, at]).reshape([M]), float("inf"))
-    return lse, tl.where(inside, delta_rows.load([head, at]).reshape([M]), 0.0)
+    q_start, q_len, _, _, sums, number, head = _tile(tiles_ptr, num_heads)
+    rows = number * M + tl.arange(0, M)
+    out = _load_rows(out_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
+    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
+    tl.store(delta_ptr + head * sums_step + sums + rows, tl.sum(out * grad, 1))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_keys(  # type: ignore[no-untyped-def]
-    q_rows, k_ptr, v_ptr, grad_rows, lse_rows, delta_rows, dk_ptr, dv_ptr, tiles_ptr, scale, window,
-    num_keys, kv_heads, group,
+    q_rows, k_ptr, v_ptr, grad_rows, lse_ptr, delta_ptr, dk_ptr, dv_ptr, tiles_ptr, scale, window,
+    sums_step, num_keys, kv_heads, group,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     parts = group // HEADS
-    q_start, q_len, k_start, k_len, number, lane = _tile(tiles_ptr, kv_heads * parts)
+    q_start, q_len, k_start, k_len, sums, number, lane = _tile(tiles_ptr, kv_heads * parts)
     kv_head, part = lane // parts, lane % parts
     columns = number * N + tl.arange(0, N)
     k = _load_rows(k_ptr, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
@@ -207,7 +204,8 @@ def _backward_keys(  # type: ignore[no-untyped-def]
             rows = start + tl.arange(0, M)
             q = q_rows.load([q_start + start, head * WIDTH])
             grad = grad_rows.load([q_start + start, head * WIDTH])
-            lse, delta = _sums(lse_rows, delta_rows, head, q_start + start, q_len - start, M)
+            lse = tl.load(lse_ptr + head * sums_step + sums + start + tl.arange(0, M))
+            delta = tl.load(delta_ptr + head * sums_step + sums + start + tl.arange(0, M))
             p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
             p = tl.where(_sees(rows[None, :], columns[:, None], ahead, window, HAS_WINDOW), p, 0.0)
             dv = tl.dot(p.to(q.dtype), grad, dv)
@@ -216,7 +214,8 @@ def _backward_keys(  # type: ignore[no-untyped-def]
         for start in range(whole, end, M):
             q = q_rows.load([q_start + start, head * WIDTH])
             grad = grad_rows.load([q_start + start, head * WIDTH])
-            lse, delta = _sums(lse_rows, delta_rows, head, q_start + start, q_len - start, M)
+            lse = tl.load(lse_ptr + head * sums_step + sums + start + tl.arange(0, M))
+            delta = tl.load(delta_ptr + head * sums_step + sums + start + tl.arange(0, M))
             p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
             dv = tl.dot(p.to(q.dtype), grad, dv)
             ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
@@ -229,17 +228,16 @@ def _backward_keys(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_queries(  # type: ignore[no-untyped-def]
     q_ptr, k_rows, v_rows, grad_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, scale, window,
-    lse_step, num_heads, group,
+    sums_step, num_heads, group,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    q_start, q_len, k_start, k_len, number, head = _tile(tiles_ptr, num_heads)
+    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
     rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
     ahead, kv_at = k_len - q_len, head // group * WIDTH
     q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
     grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
-    sums = head * lse_step + q_start
-    lse = tl.load(lse_ptr + sums + rows, mask=rows < q_len, other=float("inf"))
-    delta = tl.load(delta_ptr + sums + rows, mask=rows < q_len, other=0.0)
+    lse = tl.load(lse_ptr + head * sums_step + sums + rows)
+    delta = tl.load(delta_ptr + head * sums_step + sums + rows)
     dq = tl.zeros([M, WIDTH], tl.float32)
     begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
     for start in range(begin, whole, N):
@@ -268,11 +266,11 @@ def segment_attention(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out_QHE, log-sum-exp_HQ in base 2). `window` 0: every earlier key is seen; else the last `window` ones."""
+    """(out_QHE, log-sum-exp in base 2 by tile). `window` 0: every earlier key is seen; else the last `window` ones."""
     q, k, v = query_QHE.contiguous(), key_MGE.contiguous(), value_MGE.contiguous()
-    num_queries, num_heads, width = q.shape
+    _, num_heads, width = q.shape
     out = torch.empty_like(q)
-    lse = torch.empty(num_heads, _padded(num_queries), dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_heads, len(query_tiles) * QUERY_TILE, dtype=torch.float32, device=q.device)
     _forward[(len(query_tiles) * num_heads,)](
         q, _streamed(k, _FORWARD.inner), _streamed(v, _FORWARD.inner), out, lse, query_tiles, scale * _LOG2_E,
         window, lse.stride(0), num_heads, num_heads // k.shape[1],
@@ -288,7 +286,7 @@ def segment_attention_backward(
     key_MGE: Tensor,
     value_MGE: Tensor,
     out_QHE: Tensor,
-    lse_HQ: Tensor,
+    lse_HC: Tensor,
     query_tiles: Tensor,
     key_tiles: Tensor,
     scale: float,
@@ -296,24 +294,24 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV)."""
     grad, q, k, v = (x.contiguous() for x in (grad_QHE, query_QHE, key_MGE, value_MGE))
-    num_queries, num_heads, width = q.shape
+    _, num_heads, width = q.shape
     num_keys, kv_heads, _ = k.shape
     group = num_heads // kv_heads
     heads = max(h for h in range(1, HEADS_AT_ONCE + 1) if group % h == 0)
     parts = group // heads
-    dq, delta = torch.empty_like(q), torch.empty_like(lse_HQ)
+    dq, delta = torch.empty_like(q), torch.empty_like(lse_HC)
     part_dtype = q.dtype if parts == 1 else torch.float32
     dk, dv = (torch.empty(parts, num_keys, kv_heads, width, dtype=part_dtype, device=q.device) for _ in "kv")
-    _row_sums[(triton.cdiv(num_queries, 64), num_heads)](
-        out_QHE, grad, delta, num_queries, delta.stride(0), num_heads, WIDTH=width, M=64, num_warps=4
+    _row_sums[(len(query_tiles) * num_heads,)](
+        out_QHE, grad, delta, query_tiles, delta.stride(0), num_heads, WIDTH=width, M=QUERY_TILE, num_warps=8
     )
     _backward_keys[(len(key_tiles) * kv_heads * parts,)](
-        _streamed(q, _KEYS.inner), k, v, _streamed(grad, _KEYS.inner), _sums_of(lse_HQ), _sums_of(delta), dk, dv,
-        key_tiles, scale * _LOG2_E, window, num_keys, kv_heads, group,
+        _streamed(q, _KEYS.inner), k, v, _streamed(grad, _KEYS.inner), lse_HC, delta, dk, dv,
+        key_tiles, scale * _LOG2_E, window, delta.stride(0), num_keys, kv_heads, group,
         WIDTH=width, M=_KEYS.inner, N=KEY_TILE, HEADS=heads, HAS_WINDOW=window > 0, **_KEYS.launch,
     )  # fmt: skip
     _backward_queries[(len(query_tiles) * num_heads,)](
-        q, _streamed(k, _QUERIES.inner), _streamed(v, _QUERIES.inner), grad, lse_HQ, delta, dq, query_tiles,
+        q, _streamed(k, _QUERIES.inner), _streamed(v, _QUERIES.inner), grad, lse_HC, delta, dq, query_tiles,
         scale * _LOG2_E, window, delta.stride(0), num_heads, group,
         WIDTH=width, M=QUERY_TILE, N=_QUERIES.inner, HAS_WINDOW=window > 0, **_QUERIES.launch,
     )  # fmt: skip
@@ -328,19 +326,11 @@ def _streamed(x_THE: Tensor, num_rows: int) -> TensorDescriptor:
     return TensorDescriptor(x_THE, [num_tokens, num_heads * width], [num_heads * width, 1], [num_rows, width])
 
 
-def _sums_of(x_HQ: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(x_HQ, list(x_HQ.shape), list(x_HQ.stride()), [1, _KEYS.inner])
-
-
-def _padded(num_queries: int) -> int:
-    """Columns of per-query sums: the copy engine wants rows in steps of 16 bytes."""
-    return -(-num_queries // 4) * 4
-
-
 @segment_attention.register_fake
-def _(query_QHE: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    num_queries, num_heads, _ = query_QHE.shape
-    lse = query_QHE.new_empty(num_heads, _padded(num_queries), dtype=torch.float32)
+def _(
+    query_QHE: Tensor, key_MGE: Tensor, value_MGE: Tensor, query_tiles: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    lse = query_QHE.new_empty(query_QHE.shape[1], query_tiles.shape[0] * QUERY_TILE, dtype=torch.float32)
     return query_QHE.new_empty(query_QHE.shape), lse
 
 

@@ -77,3 +77,25 @@ def test_a_frozen_head_gets_no_gradient_and_no_tokens_is_no_error() -> None:
     logprobs, _ = chosen_logprobs(hidden, weight, None, none, none)
     logprobs.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_on_a_gpu_it_is_the_same_function(keep_bytes: int, with_entropy: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 64), torch.randn(9001, 64)
+    source, target = torch.randint(0, 300, (211,)), torch.randint(0, 9001, (211,))
+    grads = []
+    for device in ("cpu", "cuda"):
+        leaves = [x.to(device).requires_grad_() for x in (hidden, weight)]
+        outputs = chosen_logprobs(
+            *leaves, None, source.to(device), target.to(device),
+            scale=0.7, chunk_bytes=100 * 4 * 9001, keep_bytes=keep_bytes,
+        )  # fmt: skip
+        loss = outputs[0].sum() + (outputs[1].square().sum() if with_entropy else 0.0)
+        grads.append(
+            [*(x.detach().cpu() for x in outputs), *(g.cpu() for g in torch.autograd.grad(loss, leaves))]
+        )
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

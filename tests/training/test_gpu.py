@@ -1,13 +1,17 @@
-"""What only a GPU has: the variable-length kernel, compiled layers, the one-pass optimizer, giving memory back."""
+"""What only a GPU has: packed attention in Triton, compiled layers, one-pass AdamW, giving memory back, nccl."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from rill.training.parallel import Rendezvous
 from rill.training.policy import PolicyTrainer
 from tests.training.tiny import SHAPE, algorithm, config, make_samples
 
@@ -16,13 +20,25 @@ pytestmark = pytest.mark.gpu
 WIDE = {**SHAPE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def gpu_trainer(**values: Any) -> PolicyTrainer:
+def gpu_trainer(rendezvous: Rendezvous | None = None, **values: Any) -> PolicyTrainer:
     values.setdefault("compute_dtype", "bfloat16")
-    return PolicyTrainer(config(model={"shape": WIDE}, **values), algorithm(), device="cuda")
+    return PolicyTrainer(
+        config(model={"shape": WIDE}, **values), algorithm(), device="cuda", rendezvous=rendezvous
+    )
 
 
-@pytest.mark.parametrize("values", [{}, {"tree_packing": True}, {"compile": True}], ids=str)
-def test_the_variable_length_kernel_has_the_gradient_of_float32_attention(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"tree_packing": True},
+        {"head_keep_bytes": 0, "head_chunk_bytes": 4096},
+        {"compile": True},
+        {"compile": True, "activation_memory_budget": 0.5},
+    ],
+    ids=str,
+)
+def test_the_fast_path_has_the_gradient_of_float32(values: dict[str, Any]) -> None:
     samples = make_samples()
     exact, fast = gpu_trainer(compute_dtype="float32"), gpu_trainer(**values)
     exact.accumulate(samples)
@@ -32,12 +48,21 @@ def test_the_variable_length_kernel_has_the_gradient_of_float32_attention(values
     assert error < 0.05 * torch.stack([g.norm() for g in wanted.values()]).norm()
 
 
+def test_a_step_has_the_same_bits_each_time() -> None:
+    trainers = [gpu_trainer(tree_packing=False) for _ in range(2)]
+    for t in trainers:
+        t.update(make_samples())
+    for a, b in zip(trainers[0].engine.slots, trainers[1].engine.slots, strict=True):
+        assert torch.equal(a.master, b.master), a.name
+
+
 @pytest.mark.parametrize("micro_batch_tokens", [4096, 64])
 def test_the_one_pass_optimizer_takes_torchs_step(micro_batch_tokens: int) -> None:
-    plain = gpu_trainer(micro_batch_tokens=micro_batch_tokens)
-    fused = gpu_trainer(
-        micro_batch_tokens=micro_batch_tokens, optimizer={"learning_rate": 1e-3, "one_pass": True}
+    plain = gpu_trainer(
+        micro_batch_tokens=micro_batch_tokens, optimizer={"learning_rate": 1e-3, "one_pass": False}
     )
+    fused = gpu_trainer(micro_batch_tokens=micro_batch_tokens, optimizer={"learning_rate": 1e-3})
+    assert fused.engine.optimizer.takes_copies and not plain.engine.optimizer.takes_copies
     for seed in range(3):
         plain.update(make_samples(seed=seed))
         fused.update(make_samples(seed=seed))
@@ -50,8 +75,36 @@ def test_offloaded_memory_is_given_back_and_comes_back_bit_for_bit() -> None:
     t = gpu_trainer()
     t.update(make_samples())
     before, held = t.logprobs(make_samples()), torch.cuda.memory_allocated()
-    t.offload()
-    assert torch.cuda.memory_allocated() < 0.5 * held
-    t.onload()
+    for _ in range(2):
+        t.offload()
+        assert torch.cuda.memory_allocated() < 0.5 * held
+        t.onload()
     for a, b in zip(before, t.logprobs(make_samples()), strict=True):
         np.testing.assert_array_equal(a, b)
+    again = gpu_trainer()
+    again.update(make_samples())
+    assert t.update(make_samples(seed=1))["loss"] == again.update(make_samples(seed=1))["loss"]
+
+
+def test_one_rank_of_nccl_trains_like_a_process_alone(tmp_path: Path) -> None:
+    alone = gpu_trainer()
+    rendezvous = Rendezvous(init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout_s=60.0)
+    ranked = gpu_trainer(rendezvous)
+    try:
+        assert dist.get_backend() == "nccl"
+        total = torch.full((1,), 3.0, device="cuda")
+        dist.all_reduce(total)
+        assert total.item() == 3.0
+        wanted, found = alone.update(make_samples()), ranked.update(make_samples())
+        assert found["loss"] == wanted["loss"] and found["grad_norm"] == wanted["grad_norm"]
+    finally:
+        ranked.close()
+
+
+def test_log_probabilities_do_not_depend_on_what_else_is_in_the_row() -> None:
+    t = gpu_trainer()
+    samples = make_samples()
+    longer = dataclasses.replace(samples[0], trajectory=samples[0].trajectory)
+    together, apart = t.logprobs([*samples, longer]), t.logprobs(samples[:1])
+    np.testing.assert_allclose(together[0], apart[0], atol=2e-2)
+    np.testing.assert_array_equal(together[0], together[-1])
