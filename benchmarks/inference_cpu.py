@@ -1,28 +1,34 @@
-"""The native engine on the CPU beside transformers' generate (and vLLM's CPU build where it is installed).
+"""The native engine on the CPU beside transformers' generate and vLLM's CPU build.
 
-    python benchmarks/inference_cpu.py [--requests 64] [--tokens 128] [--threads N] [--dtype float32]
+    python benchmarks/inference_cpu.py [--model 30M] [--dtype bfloat16] [--threads N] [--vllm-python VENV/bin/python]
 
-Prints one JSON line per system: tokens per second for `requests` sampled completions of `tokens` tokens, and the
-time to the first token of a single request. The model is a fresh Llama shape of about 30 M parameters.
+Prints one JSON line per system: tokens per second for `requests` sampled completions of `tokens` tokens, best of
+--rounds, and the time to the first token of a single request. All systems run as processes of their own, in turns, so
+that a busy moment of the machine hits each, from one folder with a fresh Llama shape, the same prompts, the same
+precision and the same number of threads. The last line has the ratios, and how far the native engine is from the time
+that the products alone take here (torch's, at the batch's size: the arithmetic of a decode step).
+
+--options runs the native engine with batch_invariant and with the modules' own forward methods as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-
-from rill.inference.base import Request
-from rill.inference.native.engine import NativeEngine
-from rill.models.loading import ModelConfig, load_model
-from rill.types import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "5M": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4},
     "10M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4},
     "30M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
     "60M": {
@@ -32,13 +38,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 10,
     },
 }
+VOCAB = 8192
+TIMEOUT_S = 900
 
 
 def shape(name: str) -> dict[str, Any]:
     return SHAPES[name] | {
         "model_type": "llama",
         "num_key_value_heads": SHAPES[name]["num_attention_heads"] // 2,
-        "vocab_size": 8192,
+        "vocab_size": VOCAB,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
@@ -48,92 +56,221 @@ def report(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def make_requests(prompts: list[Any], tokens: int, tag: str) -> list[Request]:
-    return [
-        Request(
-            id=f"{tag}{i}",
-            token_ids=p,
-            sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i),
-        )
-        for i, p in enumerate(prompts)
-    ]
+def make_prompts(args: argparse.Namespace) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return rng.integers(3, VOCAB, size=(args.requests, args.prompt)).tolist()  # type: ignore[no-any-return]
 
 
-def run_native(model: ModelConfig, prompts: list[Any], tokens: int, dtype: Any, **options: Any) -> float:
+def measure(
+    args: argparse.Namespace, system: str, run: Callable[[list[list[int]], int], int], **extra: Any
+) -> None:
+    """`run` completes prompts by so many tokens each and returns how many tokens it made."""
+    prompts = make_prompts(args)
+    run(prompts, 8)
+    rates, first = [], []
+    for _ in range(args.rounds):
+        began = time.perf_counter()
+        count = run(prompts, args.tokens)
+        rates.append(count / (time.perf_counter() - began))
+    for _ in range(5):
+        began = time.perf_counter()
+        run(prompts[:1], 1)
+        first.append(time.perf_counter() - began)
+    report(
+        system=system, tokens_per_s=round(max(rates)), first_token_ms=round(1000 * statistics.median(first), 1), **extra
+    )  # fmt: skip
+
+
+# --- the systems --------------------------------------------------------------------------------------------
+
+
+def run_native(args: argparse.Namespace, **options: Any) -> None:
+    import torch
+
+    from rill.inference.base import Request
+    from rill.inference.native.engine import NativeEngine
+    from rill.models.loading import ModelConfig
+    from rill.types import SamplingParams
+
+    torch.set_num_threads(args.threads)
+    model = ModelConfig(path=args.folder, tokenizer="chars")
     engine = NativeEngine(
         NativeEngine.Config(
-            model=model, dtype=dtype, device="cpu", max_num_seqs=len(prompts), num_kv_blocks=2048, **options
+            model=model, dtype=args.dtype, device="cpu", max_num_seqs=args.requests, num_kv_blocks=2048, **options
         )
-    )
-    engine.generate(make_requests(prompts[:4], 4, "warm"))
-    rates = []
-    for attempt in range(3):
-        start = time.perf_counter()
-        done = engine.generate(make_requests(prompts, tokens, f"run{attempt}-"))
-        rates.append(sum(len(c.token_ids) for c in done) / (time.perf_counter() - start))
-        engine.flush()
-    first = []
-    for attempt in range(5):
-        start = time.perf_counter()
-        engine.generate(make_requests(prompts[:1], 1, f"first{attempt}-"))
-        first.append(time.perf_counter() - start)
-        engine.flush()
-    engine.close()
-    report(
-        system="rill native", dtype=dtype, options=options, tokens_per_s=round(max(rates)),
-        first_token_ms=round(1000 * statistics.median(first), 1),
     )  # fmt: skip
-    return max(rates)
+    calls = 0
+
+    def run(prompts: list[list[int]], tokens: int) -> int:
+        nonlocal calls
+        calls += 1
+        engine.flush()  # nothing is served from the round before
+        requests = [
+            Request(
+                id=f"{calls}-{i}",
+                token_ids=np.array(prompt, dtype=np.int32),
+                sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return sum(len(c.token_ids) for c in engine.generate(requests))
+
+    measure(args, "rill", run, options=options)
+    engine.close()
 
 
-def run_transformers(model: ModelConfig, prompts: list[Any], tokens: int, dtype: Any) -> float:
-    module = load_model(model, dtype=getattr(torch, dtype), attention="sdpa")
-    ids = torch.tensor(np.stack(prompts)).long()
+def run_transformers(args: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    def once(num_tokens: int) -> None:
+    torch.set_num_threads(args.threads)
+    module = AutoModelForCausalLM.from_pretrained(args.folder, dtype=getattr(torch, args.dtype))
+
+    def run(prompts: list[list[int]], tokens: int) -> int:
+        ids = torch.tensor(prompts)
         module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
             do_sample=True,
             pad_token_id=0,
         )
+        return len(prompts) * tokens
 
-    once(4)
-    start = time.perf_counter()
-    once(tokens)
-    rate = len(prompts) * tokens / (time.perf_counter() - start)
-    report(system="transformers generate", dtype=dtype, tokens_per_s=round(rate))
-    return rate
+    measure(args, "transformers", run)
+
+
+def run_vllm(args: argparse.Namespace) -> None:
+    """In an environment that has vLLM's CPU build and not rill."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+    engine = LLM(
+        args.folder, dtype=args.dtype, skip_tokenizer_init=True, max_num_seqs=args.requests, max_model_len=1024,
+        enable_prefix_caching=False, disable_log_stats=True,
+    )  # fmt: skip
+
+    def run(prompts: list[list[int]], tokens: int) -> int:
+        params = [
+            SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, detokenize=False, logprobs=0)
+            for i in range(len(prompts))
+        ]
+        done = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in done)
+
+    measure(args, "vllm", run)
+
+
+# --- the comparison -----------------------------------------------------------------------------------------
+
+
+def products_s(args: argparse.Namespace) -> float:
+    """Seconds that one decode step's matrix products take by themselves, through torch's linear."""
+    import torch
+
+    torch.set_num_threads(args.threads)
+    values = shape(args.model)
+    width, inner, layers = values["hidden_size"], values["intermediate_size"], values["num_hidden_layers"]
+    sizes = [(width, 2 * width), (width, width), (width, 2 * inner), (inner, width)] * layers + [
+        (width, VOCAB)
+    ]
+    dtype = getattr(torch, args.dtype)
+    pairs = [(torch.randn(args.requests, k).to(dtype), torch.randn(n, k).to(dtype)) for k, n in sizes]
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(20):
+            began = time.perf_counter()
+            for x, weight in pairs:
+                torch.nn.functional.linear(x, weight)
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+def in_process(role: str, python: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    command = [python, str(Path(__file__).resolve()), "--role", role, "--folder", folder]
+    for name in ("requests", "tokens", "prompt", "rounds", "dtype", "threads"):
+        command += [f"--{name}", str(getattr(args, name))]
+    env = {
+        **os.environ, "OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    if role == "vllm":
+        env.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"system"')
+    ]
+    if done.returncode or not lines:
+        sys.stderr.write(done.stdout[-2000:] + done.stderr[-6000:])
+        raise SystemExit(f"{role} ended with {done.returncode}")
+    report(**lines[-1])
+    return lines[-1]
+
+
+def compare(args: argparse.Namespace) -> None:
+    import torch
+
+    from rill.models.loading import ModelConfig, load_model
+
+    report(
+        model=args.model, requests=args.requests, prompt=args.prompt, tokens=args.tokens, threads=args.threads,
+        dtype=args.dtype,
+    )  # fmt: skip
+    roles = ["rill", "transformers"]
+    if args.options:
+        roles += ["rill-invariant", "rill-modules"]
+    pythons = dict.fromkeys(roles, sys.executable)
+    if args.vllm_python:
+        pythons["vllm"] = args.vllm_python
+    rates: dict[str, list[float]] = {role: [] for role in pythons}
+    with tempfile.TemporaryDirectory(prefix="inference-cpu-") as folder:
+        load_model(
+            ModelConfig(shape=shape(args.model)), dtype=torch.float32, attention="sdpa"
+        ).save_pretrained(folder)
+        for number in range(args.turns):
+            for role in list(pythons) if number % 2 == 0 else list(pythons)[::-1]:
+                rates[role].append(in_process(role, pythons[role], args, folder)["tokens_per_s"])
+    best = {role: max(found) for role, found in rates.items()}
+    ratios = {f"rill_over_{role}": round(best["rill"] / best[role], 2) for role in pythons if role != "rill"}
+    bound = args.requests / products_s(args)
+    report(
+        result="ratios",
+        **ratios,
+        rill_share_of_bound=round(best["rill"] / bound, 2),
+        goal_over_transformers=3.0,
+    )
+
+
+ROLES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "rill": run_native,
+    "rill-invariant": lambda args: run_native(args, batch_invariant=True),
+    "rill-modules": lambda args: run_native(args, fast_path=False),
+    "transformers": run_transformers,
+    "vllm": run_vllm,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--model", choices=sorted(SHAPES), default="30M")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(3, 8192, size=arguments.prompt).astype(np.int32) for _ in range(arguments.requests)
-    ]
-    model = ModelConfig(shape=shape(arguments.model))
-    report(
-        model=arguments.model, requests=arguments.requests, tokens=arguments.tokens, threads=arguments.threads
-    )
-    native = run_native(model, prompts, arguments.tokens, arguments.dtype)
-    invariant = run_native(model, prompts, arguments.tokens, arguments.dtype, batch_invariant=True)
-    modules = run_native(model, prompts, arguments.tokens, arguments.dtype, fast_path=False)
-    peer = run_transformers(model, prompts, arguments.tokens, arguments.dtype)
-    report(
-        native_over_transformers=round(native / peer, 2), invariant_over_native=round(invariant / native, 3),
-        modules_over_native=round(modules / native, 3),
-    )  # fmt: skip
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements in each process")
+    parser.add_argument("--turns", type=int, default=2, help="processes of each system")
+    parser.add_argument("--options", action="store_true", help="also batch_invariant, and the modules' path")
+    parser.add_argument("--vllm-python", help="a Python that has vLLM's CPU build")
+    parser.add_argument("--role", choices=sorted(ROLES))
+    parser.add_argument("--folder", help="the model, for a role")
+    args = parser.parse_args()
+    if args.role:
+        ROLES[args.role](args)
+    else:
+        compare(args)
 
 
 if __name__ == "__main__":
