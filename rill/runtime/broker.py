@@ -121,9 +121,7 @@ class Broker:
             self._machine.push(client, "put_failed", [payload[0], error.kind, error.message])
             return DEFERRED
         producer = name_of(client)
-        now_s = self._machine.now_s
-        for descriptor in payload[1]:
-            channel.admit(channel.new_item(producer, descriptor), now_s)
+        channel.admit([channel.new_item(producer, one) for one in payload[1]], self._machine.now_s)
         self.grants.serve(channel)
         return DEFERRED
 
@@ -167,8 +165,9 @@ class Broker:
     # --- taking -------------------------------------------------------------------------------------------
 
     def _take(self, client: str, seq: int, payload: Any) -> Any:
-        """[channel, min items (0: the channel's granularity), max items, in a loop?, done ids]: from the front."""
-        name, min_items, max_items, in_loop, done = payload
+        """[channel, min items (0: the channel's granularity), items that may be one consumer's though others wait,
+        max items, in a loop?, done ids]: from the front."""
+        name, min_items, at_once, max_items, in_loop, done = payload
         channel = self.open_channel(name)
         if min_items == 0:
             min_items = channel.granularity
@@ -176,7 +175,7 @@ class Broker:
         if done:
             self._finish(channel, client, done)
         wait = TakeWait(client, seq, self._machine.now_s)
-        wait.min_items, wait.max_items, wait.in_loop = min_items, max_items, in_loop
+        wait.min_items, wait.at_once, wait.max_items, wait.in_loop = min_items, at_once, max_items, in_loop
         self._add_take(channel, wait)
         return DEFERRED
 

@@ -131,7 +131,14 @@ class Channel:
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """Put one object. On a bounded channel returns when it is in; otherwise when it is on its way."""
-        self._put_all([(obj, weight)], _checked_key(self.name, key), timeout_s)
+        if key is not None:
+            key = _checked_key(self.name, key)
+        if self._is_bounded:
+            self._put_all([(obj, weight)], key, timeout_s)
+            return
+        ends, deadline_s = _ends(self, current()), self._deadline(timeout_s)
+        if not ends.producer.put(self._descriptor(ends, obj, weight, key, deadline_s), deadline_s):
+            raise stuck(ends.context, f"put to channel {self.name!r}", timeout_s or self._timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None

@@ -85,7 +85,18 @@ class PutWait:
 class TakeWait:
     """A consumer that waits for items."""
 
-    __slots__ = ("client", "ids", "in_loop", "keys", "max_items", "min_items", "seq", "since_s", "weight")
+    __slots__ = (
+        "at_once",
+        "client",
+        "ids",
+        "in_loop",
+        "keys",
+        "max_items",
+        "min_items",
+        "seq",
+        "since_s",
+        "weight",
+    )
 
     def __init__(self, client: str, seq: int, since_s: float) -> None:
         self.client = client
@@ -93,6 +104,7 @@ class TakeWait:
         self.since_s = since_s
         self.min_items = 1
         self.max_items = 1
+        self.at_once = 1
         self.weight: float | None = None
         """Take items until their weights reach this."""
         self.keys: list[Any] | None = None
@@ -155,10 +167,12 @@ class ChannelState:
             return False
         return self.capacity_bytes is None or self.queued_bytes + item.num_bytes <= self.capacity_bytes
 
-    def admit(self, item: Item, now_s: float) -> None:
-        self.items[item.id] = item
-        self._enqueue(item)
-        self.count_put(item.producer, (item,), now_s)
+    def admit(self, items: Sequence[Item], now_s: float) -> None:
+        """Let items of one producer in."""
+        for item in items:
+            self.items[item.id] = item
+            self._enqueue(item)
+        self.count_put(items[0].producer, items, now_s)
 
     def count_put(self, producer: str, items: Sequence[Item], now_s: float) -> None:
         counts = self.producers.setdefault(producer, [0, 0, 0.0])

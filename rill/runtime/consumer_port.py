@@ -6,8 +6,9 @@
              given back: nobody starves behind a consumer that stopped taking
 
 How far it reads ahead follows the consumer's own pace: what it would work through in READ_AHEAD_S, so a consumer of
-long tasks holds one item and a tight loop holds hundreds. Done, released and returned items travel with the next
-request, or by themselves within SETTLE_S.
+long tasks holds one item and a tight loop holds hundreds. Up to its fair part of the queue, that is; what takes it no
+longer than AT_ONCE_S is given to one consumer though others wait too: waking them all would cost more than the work.
+Done, released and returned items travel with the next request, or by themselves within SETTLE_S.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rill.runtime.store import Store
 
 READ_AHEAD_S = 0.002
+AT_ONCE_S = 0.001
 SETTLE_S = 0.01
 IDLE_S = 0.02
 _MAX_READ_AHEAD = 512
@@ -74,12 +76,15 @@ class ConsumerPort:
 
     def request(self, pending: Pending, *, min_items: int, in_loop: bool) -> None:
         """Ask the broker for items from the front; `min_items` 0 means the channel's granularity."""
-        ahead = 1
+        at_once = ahead = 1
         if self._reads_ahead and min_items <= 1:
-            ahead = max(1, min(_MAX_READ_AHEAD, int(READ_AHEAD_S / max(self._pace_s, 1e-6))))
+            pace_s = max(self._pace_s, 1e-6)
+            at_once, ahead = (
+                max(1, min(_MAX_READ_AHEAD, int(t / pace_s))) for t in (AT_ONCE_S, READ_AHEAD_S)
+            )
         with self._lock:
             done, self._done = self._done, []
-            payload = [self._name, min_items, max(min_items, ahead), in_loop, done]
+            payload = [self._name, min_items, at_once, max(min_items, ahead), in_loop, done]
             self._hub.submit("broker.take", payload, pending)
 
     def request_by(self, pending: Pending, holder: object, how: str, argument: Any, *, in_loop: bool) -> None:

@@ -53,7 +53,7 @@ class Grants:
         while channel.puts:
             wait = channel.puts[0]
             while wait.items and channel.has_room_for(wait.items[0]):
-                channel.admit(wait.items.pop(0), self._machine.now_s)
+                channel.admit([wait.items.pop(0)], self._machine.now_s)
             if wait.items:
                 return
             channel.puts.popleft()
@@ -94,7 +94,7 @@ class Grants:
                 wait.min_items < max_items
             ):  # what is beyond need is shared out between all who may come for it
                 fair = channel.num_queued // max(1, len(channel.consumer_epoch))
-                max_items = max(wait.min_items, min(max_items, fair))
+                max_items = max(wait.min_items, min(max_items, max(fair, wait.at_once)))
             found, total = channel.front(last_epoch, max_items, wait.weight)
         is_whole = total >= wait.weight if wait.weight is not None else len(found) >= wait.min_items
         if found and (is_whole or (last_epoch < channel.epoch and not self._may_grow(channel, last_epoch))):

@@ -236,7 +236,9 @@ class HubClient:
     # --- the io thread ------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if not self._is_awake:
+        if (
+            not self._is_awake and threading.get_ident() != self._thread.ident
+        ):  # that one is awake, and sends last
             self._is_awake = True
             with contextlib.suppress(OSError):  # the pipe is full of wake-ups, or the client is closed
                 os.write(self._wake_write, b"\0")

@@ -1,8 +1,10 @@
 """The producing end of a channel in one process: descriptors on their way to the broker.
 
-Unbounded channels: `put` returns once the descriptor is queued here; the hub client's io thread sends what has gathered
-as one message, and a window bounds what the broker has not confirmed. Bounded channels: `put` returns once the broker
-has let the item in, so a full channel stops its producer at once.
+Unbounded channels: `put` returns once the descriptor is queued here. One message is under way at a time: what is put
+meanwhile gathers and goes out when the broker has confirmed it, so a lone item leaves at once, and the busier the hub
+the larger the messages, whatever the number of producers. A window bounds what is not confirmed.
+
+Bounded channels: `put` returns once the broker has let the item in, so a full channel stops its producer at once.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class ProducerPort:
             self._outgoing.append(descriptor)
             self._num_unconfirmed += 1
             self._unconfirmed_bytes += num_bytes
-            if not self._is_scheduled:
+            if not (self._is_scheduled or self._in_flight):
                 self._schedule()
         return True
 
@@ -124,6 +126,8 @@ class ProducerPort:
             num_items, num_bytes = self._in_flight.popleft()
             self._num_unconfirmed -= num_items
             self._unconfirmed_bytes -= num_bytes
+            if self._outgoing and not (self._is_scheduled or self._in_flight):
+                self._schedule()
             self._confirmed.notify_all()
 
     def _fail(self, note: Any) -> None:

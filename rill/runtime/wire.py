@@ -23,8 +23,8 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeAlias
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from rill.errors import UnpicklableError
 
@@ -41,8 +41,7 @@ _COUNT = struct.Struct("<I")
 _FRAME_BYTES = 64 * 1024  # pickle hands objects of this size to the file as they are
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """An object ready to travel. The buffers are views: keep this alive until they are sent."""
 
     header: bytes
@@ -53,13 +52,19 @@ class Encoded:
 
 def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
     """Take `obj` apart without copying its large buffers. UnpicklableError names the path to the culprit."""
-    sink = _Sink()
+    coder = _of_thread.coder
+    _of_thread.coder = None  # an object's own __reduce__ may encode something: that one makes another
+    if coder is None or coder.knows_torch != ("torch" in sys.modules):
+        coder = _Coder()
     try:
-        _make_pickler(sink, device_hook).dump(obj)
+        coder.dump(obj, device_hook)
     except _PICKLE_ERRORS as error:
         raise UnpicklableError(_explain(obj, error)) from error
-    header = sink.header()
-    return Encoded(header, sink.buffers, len(header) + sum(buffer.nbytes for buffer in sink.buffers))
+    header, buffers = coder.sink.take()
+    _of_thread.coder = coder
+    if not buffers:
+        return Encoded(header, buffers, len(header))
+    return Encoded(header, buffers, len(header) + sum(buffer.nbytes for buffer in buffers))
 
 
 def decode(header: bytes | memoryview, buffers: Sequence[Any], *, device: str | None = None) -> Any:
@@ -81,7 +86,10 @@ class _Sink:
     """The file under the pickler. Large bytes and str arrive here whole, and are kept out of the header."""
 
     def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._buffers: list[Buffer] = []
         self._chunks: list[bytes] = []
         self._splices: list[bytes] = []
         self._num_stream_bytes = 0
@@ -89,10 +97,10 @@ class _Sink:
     def write(self, chunk: Any) -> int:
         num_bytes = len(chunk)
         if num_bytes >= _FRAME_BYTES and isinstance(chunk, (bytes, bytearray)):
-            self._splices.append(_SPLICE.pack(self._num_stream_bytes, len(self.buffers)))
-            self.buffers.append(memoryview(chunk))
+            self._splices.append(_SPLICE.pack(self._num_stream_bytes, len(self._buffers)))
+            self._buffers.append(memoryview(chunk))
         else:
-            self._chunks.append(bytes(chunk))
+            self._chunks.append(chunk if type(chunk) is bytes else bytes(chunk))
             self._num_stream_bytes += num_bytes
         return num_bytes
 
@@ -104,13 +112,18 @@ class _Sink:
             return True
         if view.nbytes < RAW_MIN_BYTES:
             return True
-        self.buffers.append(view)
+        self._buffers.append(view)
         return False
 
-    def header(self) -> bytes:
-        if not self._splices:
-            return b"".join((_PLAIN, *self._chunks))
-        return b"".join((_SPLICED, _COUNT.pack(len(self._splices)), *self._splices, *self._chunks))
+    def take(self) -> tuple[bytes, list[Buffer]]:
+        """The header and the buffers of what was written; the next object begins anew."""
+        if self._splices:
+            parts = (_SPLICED, _COUNT.pack(len(self._splices)), *self._splices, *self._chunks)
+            taken = b"".join(parts), self._buffers
+        else:
+            taken = b"".join((_PLAIN, *self._chunks)), self._buffers
+        self._clear()
+        return taken
 
 
 class _TorchPickler(pickle.Pickler):
@@ -125,12 +138,30 @@ class _TorchPickler(pickle.Pickler):
         return _reduce_tensor(torch, obj, self.device_hook)
 
 
-def _make_pickler(sink: _Sink, device_hook: DeviceHook | None) -> pickle.Pickler:
-    if "torch" not in sys.modules:
-        return pickle.Pickler(sink, protocol=5, buffer_callback=sink.take_buffer)
-    pickler = _TorchPickler(sink, protocol=5, buffer_callback=sink.take_buffer)
-    pickler.device_hook = device_hook
-    return pickler
+class _Coder:
+    """A pickler and the file under it. Used again and again: making them costs more than pickling a small object."""
+
+    __slots__ = ("_pickler", "knows_torch", "sink")
+
+    def __init__(self) -> None:
+        self.sink = _Sink()
+        self.knows_torch = "torch" in sys.modules
+        kind = _TorchPickler if self.knows_torch else pickle.Pickler
+        self._pickler = kind(self.sink, protocol=5, buffer_callback=self.sink.take_buffer)
+
+    def dump(self, obj: object, device_hook: DeviceHook | None) -> None:
+        pickler = self._pickler
+        if isinstance(pickler, _TorchPickler):
+            pickler.device_hook = device_hook
+        pickler.dump(obj)
+        pickler.clear_memo()  # or every object ever sent would stay alive
+
+
+class _OfThread(threading.local):
+    coder: _Coder | None = None
+
+
+_of_thread = _OfThread()
 
 
 def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> Any:
@@ -279,7 +310,7 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
 
 def _pickling_error(part: object) -> Exception | None:
     try:
-        _make_pickler(_Sink(), None).dump(part)
+        _Coder().dump(part, None)
     except _PICKLE_ERRORS as error:
         return error
     return None

@@ -32,7 +32,7 @@ def put(hub: FakeHub, *numbers: int, client: str = DRIVER, **kwargs: Any) -> Non
 
 def take(hub: FakeHub, client: str, *, loop: bool = True, count: int = 1, done: Any = ()) -> Any:
     """The answer, or None while it waits."""
-    seq = hub.send(client, "broker.take", ["c", count, count, loop, list(done)])
+    seq = hub.send(client, "broker.take", ["c", count, 1, count, loop, list(done)])
     return hub.replies.get((client, seq))
 
 
@@ -66,7 +66,7 @@ def test_a_loop_ends_only_when_every_item_of_the_epoch_is_done(hub: FakeHub) -> 
     put(hub, 1)
     leased = take(hub, "a[0]#0")
     hub.call(DRIVER, "broker.end", "c")
-    waiting = hub.send("a[1]#0", "broker.take", ["c", 1, 1, True, []])
+    waiting = hub.send("a[1]#0", "broker.take", ["c", 1, 1, 1, True, []])
     assert ("a[1]#0", waiting) not in hub.replies
     hub.send("a[0]#0", "broker.settle", ["c", ids_of(leased), [], []])
     assert hub.replies[("a[1]#0", waiting)][0] == EPOCH_END
@@ -76,7 +76,7 @@ def test_the_item_of_a_consumer_that_died_after_the_epochs_end_finds_the_other_o
     put(hub, 7)
     take(hub, "a[0]#0")
     hub.call(DRIVER, "broker.end", "c")
-    waiting = hub.send("a[1]#0", "broker.take", ["c", 1, 1, True, []])
+    waiting = hub.send("a[1]#0", "broker.take", ["c", 1, 1, 1, True, []])
     hub.kill("a[0]#0")
     assert values_of(hub.replies[("a[1]#0", waiting)]) == [7]
 
@@ -121,7 +121,7 @@ def test_an_epoch_of_a_group_ends_when_every_rank_has_ended_it(hub: FakeHub) -> 
 def test_a_batch_by_weight_waits_for_its_weight_and_nobody_overtakes_it(hub: FakeHub) -> None:
     put(hub, 1, weight=3.0)
     batch = hub.send("a[0]#0", "broker.take_by", ["c", "weight", 5.0, True])
-    single = hub.send("a[1]#0", "broker.take", ["c", 1, 1, True, []])
+    single = hub.send("a[1]#0", "broker.take", ["c", 1, 1, 1, True, []])
     assert ("a[0]#0", batch) not in hub.replies and ("a[1]#0", single) not in hub.replies
     put(hub, 2, weight=2.0)
     assert values_of(hub.replies[("a[0]#0", batch)]) == [1, 2]
@@ -152,7 +152,7 @@ def test_a_full_channel_holds_its_producer_until_there_is_room(hub: FakeHub) -> 
     hub.call(DRIVER, "broker.create", ["small", {**OPTIONS, "capacity_items": 2}])
     seq = hub.send(DRIVER, "broker.put_wait", ["small", [descriptor(n) for n in range(3)]])
     assert (DRIVER, seq) not in hub.replies
-    hub.send("a[0]#0", "broker.take", ["small", 1, 1, True, []])
+    hub.send("a[0]#0", "broker.take", ["small", 1, 1, 1, True, []])
     assert hub.replies[(DRIVER, seq)] == 0
 
 
@@ -162,14 +162,14 @@ def test_a_cancelled_put_leaves_nothing_behind(hub: FakeHub) -> None:
     hub.send(DRIVER, "broker.cancel_put", ["small", seq])
     assert hub.replies[(DRIVER, seq)] == 1
     hub.call(DRIVER, "broker.end", "small")
-    answer = hub.send("a[0]#0", "broker.take", ["small", 5, 5, True, []])
+    answer = hub.send("a[0]#0", "broker.take", ["small", 5, 1, 5, True, []])
     assert values_of(hub.replies[("a[0]#0", answer)]) == [1]
 
 
 def test_a_batch_larger_than_the_capacity_is_refused_by_name(hub: FakeHub) -> None:
     hub.call(DRIVER, "broker.create", ["small", {**OPTIONS, "capacity_items": 2}])
     hub.send(DRIVER, "broker.put_wait", ["small", [descriptor(n) for n in range(5)]])
-    seq = hub.send("a[0]#0", "broker.take", ["small", 4, 4, True, []])
+    seq = hub.send("a[0]#0", "broker.take", ["small", 4, 1, 4, True, []])
     kind, message = hub.failures[("a[0]#0", seq)]
     assert kind == "ConfigError" and "capacity" in message
 
@@ -177,17 +177,25 @@ def test_a_batch_larger_than_the_capacity_is_refused_by_name(hub: FakeHub) -> No
 def test_granularity_decides_how_many_a_loop_receives(hub: FakeHub) -> None:
     hub.call(DRIVER, "broker.configure", ["c", {"granularity": 3}])
     put(hub, 1, 2)
-    seq = hub.send("a[0]#0", "broker.take", ["c", 0, 64, True, []])
+    seq = hub.send("a[0]#0", "broker.take", ["c", 0, 1, 64, True, []])
     assert ("a[0]#0", seq) not in hub.replies
     put(hub, 3, 4)
     assert values_of(hub.replies[("a[0]#0", seq)]) == [1, 2, 3]
 
 
+def test_quick_work_goes_to_one_consumer_and_the_rest_is_shared_out(hub: FakeHub) -> None:
+    first, second = (hub.send(f"a[{n}]#0", "broker.take", ["c", 1, 8, 100, True, []]) for n in range(2))
+    put(hub, *range(6))  # less than a consumer may have at once
+    assert values_of(hub.replies["a[0]#0", first]) == list(range(6))
+    put(hub, *range(40))
+    assert values_of(hub.replies["a[1]#0", second]) == list(range(20))  # its fair part
+
+
 def test_closing_ends_every_wait(hub: FakeHub) -> None:
-    seq = hub.send("a[0]#0", "broker.take", ["c", 1, 1, True, []])
+    seq = hub.send("a[0]#0", "broker.take", ["c", 1, 1, 1, True, []])
     hub.call(DRIVER, "broker.close", "c")
     assert hub.failures[("a[0]#0", seq)][0] == "ChannelClosedError"
-    late = hub.send("a[0]#0", "broker.take", ["c", 1, 1, True, []])
+    late = hub.send("a[0]#0", "broker.take", ["c", 1, 1, 1, True, []])
     assert hub.failures[("a[0]#0", late)][0] == "ChannelClosedError"
 
 
@@ -297,7 +305,7 @@ class ChannelAgainstModel(RuleBasedStateMachine):
     @rule(n=st.integers(0, CONSUMERS - 1), count=st.integers(1, 3))
     def take(self, n: int, count: int) -> None:
         client, epoch = self.client(n), self.position[n]
-        seq = self.hub.send(client, "broker.take", ["c", count, count, True, []])
+        seq = self.hub.send(client, "broker.take", ["c", count, 1, count, True, []])
         answer = self.hub.replies.get((client, seq))
         available = [
             (v, e) for e in range(epoch + 1) for v in (self.queues[e] if e < len(self.queues) else ())

@@ -124,7 +124,7 @@ def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client:
         hub.start()
     for thread in threads:
         thread.join(50)
-    answer = client.call("broker", "take", ["c", 3 * num_each, 3 * num_each, False, []], 20)
+    answer = client.call("broker", "take", ["c", 3 * num_each, 1, 3 * num_each, False, []], 20)
     values = [int(item[4]) for item in answer[1]]
     assert sorted(values) == list(range(3 * num_each))
     for n in range(3):

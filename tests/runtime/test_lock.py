@@ -64,7 +64,7 @@ class Turns:
         self.hub.send(f"{worker}#0", "broker.put", [channel, [descriptor(1)]])
 
     def take(self, worker: str, channel: str) -> None:
-        self.hub.send(f"{worker}#0", "broker.take", [channel, 1, 1, True, []])
+        self.hub.send(f"{worker}#0", "broker.take", [channel, 1, 1, 1, True, []])
 
 
 def test_groups_on_different_devices_never_wait_for_each_other() -> None:
