@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from rill.inference.native.sampler import SamplingBatch, sample
 from rill.models.attention_paged import PagedBatch, TorchKernels
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
 
@@ -59,3 +61,31 @@ def test_greedy_takes_the_first_of_equal_logits(kernels: CpuKernels) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     tokens, _ = kernels.sample(logits, torch.zeros(2), torch.full((2,), 0.9, dtype=torch.float64))
     assert tokens.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 512, 1000])
+def test_filtered_sampling_is_that_of_the_torch_sampler(
+    kernels: CpuKernels, dtype: torch.dtype, vocab: int
+) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = 400
+    logits = torch.from_numpy(rng.normal(0, 3, size=(rows, vocab))).to(dtype)
+    logits[::5, 1:3] = float("-inf")
+    batch = SamplingBatch(
+        temperature_S=rng.choice([0.0, 0.5, 1.0, 1.5], size=rows).astype(np.float32),
+        top_k_S=rng.choice([0, 1, 3, 50, 5000], size=rows).astype(np.int32),
+        top_p_S=rng.choice([1.0, 0.999, 0.9, 0.4], size=rows).astype(np.float32),
+        min_p_S=rng.choice([0.0, 0.02, 0.3], size=rows).astype(np.float32),
+        uniform_S=rng.random(rows),
+    )
+    expected_tokens, expected_logprobs = sample(logits.float().clone(), batch)
+    filters = tuple(torch.from_numpy(x) for x in (batch.top_k_S, batch.top_p_S, batch.min_p_S))
+    tokens, logprobs = kernels.sample(
+        logits,
+        torch.from_numpy(batch.temperature_S),
+        torch.from_numpy(batch.uniform_S),
+        filters=(filters[0], filters[1], filters[2]),
+    )
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
