@@ -1,13 +1,18 @@
 """What the controller costs: driver time of a step with workers that do nothing, as bytes, groups and ranks grow.
 
-    python benchmarks/controller.py [--steps 50] [--bytes 1024,65536,1048576] [--groups 8,64] [--ranks 1,4,16]
+    python benchmarks/controller.py [--steps 40] [--bytes 1024,65536,1048576] [--groups 8,64,512] [--ranks 8,1024]
 
-The real Feeder, Admission, channels and hub around a loop like rill.workflows.loop's; workers that make no tokens and
-train nothing. A rollout worker puts samples of a given size into the rollouts channel, an actor takes them by key.
-Prints JSON lines for growing samples (driver time must not grow), for growing batches, and for a group call on more
-ranks, a process each, from which 1,024 ranks can be extrapolated (cpu_us_per_rank).
+The real Loop, Fleet, Feeder, channels and hub; rollout workers that make no tokens and actors that train nothing. A
+rollout worker puts samples of a given size into the rollouts channel, an actor takes them by key, publishes a manifest
+of as many tensors as a 1.5B model has, and every engine answers for it with a canary. Prints JSON lines:
 
-    step_cpu_ms   CPU time of the driver process, all its threads, per step
+    step by bytes    driver time as samples grow: must not grow
+    step by groups   driver time as the batch grows: must not grow
+    step by ranks    half of the ranks are engines, half are trainers, many to a process; the work of a step is the same
+                     number of groups and --work-s seconds of sleep in every engine and every trainer. `slowdown` is the
+                     median step of the largest number of ranks over that of the smallest; the goal is 1.1
+
+    step_cpu_ms   CPU time of the driver process, all its threads, per step; the goal is 1.0
     loop_cpu_ms   CPU time of the loop's own thread per step
 """
 
@@ -16,23 +21,35 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rill.data.loader import LoaderConfig, open_loader
+from rill.config import PartConfig
+from rill.data.loader import LoaderConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
-from rill.runtime.worker import Worker
-from rill.types import Prompt
-from rill.workflows.admission import Admission
-from rill.workflows.feeder import Feeder
-from rill.workflows.jobs import GroupJob, Outcome, StepPlan, sample_key
+from rill.runtime.worker import Worker, concurrent
+from rill.telemetry.run import Run
+from rill.types import Floats, PolicyVersion, Prompt, TokenIds
+from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest
+from rill.weights.manifest import BucketSpec, TensorSpec
+from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.feeder import Feeder, PromptPlan
+from rill.workflows.fleet import Fleet, Flow
+from rill.workflows.jobs import Outcome, StepPlan, sample_key
+from rill.workflows.loop import Loop, Parts, StepReport
+from rill.workflows.sections import LoopConfig, SyncConfig
 
-TIMEOUT_S = 30.0
-MAKER = "null"
+TIMEOUT_S = 600.0
+GROUP_SIZE = 8
+NUM_TENSORS = 338
+"""Of a 1.5B model with 28 layers."""
+RANKS_PER_PROCESS = 64
 
 
 def report(**fields: Any) -> None:
@@ -40,41 +57,82 @@ def report(**fields: Any) -> None:
 
 
 class NullRollout(Worker):
-    """Answers every job at once with samples of zeros."""
+    """Answers every job with samples of zeros, after a share of `work_s` seconds."""
 
-    def __init__(self, *, num_bytes: int) -> None:
+    def __init__(self, *, num_bytes: int, work_s: float) -> None:
         self.payload = np.zeros(num_bytes, np.uint8)
+        self.work_s = work_s
+        self.maker = f"null{self.rank}"
 
-    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> int:
+    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
         count = 0
+        if self.work_s:
+            time.sleep(self.work_s)
         for job in jobs:
             for i in range(job.group_size):
-                rollouts.put(self.payload, key=sample_key(job.id, i, MAKER))
-            outcomes.put(self._outcome(job))
+                rollouts.put(self.payload, key=sample_key(job.id, i, self.maker))
+            outcomes.put(
+                Outcome(
+                    index=job.index,
+                    lengths=(1,) * job.group_size,
+                    metrics={"reward/mean": 0.5},
+                    maker=self.maker,
+                )
+            )
             count += 1
         return count
 
-    def _outcome(self, job: GroupJob) -> Outcome:
-        return Outcome(
-            maker=MAKER, group_id=job.id, index=job.index, prompt_id=job.prompt.id, lengths=(1,) * job.group_size,
-            metrics={"reward/mean": 0.5},
-        )  # fmt: skip
+    @concurrent
+    def update(self, manifest: SealedManifest, interrupt: bool) -> Pulled:
+        name = f"{self.group_name}[{self.rank}]"
+        return Pulled.proven(name, manifest, manifest.version, no_scores)
 
 
 class NullActor(Worker):
+    def __init__(self, *, work_s: float) -> None:
+        self.work_s = work_s
+
     def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
         keys = plan.share(self.rank, self.world_size, whole_groups=False)
-        return {"samples": float(len(rollouts.take(keys=keys)))}
+        if self.work_s:
+            time.sleep(self.work_s)
+        return {"samples": float(len(rollouts.take(keys=keys) if keys else ()))}
+
+    def publish(self, version: PolicyVersion) -> SealedManifest | None:
+        if self.rank > 0:
+            return None
+        canary = Canary.random(1000)
+        return manifest(version).seal(CanaryProof(canary=canary, expected=no_scores(canary.sequences)))
 
 
-class Nothing(Worker):
-    """A rank that only answers."""
+def no_scores(sequences: Sequence[TokenIds]) -> list[Floats]:
+    return [np.zeros(len(sequence), np.float32) for sequence in sequences]
 
-    def step(self) -> int:
-        return self.rank
+
+def manifest(version: PolicyVersion) -> WeightManifest:
+    tensors = tuple(
+        TensorSpec(
+            name=f"model.layers.{n}.weight",
+            shape=(64,),
+            dtype="float32",
+            bucket=0,
+            offset=256 * n,
+            num_bytes=256,
+        )
+        for n in range(NUM_TENSORS)
+    )
+    bucket = BucketSpec(index=0, num_bytes=256 * NUM_TENSORS, checksum=0, sampled_checksum=0)
+    return WeightManifest(version=version, transport="null", location="", tensors=tensors, buckets=(bucket,))
 
 
 class Questions:
+    """A dataset named by its path in a recipe."""
+
+    class Config(PartConfig):
+        type: str = f"{__name__}:Questions"
+
+    def __init__(self, config: Config, split: str) -> None: ...
+
     def __len__(self) -> int:
         return 100_000
 
@@ -82,80 +140,125 @@ class Questions:
         return Prompt(id=str(index), text="q")
 
 
-def null_steps(cluster: Cluster, tag: str, num_bytes: int, groups: int, steps: int) -> dict[str, float]:
-    """Medians over the second half of the steps."""
-    rollout = NullRollout.launch(cluster, name=f"rollout-{tag}", placement="0", num_bytes=num_bytes)
-    actor = NullActor.launch(cluster, name=f"actor-{tag}", placement="1")
-    jobs = Channel.create(cluster, f"jobs-{tag}", capacity_items=1_000_000)
-    rollouts = Channel.create(cluster, f"rollouts-{tag}")
-    outcomes = Channel.create(cluster, f"outcomes-{tag}", timeout_s=1e9)
-    admission = Admission(batch_groups=groups, max_lag=0, max_concurrent=groups, num_steps=steps)
-    feeder = Feeder(
-        admission, source=open_loader(Questions(), LoaderConfig()), group_size=8, jobs=jobs, outcomes=outcomes,
-        in_admission_order=False, discard=lambda outcome: None,
+class NoEvaluation:
+    def is_due(self, step: int, last_step: int) -> bool:
+        return False
+
+    def run(self) -> dict[str, float]:
+        return {}
+
+
+class Stopwatch:
+    """CPU and wall time of the driver between reports."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, float, float]] = []
+        self._last = self._now()
+
+    def __call__(self, report: StepReport) -> None:
+        now = self._now()
+        self.rows.append((now[0] - self._last[0], now[1] - self._last[1], now[2] - self._last[2]))
+        self._last = self._now()
+
+    def figures(self) -> dict[str, float]:
+        """Medians over the second half of the steps."""
+        wall, process, thread = zip(*self.rows[len(self.rows) // 2 :], strict=True)
+        return {
+            "step_wall_ms": 1e3 * statistics.median(wall),
+            "step_cpu_ms": 1e3 * statistics.median(process),
+            "loop_cpu_ms": 1e3 * statistics.median(thread),
+        }
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), time.thread_time()
+
+
+def null_run(
+    cluster: Cluster, root: Path, tag: str, *,
+    num_bytes: int, groups: int, steps: int, ranks: int = 2, work_s: float = 0.0,
+) -> dict[str, float]:  # fmt: skip
+    """Half of the ranks are engines, half trainers."""
+    half = ranks // 2
+    config = LoopConfig(steps=steps, groups_per_step=groups, step_timeout_s=TIMEOUT_S)
+    together = RANKS_PER_PROCESS if ranks > 64 else 1
+    rollout = NullRollout.launch(
+        cluster,
+        name=f"rollout-{tag}",
+        placement=f"0:0-{half - 1}",
+        threads=1,
+        ranks_per_process=together,
+        num_bytes=num_bytes,
+        work_s=work_s,
+    )
+    actor = NullActor.launch(
+        cluster,
+        name=f"actor-{tag}",
+        placement=f"1:0-{half - 1}",
+        threads=1,
+        ranks_per_process=together,
+        work_s=work_s,
+    )
+    prompts = PromptPlan(data=Questions.Config(), loader=LoaderConfig())
+    feeder = Feeder.launch(
+        cluster, name=f"feeder-{tag}", placement="0", threads=1, prompts=prompts, config=config, group_size=GROUP_SIZE
     )  # fmt: skip
-    feeder.start()
-    wall, process, thread = [], [], []
-    handle = rollout.generate(jobs, rollouts, outcomes)
-    feeder.open_epoch()
-    for step in range(steps):
-        began = time.perf_counter(), time.process_time(), time.thread_time()
-        if handle.done():
-            handle.wait(timeout_s=0)  # raises what ended it
-        collected = feeder.take_batch(timeout_s=TIMEOUT_S)
-        plan = StepPlan(step=step, version=admission.version, outcomes=collected.outcomes)  # type: ignore[arg-type]
-        done = actor.train(rollouts, plan).wait(timeout_s=TIMEOUT_S)[0]
-        assert done["samples"] == 8 * groups
-        feeder.trained()
-        wall.append(time.perf_counter() - began[0])
-        process.append(time.process_time() - began[1])
-        thread.append(time.thread_time() - began[2])
-    feeder.close_epoch()
-    handle.wait(timeout_s=TIMEOUT_S)
-    feeder.stop()
-    rollout.close()
-    actor.close()
-    half = steps // 2
-    return {
-        "step_wall_ms": 1e3 * statistics.median(wall[half:]),
-        "step_cpu_ms": 1e3 * statistics.median(process[half:]),
-        "loop_cpu_ms": 1e3 * statistics.median(thread[half:]),
-    }
-
-
-def rank_calls(cluster: Cluster, ranks: int, calls: int) -> dict[str, float]:
-    """One group call on `ranks` null ranks, to the last answer."""
-    group = Nothing.launch(cluster, name=f"ranks-{ranks}", placement=f"0:0-{ranks - 1}")
-    wall, cpu = [], []
-    for _ in range(calls):
-        began = time.perf_counter(), time.process_time()
-        assert len(group.step().wait(timeout_s=TIMEOUT_S)) == ranks
-        wall.append(time.perf_counter() - began[0])
-        cpu.append(time.process_time() - began[1])
-    group.close()
-    return {
-        "call_wall_ms": 1e3 * statistics.median(wall[calls // 2 :]),
-        "call_cpu_ms": 1e3 * statistics.median(cpu[calls // 2 :]),
-        "cpu_us_per_rank": 1e6 * statistics.median(cpu[calls // 2 :]) / ranks,
-    }
+    flow = Flow(
+        jobs=Channel.create(cluster, f"jobs-{tag}", capacity_items=1_000_000),
+        rollouts=Channel.create(cluster, f"rollouts-{tag}"),
+        outcomes=Channel.create(cluster, f"outcomes-{tag}", timeout_s=1e9),
+    )
+    stopwatch = Stopwatch()
+    parts = Parts(
+        fleet=Fleet(rollout, actor, flow, SyncConfig(), config),  # type: ignore[arg-type]
+        feeder=feeder,
+        flow=flow,
+        train_step=lambda plan: actor.train(flow.rollouts, plan).wait(timeout_s=TIMEOUT_S)[0],
+        evaluator=NoEvaluation(),  # type: ignore[arg-type]
+        checkpoints=RunCheckpoints(Run.create(tag, root=root), {}, 1, TIMEOUT_S),
+    )
+    Loop(config, parts, [stopwatch]).run()
+    for group in (rollout, actor, feeder):
+        group.close()
+    return stopwatch.figures()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--bytes", default="1024,65536,1048576", help="bytes of one sample")
-    parser.add_argument("--groups", default="8,64", help="groups of 8 samples in a step")
-    parser.add_argument("--ranks", default="1,4,16", help="ranks of the null group, a process each")
+    parser.add_argument("--groups", default="8,64,512", help="groups of 8 samples in a step")
+    parser.add_argument("--ranks", default="8,1024", help="simulated ranks; empty: none")
+    parser.add_argument("--rank-steps", type=int, default=8)
+    parser.add_argument("--rank-groups", type=int, default=64, help="groups in a step with simulated ranks")
+    parser.add_argument("--work-s", type=float, default=5.0, help="sleep of every rank in a step")
     args = parser.parse_args()
-    with Cluster(devices=2) as cluster:
-        for num_bytes in map(int, args.bytes.split(",")):
-            figures = null_steps(cluster, f"b{num_bytes}", num_bytes, 8, args.steps)
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",") if part]
+
+    with tempfile.TemporaryDirectory(prefix="controller-") as root, Cluster(devices=2) as cluster:
+        for num_bytes in numbers(args.bytes):
+            figures = null_run(
+                cluster, Path(root), f"b{num_bytes}", num_bytes=num_bytes, groups=8, steps=args.steps
+            )
             report(result="step by bytes", sample_bytes=num_bytes, groups=8, goal_cpu_ms=1.0, **figures)
-        for groups in map(int, args.groups.split(",")):
-            figures = null_steps(cluster, f"g{groups}", 1024, groups, args.steps)
-            report(result="step by groups", sample_bytes=1024, groups=groups, **figures)
-        for ranks in map(int, args.ranks.split(",")):
-            report(result="call by ranks", ranks=ranks, **rank_calls(cluster, ranks, args.steps))
+        for groups in numbers(args.groups):
+            figures = null_run(
+                cluster, Path(root), f"g{groups}", num_bytes=1024, groups=groups, steps=args.steps
+            )
+            report(result="step by groups", sample_bytes=1024, groups=groups, goal_cpu_ms=1.0, **figures)
+        walls = []
+        for ranks in numbers(args.ranks):
+            figures = null_run(
+                cluster, Path(root), f"r{ranks}", num_bytes=1024, groups=args.rank_groups, steps=args.rank_steps,
+                ranks=ranks, work_s=args.work_s,
+            )  # fmt: skip
+            walls.append(figures["step_wall_ms"])
+            report(
+                result="step by ranks", ranks=ranks, groups=args.rank_groups, work_s=args.work_s, **figures
+            )
+        if len(walls) > 1:
+            report(result="slowdown by ranks", slowdown=walls[-1] / walls[0], goal=1.1)
 
 
 if __name__ == "__main__":

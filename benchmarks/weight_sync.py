@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from rill.types import PolicyVersion
-from rill.weights.base import TRANSPORTS, WeightManifest, open_publisher, open_receiver
+from rill.weights.base import TRANSPORTS, open_publisher, open_receiver
+from rill.weights.manifest import WeightManifest
 
 CPU_TRANSPORTS = ("inproc", "shm", "disk", "http")
 

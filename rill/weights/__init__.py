@@ -6,19 +6,21 @@ from rill.weights.base import (
     Receiver,
     TransportConfig,
     Verify,
-    WeightManifest,
     open_publisher,
     open_receiver,
+    seated,
     take_part,
 )
 from rill.weights.canary import Canary, CanaryProof, CanaryReport, Tolerance
+from rill.weights.manifest import SealedManifest, WeightManifest
 from rill.weights.resharding import ShardSpec
 from rill.weights.sync import (
     LocalTarget,
-    LocalTargets,
     Pulled,
+    PullTarget,
     PullTargets,
     SyncReport,
+    ThreadedTargets,
     WeightSync,
     WeightSyncConfig,
 )
@@ -28,9 +30,11 @@ __all__ = [
     "CanaryProof",
     "CanaryReport",
     "LocalTarget",
-    "LocalTargets",
+    "ThreadedTargets",
+    "PullTarget",
     "PullTargets",
     "Pulled",
+    "SealedManifest",
     "SyncReport",
     "Tolerance",
     "WeightSync",
@@ -44,5 +48,6 @@ __all__ = [
     "WeightManifest",
     "open_publisher",
     "open_receiver",
+    "seated",
     "take_part",
 ]

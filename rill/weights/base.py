@@ -15,12 +15,10 @@ Guarantees of every transport, kept by the two base classes:
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -30,8 +28,10 @@ from rill.config import PartConfig
 from rill.errors import WeightSyncError
 from rill.registry import Registry
 from rill.types import PolicyVersion
+from rill.weights.buckets import NamedTensors, fill, layout, plan_buckets, start_all_finite, view_of
 from rill.weights.checksum import start_checksum, start_sampled_checksum
-from rill.weights.finite import is_finite, start_is_finite
+from rill.weights.finite import is_finite
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.resharding import ShardSpec, full_tensor, shard_of
 
 TRANSPORTS = Registry(
@@ -45,11 +45,6 @@ TRANSPORTS = Registry(
         "http": "rill.weights.http:HttpTransport",
     },
 )
-
-ALIGNMENT = 64
-"""Tensors start at multiples of this inside a bucket, so that any dtype can be viewed in place."""
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class Verify(StrEnum):
@@ -68,80 +63,10 @@ class TransportConfig(PartConfig):
     check_finite: bool = True
     """Refuse to publish weights with NaN or infinity in them."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Where one tensor lies."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bucket: int
-    offset: int
-    num_bytes: int
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """One buffer of the transfer."""
-
-    index: int
-    num_bytes: int
-    checksum: int | None = None
-    """Of every byte. None: the publisher verifies nothing."""
-    sampled_checksum: int | None = None
-    """Only where the publisher verifies by samples."""
-    source: str = ""
-    """Where the transport keeps it: a segment, a file, an address."""
-    handle: bytes = b""
-    """A pickled handle, for transports that need one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightManifest:
-    """Everything a receiver must know about one published version. Small and picklable; holds no weights."""
-
-    version: PolicyVersion
-    transport: str
-    location: str
-    tensors: tuple[TensorSpec, ...]
-    buckets: tuple[BucketSpec, ...]
-    base_version: PolicyVersion | None = None
-    """Set when the buckets hold differences to this version. None: whole weights."""
-    is_collective: bool = False
-    """Both ends move at once: the publisher serves, and all engines pull together."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    def in_bucket(self, index: int) -> list[TensorSpec]:
-        return [spec for spec in self.tensors if spec.bucket == index]
-
-    def check(self) -> None:
-        """A manifest that contradicts itself was damaged on its way."""
-        names = [spec.name for spec in self.tensors]
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-        if twice:
-            raise WeightSyncError(f"version {self.version}: {sorted(twice)[0]!r} is listed more than once")
-        if [bucket.index for bucket in self.buckets] != list(range(len(self.buckets))):
-            found = [bucket.index for bucket in self.buckets]
-            raise WeightSyncError(f"version {self.version}: buckets are missing or out of order: {found}")
-        for spec in self.tensors:
-            if not 0 <= spec.bucket < len(self.buckets):
-                raise WeightSyncError(f"version {self.version}: {spec.name!r} lies in no bucket")
-            size = math.prod(spec.shape) * spec.torch_dtype.itemsize
-            if spec.num_bytes != size or spec.offset + size > self.buckets[spec.bucket].num_bytes:
-                raise WeightSyncError(
-                    f"version {self.version}: {spec.name!r} does not fit its place in the bucket"
-                )
+    def seated(self, *, rank: int, num_receivers: int) -> Self:
+        """As one end has it: rank 0 publishes, receivers count from 1. Most transports need not know."""
+        del rank, num_receivers
+        return self
 
 
 class _Gathered(NamedTuple):
@@ -224,6 +149,10 @@ class Publisher(ABC):
     def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
         """The uint8 buffer that bucket `index` is gathered in."""
 
+    def views(self, buffer_B: Tensor, specs: list[TensorSpec]) -> list[Tensor]:
+        """The places of a bucket's tensors in its buffer."""
+        return views_of(buffer_B, specs)
+
     @abstractmethod
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
         """The bucket is whole: make it reachable and say where."""
@@ -245,7 +174,7 @@ class Publisher(ABC):
                 seen.add(name)
             specs, num_bytes = layout(members, index)
             buffer_B = self.allocate(index, num_bytes, members[0][1].device)
-            fill(buffer_B, members, specs)
+            fill(buffer_B, members, specs, self.views(buffer_B, specs))
             yield _Gathered(
                 members,
                 specs,
@@ -281,8 +210,8 @@ class Receiver(ABC):
         )
         for bucket, buffer_B, is_same in list(buckets) if self.has_all_buckets else buckets:
             self._require(is_same(), manifest, bucket)
-            for spec in manifest.in_bucket(bucket.index):
-                whole = view_of(buffer_B, spec)
+            specs = manifest.in_bucket(bucket.index)
+            for spec, whole in zip(specs, self.views(buffer_B, specs), strict=True):
                 yield spec.name, shard_of(spec.name, whole, shards or {})
                 delivered.add(spec.name)
             self.bucket_taken(manifest, bucket)
@@ -303,6 +232,10 @@ class Receiver(ABC):
     def buckets(self, manifest: WeightManifest) -> Iterator[tuple[BucketSpec, Tensor]]:
         for bucket in manifest.buckets:
             yield bucket, self.read(manifest, bucket)
+
+    def views(self, buffer_B: Tensor, specs: list[TensorSpec]) -> list[Tensor]:
+        """A bucket's tensors in its buffer."""
+        return views_of(buffer_B, specs)
 
     def bucket_taken(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
         """The consumer is done with the bucket's tensors."""
@@ -357,6 +290,11 @@ def _where(manifest: WeightManifest, bucket: BucketSpec) -> str:
     return f"version {manifest.version}, bucket {bucket.index} of {len(manifest.buckets)}"
 
 
+def seated(config: PartConfig, *, rank: int, num_receivers: int) -> TransportConfig:
+    assert isinstance(config, TransportConfig), f"{config.type} is no transport"
+    return config.seated(rank=rank, num_receivers=num_receivers)
+
+
 def open_publisher(config: PartConfig) -> Publisher:
     publisher: Publisher = TRANSPORTS.load(config.type).publisher(config)
     return publisher
@@ -370,71 +308,3 @@ def open_receiver(config: PartConfig) -> Receiver:
 def take_part(named_tensors: NamedTensors) -> int:
     """For ranks that do not publish: walk through the gathers so that they complete. Returns how many there were."""
     return sum(1 for _name, tensor in named_tensors if full_tensor(tensor) is not None)
-
-
-# --- buckets -----------------------------------------------------------------------------------------------
-
-
-def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors as they come, without holding more than one bucket of them. One device to a bucket."""
-    members: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, given in named_tensors:
-        tensor = full_tensor(given).detach()
-        num_bytes = _aligned(tensor.numel() * tensor.element_size())
-        if members and (size + num_bytes > bucket_bytes or members[0][1].device != tensor.device):
-            yield members
-            members, size = [], 0
-        members.append((name, tensor))
-        size += num_bytes
-    if members:
-        yield members
-
-
-def layout(members: list[tuple[str, Tensor]], bucket: int) -> tuple[list[TensorSpec], int]:
-    specs, offset = [], 0
-    for name, tensor in members:
-        num_bytes = tensor.numel() * tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(
-            TensorSpec(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=dtype,
-                bucket=bucket,
-                offset=offset,
-                num_bytes=num_bytes,
-            )
-        )
-        offset += _aligned(num_bytes)
-    return specs, offset
-
-
-def fill(buffer_B: Tensor, members: list[tuple[str, Tensor]], specs: list[TensorSpec]) -> None:
-    """Copy the tensors to their places and zero the gaps, so that equal weights have equal checksums."""
-    torch._foreach_copy_([view_of(buffer_B, spec) for spec in specs], [tensor for _, tensor in members])
-    for spec in specs:
-        end, padded_end = spec.offset + spec.num_bytes, spec.offset + _aligned(spec.num_bytes)
-        if end < padded_end:
-            buffer_B[end:padded_end].zero_()
-
-
-def start_all_finite(buffer_B: Tensor, members: list[tuple[str, Tensor]]) -> Callable[[], bool]:
-    """Over the filled buffer at once where all its tensors are of one kind; gaps are zero, which is finite."""
-    tensors = [tensor for _, tensor in members if tensor.is_floating_point()]
-    if buffer_B.is_cuda and len(tensors) == len(members) and len({t.dtype for t in tensors}) == 1:
-        return start_is_finite(buffer_B.view(tensors[0].dtype))
-    started = [start_is_finite(tensor) for tensor in tensors]
-    return lambda: all(are_finite() for are_finite in started)
-
-
-def view_of(buffer_B: Tensor, spec: TensorSpec) -> Tensor:
-    return buffer_B[spec.offset : spec.offset + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
-
-
-def with_source(bucket: BucketSpec, source: str) -> BucketSpec:
-    return replace(bucket, source=source)

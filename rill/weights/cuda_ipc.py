@@ -16,14 +16,8 @@ from torch import Tensor
 
 from rill.errors import UnsupportedError, WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import (
-    BucketSpec,
-    Publisher,
-    Receiver,
-    TensorSpec,
-    TransportConfig,
-    WeightManifest,
-)
+from rill.weights.base import Publisher, Receiver, TransportConfig
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.slots import SlotStamps
 
 
@@ -53,6 +47,7 @@ class CudaIpcPublisher(Publisher):
         self._handles: dict[int, bytes] = {}
         self._num_published = 0
         self._stamps = SlotStamps.create()
+        self.views = ViewCache()  # type: ignore[method-assign,assignment]
 
     @property
     def _slot(self) -> int:

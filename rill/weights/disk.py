@@ -28,17 +28,10 @@ from torch import Tensor
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
 from rill.weights import delta
-from rill.weights.base import (
-    BucketSpec,
-    Publisher,
-    Receiver,
-    TensorSpec,
-    TransportConfig,
-    WeightManifest,
-    view_of,
-    with_source,
-)
+from rill.weights.base import Publisher, Receiver, TransportConfig
+from rill.weights.buckets import view_of
 from rill.weights.delta import Codec
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
 
 
 class FileConfig(TransportConfig):

@@ -8,13 +8,19 @@ Both ends join one process group (gloo on CPU, nccl between GPUs) and move toget
 `publish` returns once the weights are staged, so the trainer goes on; `serve` and the receivers' pulls run beside
 one another afterwards. A pull that finds a damaged bucket still takes part in the remaining broadcasts before it
 raises, so that the others are not left waiting.
+
+A receiver that was started again is in no group, and a group with a dead member is of no use to anybody:
+
+    for_one   the staged weights over HTTP, for the one that is late, while the others go on
+    publish   the next version names a new group (its generation); both ends join it before they move
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -24,16 +30,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import (
-    BucketSpec,
-    Publisher,
-    Receiver,
-    TensorSpec,
-    TransportConfig,
-    WeightManifest,
-    with_source,
-)
+from rill.weights.base import Publisher, Receiver, TransportConfig
+from rill.weights.buckets import view_of
+from rill.weights.http import HttpPublisher, HttpReceiver, HttpTransport
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
 from rill.weights.resharding import ShardSpec
+
+GENERATION = "generation"
+"""In a manifest: which group its version is sent in."""
 
 # torch's stubs leave out the collectives of a backend that is used without a ProcessGroup around it.
 Backend = Any
@@ -45,12 +49,15 @@ class DistributedTransport:
         address: str = "127.0.0.1:29511"
         """Where rank 0, the publisher, can be reached: host:port."""
         world: int = Field(default=2, ge=2)
-        """The publisher and all receivers."""
+        """The publisher and all receivers. A workflow fills it in."""
         rank: int = Field(default=0, ge=0)
-        """0 is the publisher; every receiver has its own."""
+        """0 is the publisher; every receiver has its own. A workflow fills it in."""
         backend: Literal["gloo", "nccl"] = "gloo"
         timeout_s: float = Field(default=300.0, gt=0)
         """Deadline of joining, and of one broadcast."""
+
+        def seated(self, *, rank: int, num_receivers: int) -> Self:
+            return self.model_copy(update={"rank": rank, "world": num_receivers + 1})
 
     @staticmethod
     def publisher(config: Config) -> DistributedPublisher:
@@ -72,8 +79,12 @@ class DistributedPublisher(Publisher):
             )
         self.config = config
         self._group: Backend | None = None
+        self._generation = 0
+        self._store: TCPStore | None = None
         self._staged: list[Tensor] = []
         self._staged_version: PolicyVersion | None = None
+        self._aside: HttpPublisher | None = None
+        self._late: WeightManifest | None = None
 
     def begin(self, version: PolicyVersion) -> None:
         self._staged_version = None
@@ -96,7 +107,7 @@ class DistributedPublisher(Publisher):
     def finish(self, manifest: WeightManifest) -> WeightManifest:
         del self._staged[len(manifest.buckets) :]
         self._staged_version = manifest.version
-        return manifest
+        return replace(manifest, is_collective=True, extra={GENERATION: self._generation})
 
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         """Send every bucket once, to all receivers together."""
@@ -104,13 +115,42 @@ class DistributedPublisher(Publisher):
             raise WeightSyncError(
                 f"version {manifest.version} is not staged any more: {self._staged_version} is"
             )
-        group = self._group = self._group or join(self.config)
-        for buffer_B in self._staged:
-            broadcast(group, buffer_B, self.config, f"sending version {manifest.version}")
+        # Kept for the run: the receivers of every later group find each other through it.
+        self._store = self._store or open_store(self.config)
+        try:
+            self._group = self._group or join(self._store, self.config, int(manifest.extra[GENERATION]))
+            for buffer_B in self._staged:
+                broadcast(self._group, buffer_B, self.config, f"sending version {manifest.version}")
+        except WeightSyncError:
+            self._leave()  # a member is lost, and the group with it
+            raise
+
+    def for_one(self, manifest: WeightManifest) -> WeightManifest:
+        """The staged weights over HTTP. Whoever needs them is a new process, so the next version needs a new group."""
+        if self._staged_version != manifest.version:
+            raise WeightSyncError(
+                f"version {manifest.version} is not staged any more: {self._staged_version} is"
+            )
+        if self._aside is None:
+            host = self.config.address.rpartition(":")[0]
+            self._aside = HttpPublisher(HttpTransport.Config(host="0.0.0.0", advertised=host))
+        self._leave()
+        if self._aside.version == manifest.version:
+            assert self._late is not None
+            return self._late
+        tensors = ((spec.name, view_of(self._staged[spec.bucket], spec)) for spec in manifest.tensors)
+        self._late = self._aside.publish(tensors, manifest.version)
+        return self._late
 
     def close(self) -> None:
         self._group = None
         self._staged.clear()
+        if self._aside is not None:
+            self._aside.close()
+
+    def _leave(self) -> None:
+        """The next version is sent in another group; what is left in the store of this one is in nobody's way."""
+        self._group, self._generation = None, self._generation + 1
 
 
 class DistributedReceiver(Receiver):
@@ -120,22 +160,49 @@ class DistributedReceiver(Receiver):
         super().__init__(config)
         self.config = config
         self._group: Backend | None = None
+        self._generation = -1
+        self._store: TCPStore | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._num_taken = 0
 
     def pull(
         self, manifest: WeightManifest, shards: Mapping[str, ShardSpec] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        if manifest.transport == HttpReceiver.transport:
+            yield from self._pull_alone(manifest, shards)
+            return
         self._num_taken = 0
         try:
+            self._join(manifest)
             yield from super().pull(manifest, shards)
         finally:
             # The broadcasts are collective: leaving early would leave the publisher and the others waiting.
-            for bucket in manifest.buckets[self._num_taken :]:
+            for bucket in manifest.buckets[self._num_taken :] if self._group is not None else ():
                 self.read(manifest, bucket)
 
+    def _pull_alone(
+        self, manifest: WeightManifest, shards: Mapping[str, ShardSpec] | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        aside = HttpReceiver(HttpTransport.Config(verify=self.config.verify))
+        try:
+            yield from aside.pull(manifest, shards)
+        finally:
+            aside.close()
+        self.version = manifest.version
+
+    def _join(self, manifest: WeightManifest) -> None:
+        """The group that this version is sent in."""
+        generation = int(manifest.extra[GENERATION])
+        if self._group is None or generation != self._generation:
+            self._group = None
+            self._store = self._store or open_store(self.config)
+            self._group = join(self._store, self.config, generation)
+            self._generation = generation
+
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
-        group = self._group = self._group or join(self.config)
+        group = self._group
+        if group is None:
+            raise WeightSyncError(f"version {manifest.version}: this receiver is in no group to receive it")
         if self._buffer.numel() < bucket.num_bytes:
             device = torch.cuda.current_device() if self.config.backend == "nccl" else "cpu"
             self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
@@ -150,13 +217,25 @@ class DistributedReceiver(Receiver):
         self._group = None
 
 
-def join(config: DistributedTransport.Config) -> Backend:
-    """A process group of its own: it does not touch the trainer's default group."""
+def open_store(config: DistributedTransport.Config) -> TCPStore:
+    """Where the ends find each other; the publisher's process holds it."""
     host, _, port = config.address.rpartition(":")
-    timeout = timedelta(seconds=config.timeout_s)
     try:
-        store = TCPStore(host, int(port), config.world, config.rank == 0, timeout)
-        prefixed = PrefixStore("rill-weights", store)
+        return TCPStore(
+            host, int(port), config.world, config.rank == 0, timedelta(seconds=config.timeout_s), False
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise WeightSyncError(
+            f"rank {config.rank} of {config.world} could not reach the weight group at {config.address} within "
+            f"{config.timeout_s:g} s: {error}"
+        ) from error
+
+
+def join(store: TCPStore, config: DistributedTransport.Config, generation: int) -> Backend:
+    """A process group of its own: it does not touch the trainer's default group."""
+    timeout = timedelta(seconds=config.timeout_s)
+    prefixed = PrefixStore(f"rill-weights-{generation}", store)
+    try:
         if config.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout

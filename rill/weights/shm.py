@@ -22,15 +22,8 @@ from torch import Tensor
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import (
-    BucketSpec,
-    Publisher,
-    Receiver,
-    TensorSpec,
-    TransportConfig,
-    WeightManifest,
-    with_source,
-)
+from rill.weights.base import Publisher, Receiver, TransportConfig
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
 from rill.weights.slots import SlotStamps
 
 

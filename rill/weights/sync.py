@@ -19,15 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
 from rill.config import Config
-from rill.errors import RillError, WeightSyncError
+from rill.errors import RillError, StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import NamedTensors, Receiver, WeightManifest
-from rill.weights.canary import Canary, CanaryProof, CanaryReport
+from rill.weights.base import Receiver
+from rill.weights.buckets import NamedTensors
+from rill.weights.canary import Canary, CanaryProof
+from rill.weights.manifest import SealedManifest, WeightManifest
 from rill.weights.resharding import ShardSpec
 
 logger = logging.getLogger(__name__)
@@ -35,12 +37,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """What an engine says after a pull."""
+class Pulled(NamedTuple):
+    """What an engine says after a pull; a tuple, because there is one from every engine at every step."""
 
     version: PolicyVersion
-    canary: CanaryReport | None = None
+    canary_mean: float | None
+    """Mean difference of its log-probabilities from the trainer's, in nats; None: there was no canary."""
+    stale: str
+    """Why its answers show other weights; empty: they do not."""
+
+    @staticmethod
+    def proven(
+        name: str,
+        manifest: SealedManifest,
+        version: PolicyVersion,
+        score: Callable[[Sequence[TokenIds]], Sequence[Floats]],
+    ) -> Pulled:
+        """What an engine that holds `version` says, after it was asked what the manifest's proof asks."""
+        proof = manifest.open_proof()
+        if proof is None:
+            return Pulled(version, None, "")
+        try:
+            report = proof.check(name, manifest.version, score)
+            report.raise_if_stale()
+        except StaleWeightsError as stale:
+            return Pulled(version, None, str(stale))
+        return Pulled(version, report.mean, "")
 
 
 class Pulls(Protocol):
@@ -57,8 +79,8 @@ class PullTargets(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
 
-    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> Pulls:
-        """Start pulling on these engines; each checks the proof once it holds the version."""
+    def pull(self, names: Sequence[str], manifest: SealedManifest) -> Pulls:
+        """Start pulling on these engines; each gives the manifest's proof once it holds the version."""
         ...
 
 
@@ -97,7 +119,8 @@ class SyncReport:
     num_bytes: int
     publish_s: float
     pull_s: float
-    canary: Mapping[str, CanaryReport] = field(default_factory=dict)
+    canary: Mapping[str, float] = field(default_factory=dict)
+    """Mean differences of log-probabilities, in nats, by engine."""
 
 
 class WeightSync:
@@ -124,8 +147,6 @@ class WeightSync:
         self._states = {name: TargetState() for name in names}
         self._late: dict[str, Pulls] = {}
         """Engines that had not ended their last pull when it was looked at."""
-        self._proof: CanaryProof | None = None
-        """Of the newest version."""
         self._lock = threading.Lock()
 
     def sync(
@@ -137,20 +158,16 @@ class WeightSync:
         """Publish and bring every engine to `version`. Engines that fail are in the report, not raised."""
         started = time.perf_counter()
         manifest = self.publisher.publish(named_tensors, version)
-        expected = None
+        proof = None
         if trainer_logprobs is not None and self.canary is not None:
-            expected = trainer_logprobs(self.canary.sequences)
-        return self.distribute(manifest, expected, publish_s=time.perf_counter() - started)
+            proof = CanaryProof(canary=self.canary, expected=trainer_logprobs(self.canary.sequences))
+        return self.distribute(manifest.seal(proof), publish_s=time.perf_counter() - started)
 
-    def distribute(
-        self, manifest: WeightManifest, expected: Sequence[Floats] | None = None, *, publish_s: float = 0.0
-    ) -> SyncReport:
-        """The second half of sync(), for a manifest that was published elsewhere; `expected` are the trainer's scores
-        of the canary's sequences."""
+    def distribute(self, manifest: SealedManifest, *, publish_s: float = 0.0) -> SyncReport:
+        """The second half of sync(), for a manifest that was published elsewhere."""
         started = time.perf_counter()
-        self._proof = self._proof_of(expected)
         names = self._idle_engines(manifest)
-        pulls = self._targets.pull(names, manifest, self._proof)
+        pulls = self._targets.pull(names, manifest)
         self._serve(manifest)
         ended = pulls.ended(max(0.0, self.config.timeout_s - (time.perf_counter() - started)))
         reports = self._settle(names, pulls, ended, manifest)
@@ -165,16 +182,15 @@ class WeightSync:
             canary=reports,
         )
 
-    def catch_up(self, name: str, manifest: WeightManifest) -> None:
+    def catch_up(self, name: str, manifest: SealedManifest) -> None:
         """Bring one engine, relaunched or new, to the version that the others hold; WeightSyncError where it fails.
 
-        `manifest` must be one that an engine can pull by itself (see Publisher.for_one). The trainer's canary scores
-        are those of the last sync, for it may be in its next step.
+        `manifest` must be one that an engine can pull by itself (see Publisher.for_one).
         """
         with self._lock:
             self._states[name] = TargetState(failure="has not pulled yet")
             self._late.pop(name, None)
-        pulls = self._targets.pull([name], manifest, self._proof)
+        pulls = self._targets.pull([name], manifest)
         self._settle([name], pulls, pulls.ended(self.config.timeout_s), manifest)
         state = self.states()[name]
         if not state.in_service:
@@ -192,16 +208,7 @@ class WeightSync:
     def versions(self) -> dict[str, PolicyVersion | None]:
         return {name: state.version for name, state in self.states().items()}
 
-    def _proof_of(self, expected: Sequence[Floats] | None) -> CanaryProof | None:
-        if expected is None:
-            return None
-        if self.canary is None:
-            raise WeightSyncError(
-                "trainer log-probabilities were given, but there is no canary to compare them on"
-            )
-        return CanaryProof(canary=self.canary, expected=expected)
-
-    def _idle_engines(self, manifest: WeightManifest) -> list[str]:
+    def _idle_engines(self, manifest: SealedManifest) -> list[str]:
         """One pull at a time: an engine that still hangs in the last one cannot take part in this."""
         idle = []
         for name in self._targets.names:
@@ -213,13 +220,13 @@ class WeightSync:
             idle.append(name)
         return idle
 
-    def _serve(self, manifest: WeightManifest) -> None:
+    def _serve(self, manifest: SealedManifest) -> None:
         """Where the trainer moves together with its engines and one of them breaks off, it fails too: they are named
         one by one when their pulls are looked at."""
         if not manifest.is_collective:
             return
         try:
-            self.publisher.serve(manifest, self.config.timeout_s)
+            self.publisher.serve(manifest.open(), self.config.timeout_s)
         except RillError as error:
             logger.warning("serving version %d: %s", manifest.version, error)
 
@@ -228,10 +235,10 @@ class WeightSync:
         names: Sequence[str],
         pulls: Pulls,
         ended: Mapping[str, Pulled | Exception],
-        manifest: WeightManifest,
-    ) -> dict[str, CanaryReport]:
-        """Who is in service now; the canary's reports."""
-        reports: dict[str, CanaryReport] = {}
+        manifest: SealedManifest,
+    ) -> dict[str, float]:
+        """Who is in service now; what the canary showed."""
+        means: dict[str, float] = {}
         for name in names:
             pulled = ended.get(name)
             if pulled is None:
@@ -243,21 +250,18 @@ class WeightSync:
                 self._fail(name, f"{type(pulled).__name__}: {pulled}")
             elif pulled.version != manifest.version:
                 self._fail(name, f"took version {manifest.version} but says it holds {pulled.version}")
+            elif pulled.stale:
+                self._fail(name, pulled.stale)
             else:
-                self._pass(name, pulled, reports)
-        return reports
+                self._pass(name, pulled.version)
+                if pulled.canary_mean is not None:
+                    means[name] = pulled.canary_mean
+        return means
 
-    def _pass(self, name: str, pulled: Pulled, reports: dict[str, CanaryReport]) -> None:
+    def _pass(self, name: str, version: PolicyVersion) -> None:
         with self._lock:
             failures = self._states[name].num_failures
-            self._states[name] = TargetState(version=pulled.version, in_service=True, num_failures=failures)
-        if pulled.canary is None:
-            return
-        reports[name] = pulled.canary
-        try:
-            pulled.canary.raise_if_stale()
-        except WeightSyncError as stale:
-            self._fail(name, f"{type(stale).__name__}: {stale}")
+            self._states[name] = TargetState(version=version, in_service=True, num_failures=failures)
 
     def _fail(self, name: str, reason: str) -> None:
         logger.warning("engine %s is out of service: %s", name, reason)
@@ -292,6 +296,15 @@ class _UpdatableEngine(Protocol):
     ) -> list[Floats]: ...
 
 
+class PullTarget(Protocol):
+    """One engine whose pull blocks: in this process, or a server."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pull(self, manifest: SealedManifest) -> Pulled: ...
+
+
 class LocalTarget:
     """An engine in this process."""
 
@@ -307,40 +320,37 @@ class LocalTarget:
         self._receiver = receiver
         self._shards = shards
 
-    def pull(self, manifest: WeightManifest, proof: CanaryProof | None) -> Pulled:
+    def pull(self, manifest: SealedManifest) -> Pulled:
         engine = self._engine
-        engine.update_weights(self._receiver.pull(manifest, self._shards), manifest.version)
-        return Pulled(
-            version=engine.version,
-            canary=proof.check(self.name, manifest.version, engine.score) if proof is not None else None,
-        )
+        engine.update_weights(self._receiver.pull(manifest.open(), self._shards), manifest.version)
+        return Pulled.proven(self.name, manifest, engine.version, engine.score)
 
 
-class LocalTargets:
-    """Engines in this process. Each pull runs in a daemon thread: a hanging engine hangs nobody else."""
+class ThreadedTargets:
+    """Engines side by side. Each pull runs in a daemon thread: a hanging engine hangs nobody else."""
 
-    def __init__(self, targets: Sequence[LocalTarget]) -> None:
+    def __init__(self, targets: Sequence[PullTarget]) -> None:
         self._targets = list(targets)
 
     @property
     def names(self) -> Sequence[str]:
         return [target.name for target in self._targets]
 
-    def add(self, target: LocalTarget) -> None:
+    def add(self, target: PullTarget) -> None:
         """An engine that joins is out of service until it has pulled (see WeightSync.catch_up)."""
         self._targets.append(target)
 
-    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> LocalPulls:
-        return LocalPulls(
+    def pull(self, names: Sequence[str], manifest: SealedManifest) -> ThreadedPulls:
+        return ThreadedPulls(
             {
-                target.name: in_thread(partial(target.pull, manifest, proof), f"rill-pull-{target.name}")
+                target.name: in_thread(partial(target.pull, manifest), f"rill-pull-{target.name}")
                 for target in self._targets
                 if target.name in names
             }
         )
 
 
-class LocalPulls:
+class ThreadedPulls:
     def __init__(self, futures: Mapping[str, Future[Pulled]]) -> None:
         self._futures = futures
 

@@ -7,8 +7,8 @@ take part in every call, because parameters are sharded over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,20 +24,19 @@ from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
 from rill.training.sft import SFTTrainer
 from rill.types import NOT_SAMPLED, Floats, PolicyVersion, Sample, TokenIds, Trajectory
-from rill.weights import WeightManifest, open_publisher, take_part
+from rill.weights import (
+    Canary,
+    CanaryProof,
+    SealedManifest,
+    Tolerance,
+    WeightManifest,
+    open_publisher,
+    take_part,
+)
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """What engines must know of a version."""
-
-    manifest: WeightManifest
-    canary: list[Floats] | None
-    """The trainer's scores of the canary's sequences; None: not asked for."""
 
 
 class ActorWorker(Worker):
@@ -100,28 +99,28 @@ class ActorWorker(Worker):
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion, canary: Sequence[TokenIds] = ()) -> Published | None:
-        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know, with the
-        trainer's own log-probabilities of the canary's tokens at temperature 1."""
+    def publish(self, version: PolicyVersion) -> SealedManifest | None:
+        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know, with what
+        they must answer to a canary."""
         with self.device_lock():
             if self.publisher is None:
                 take_part(self.trainer.named_weights())
-                self._score(canary)
+                if self.sync.canary:
+                    self._canary_scores()
                 return None
             manifest = self.publisher.publish(self.trainer.named_weights(), version)
-            return Published(manifest=manifest, canary=self._score(canary))
+            return manifest.seal(self._proof(manifest) if self.sync.canary else None)
 
-    def for_one(self, manifest: WeightManifest) -> WeightManifest | None:
+    def for_one(self, manifest: SealedManifest) -> SealedManifest | None:
         """The same version, as one engine can pull it alone."""
-        return self.publisher.for_one(manifest) if self.publisher is not None else None
+        if self.publisher is None:
+            return None
+        return manifest.with_content(self.publisher.for_one(manifest.open()))
 
     def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
         """Take part in the engines' pulls, for transports where both ends move at once."""
         if self.publisher is not None:
             self.publisher.serve(manifest, timeout_s)
-
-    def vocab_size(self) -> int:
-        return self.trainer.engine.module.vocab_size
 
     # --- files --------------------------------------------------------------------------------------------
 
@@ -139,10 +138,20 @@ class ActorWorker(Worker):
         with self.device_lock():
             self.trainer.export(folder)
 
-    def _score(self, sequences: Sequence[TokenIds]) -> list[Floats] | None:
-        if not sequences:
-            return None
-        return self.trainer.logprobs([_as_sample(tokens) for tokens in sequences], temperature=1.0)
+    def _proof(self, manifest: WeightManifest) -> CanaryProof:
+        given = self.sync.canary_tolerance
+        tolerance = Tolerance(mean=given, largest=10 * given) if given else None
+        canary = Canary(self._canary_tokens(), dtype=manifest.tensors[0].dtype, tolerance=tolerance)
+        return CanaryProof(canary=canary, expected=self._canary_scores())
+
+    def _canary_tokens(self) -> list[TokenIds]:
+        return Canary.random(self.trainer.engine.module.vocab_size).sequences
+
+    def _canary_scores(self) -> list[Floats]:
+        """The trainer's own log-probabilities at temperature 1; all ranks take part."""
+        return self.trainer.logprobs(
+            [_as_sample(tokens) for tokens in self._canary_tokens()], temperature=1.0
+        )
 
 
 def _as_sample(token_ids: TokenIds) -> Sample:

@@ -29,7 +29,7 @@ from rill.telemetry.run import Run
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
 from rill.types import Prompt
-from rill.weights import WeightManifest
+from rill.weights import SealedManifest, seated
 from rill.workflows.actor import ActorWorker
 from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
 from rill.workflows.evaluation import Evaluator
@@ -198,13 +198,14 @@ class RLSetup:
             seed=config.seed,
             run_dir=str(self.folder.path.resolve()),
         )
+        transport = seated(config.sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = self.launch(
             ActorWorker,
             "actor",
             actor,
             config=config.trainer,
             algorithm=config.algorithm,
-            sync=config.sync,
+            sync=config.sync.model_copy(update={"transport": transport}),
         )
         self.rollout.ready(config.loop.step_timeout_s)
 
@@ -230,7 +231,7 @@ class RLSetup:
         )
         return self.launch(InferenceWorker, "inference", placement, config=model, sync=self.config.sync)
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self) -> SealedManifest:
         """Where the newest weights are, for a group that follows the policy. Only while the loop runs."""
         assert self._fleet is not None
         return self._fleet.manifest()

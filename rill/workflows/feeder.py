@@ -8,7 +8,8 @@
 
 Two threads. `_run` takes outcomes and admits what they make room for, all the time, so that generation goes on while
 the loop waits for training. The main thread serves the loop: `take_batch` unblocks when enough kept groups have come
-in, or when `_run` has failed; `trained` raises the capacity. What they share is the GroupBuffer, under `_changed`.
+in, or when `_run` has failed; a step that was trained raises the capacity. What they share is the GroupBuffer, under
+`_changed`.
 
 An epoch of the jobs channel lasts a step where max_lag is 0: `take_batch` opens it, and ends it once the batch is
 full, so that engines let go of their devices. Otherwise it lasts for the run.
@@ -89,8 +90,9 @@ class Feeder(Worker):
         self._jobs, self._rollouts, self._outcomes = jobs, rollouts, outcomes
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
-    def take_batch(self) -> Collected:
-        """The next batch. Raises StuckError when it does not come together in time."""
+    def take_batch(self, num_trained: int) -> Collected:
+        """The next batch, after `num_trained` steps. Raises StuckError when it does not come together in time."""
+        self.trained(num_trained)
         timeout_s = self.config.step_timeout_s
         with self._changed:
             self._is_open = True
@@ -109,9 +111,13 @@ class Feeder(Worker):
             figures |= self.buffer.source.metrics()
         return Collected(plan=StepPlan.of(batch, step=step, version=version), figures=figures)
 
-    def trained(self) -> None:
-        """The step was applied, and the engines have its weights: what is admitted now is made with them."""
+    def trained(self, num_trained: int) -> None:
+        """So many steps are applied, and the engines have their weights: what is admitted now is made with them. Asking
+        for a batch says it too; the loop says it by itself where it has other things to do before."""
         with self._changed:
+            if num_trained == self.admission.version:
+                return
+            assert num_trained == self.admission.version + 1, "steps are applied one by one"
             if self.config.max_lag == 0:
                 self._wait_for_put_back()
             self.buffer.trained()

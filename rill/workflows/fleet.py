@@ -1,8 +1,8 @@
 """The rollout engines as the loop sees them: generate, take new weights, evaluate; and what happens when one is lost.
 
-Weights go from the actor to the engines without passing the driver: only the manifest does. After each sync every
-engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights). Whatever all
-engines do is one call on the whole group.
+Weights go from the actor to the engines without passing the driver: only the sealed manifest does. After each sync
+every engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights). Whatever
+all engines do is one call on the whole group.
 
 All recovery is here, in `_bring_back`, on the loop's thread:
 
@@ -26,10 +26,16 @@ from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
-from rill.types import PolicyVersion, Prompt, TokenIds
-from rill.weights import Canary, CanaryProof, Pulled, Tolerance, WeightManifest, WeightSync, WeightSyncConfig
-from rill.weights.base import NamedTensors
-from rill.workflows.actor import ActorWorker, Published
+from rill.types import PolicyVersion, Prompt
+from rill.weights import (
+    Pulled,
+    SealedManifest,
+    WeightManifest,
+    WeightSync,
+    WeightSyncConfig,
+)
+from rill.weights.buckets import NamedTensors
+from rill.workflows.actor import ActorWorker
 from rill.workflows.rollout import RolloutWorker
 from rill.workflows.sections import EvalConfig, LoopConfig, SyncConfig
 
@@ -70,9 +76,11 @@ class Fleet:
         """In this epoch."""
         self._is_open = False
         self._num_epochs = 0
-        self._sync: WeightSync | None = None
-        self._canary_tokens: list[TokenIds] = []
-        self._manifest: WeightManifest | None = None
+        # No engine need be in service: those that are not are started again here, or end the run.
+        self._sync = WeightSync(
+            self._actor, self._engines, WeightSyncConfig(timeout_s=sync.timeout_s, min_in_service=0)
+        )
+        self._manifest: SealedManifest | None = None
 
     # --- generating ---------------------------------------------------------------------------------------
 
@@ -149,16 +157,10 @@ class Fleet:
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Bring every engine to the actor's weights. One that does not come there is named and started again."""
-        if self._config.canary and not self._canary_tokens:
-            self._canary_tokens = Canary.random(self._actor.vocab_size()).sequences
-        published = self._actor.publish_with(version, self._canary_tokens)
-        manifest = self._manifest = published.manifest
-        if self._sync is None:
-            self._sync = self._open_sync(manifest)
-        report = self._sync.distribute(manifest, published.canary)
-        for rank, name in enumerate(self._engines.names):
-            if name in report.failed:
-                self._bring_back(rank, report.failed[name])
+        self._manifest = self._actor.publish_sealed(version)
+        report = self._sync.distribute(self._manifest)
+        for name, reason in report.failed.items():
+            self._bring_back(self._engines.names.index(name), reason)
         figures = {
             "sync/update_s": report.pull_s,
             "sync/bytes": float(report.num_bytes),
@@ -166,10 +168,10 @@ class Fleet:
             "sync/relaunches": float(sum(self._relaunches)),
         }
         if report.canary:
-            figures["sync/canary"] = max(canary.mean for canary in report.canary.values())
+            figures["sync/canary"] = max(report.canary.values())
         return figures
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
         assert self._manifest is not None, "nothing is published before the loop runs"
         return self._actor.for_one(self._manifest)
@@ -208,16 +210,6 @@ class Fleet:
             self._generate([rank])
         log.warning("%s is back in service", name)
 
-    def _open_sync(self, manifest: WeightManifest) -> WeightSync:
-        given = self._config.canary_tolerance
-        tolerance = Tolerance(mean=given, largest=10 * given) if given else None
-        canary = None
-        if self._canary_tokens:
-            canary = Canary(self._canary_tokens, dtype=manifest.tensors[0].dtype, tolerance=tolerance)
-        # No engine need be in service: those that are not are started again here, or end the run.
-        config = WeightSyncConfig(timeout_s=self._config.timeout_s, min_in_service=0)
-        return WeightSync(self._actor, self._engines, config, canary=canary)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
@@ -239,24 +231,21 @@ class ActorSide:
     def publish(self, named_tensors: NamedTensors, version: PolicyVersion) -> WeightManifest:
         """The tensors are the actor's own; none are given."""
         del named_tensors
-        return self.publish_with(version, ()).manifest
+        return self.publish_sealed(version).open()
 
-    def publish_with(self, version: PolicyVersion, canary: Sequence[TokenIds]) -> Published:
-        published: Published = self._actor.publish(version, canary).wait(timeout_s=self._timeout_s)[0]
-        return published
+    def publish_sealed(self, version: PolicyVersion) -> SealedManifest:
+        manifest: SealedManifest = self._actor.publish(version).wait(timeout_s=self._timeout_s)[0]
+        return manifest
 
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         self._actor.serve(manifest, timeout_s).wait(timeout_s=timeout_s)
 
-    def for_one(self, manifest: WeightManifest) -> WeightManifest:
+    def for_one(self, manifest: SealedManifest) -> SealedManifest:
         """The trainer stands between two steps whenever the loop brings an engine back, so it can take part."""
         if not manifest.is_collective:
             return manifest
-        own: WeightManifest = self._actor.for_one(manifest).wait(timeout_s=self._timeout_s)[0]
+        own: SealedManifest = self._actor.for_one(manifest).wait(timeout_s=self._timeout_s)[0]
         return own
-
-    def vocab_size(self) -> int:
-        return int(self._actor.vocab_size().wait(timeout_s=self._timeout_s)[0])
 
 
 class EngineGroup:
@@ -267,12 +256,12 @@ class EngineGroup:
         self._rollout = rollout
         self._interrupt = interrupt
 
-    def pull(self, names: Sequence[str], manifest: WeightManifest, proof: CanaryProof | None) -> GroupPulls:
+    def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
         wanted = set(names)
         ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
         if not ranks:
             return GroupPulls([], None)
-        handle = self._rollout.on(*ranks).update(manifest, self._interrupt, proof)
+        handle = self._rollout.on(*ranks).update(manifest, self._interrupt)
         return GroupPulls([self.names[rank] for rank in ranks], handle)
 
 

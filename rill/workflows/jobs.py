@@ -3,12 +3,13 @@
     feeder ── GroupJob ──▶ rollout workers ── Outcome ──▶ feeder ── StepPlan ──▶ driver ──▶ trainers
                                 └────────── Sample ── (rollouts channel) ────────────────────▲
 
-A job and an outcome are one group each; they never reach the driver. A plan is a whole step as a few columns, which
-the driver hands on without looking inside: its cost grows neither with the bytes nor with the groups of a batch.
+A job and an outcome are one group each; they never reach the driver. A plan is a whole step, sealed, which the driver
+hands on without looking inside: its cost grows neither with the bytes nor with the groups of a batch.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,13 +73,40 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The groups of one optimisation step, as columns. Every trainer rank derives the same shares from it.
-
-    Axes: G group, in batch order; S sample, group by group.
-    """
+    """The groups of one optimisation step. Every trainer rank derives the same shares from it."""
 
     step: int
     version: PolicyVersion
+    num_samples: int
+    num_tokens: int
+    content: bytes
+    """The groups themselves, sealed: the driver passes them on without building an object for each."""
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome], *, step: int, version: PolicyVersion) -> StepPlan:
+        groups = PlannedGroups.of(outcomes)
+        return StepPlan(
+            step=step,
+            version=version,
+            num_samples=len(groups.lengths_S),
+            num_tokens=int(groups.lengths_S.sum()),
+            content=pickle.dumps(groups, protocol=5),
+        )
+
+    def open(self) -> PlannedGroups:
+        groups = pickle.loads(self.content)
+        assert isinstance(groups, PlannedGroups)
+        return groups
+
+    def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
+        """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
+        return self.open().share(rank, num_ranks, whole_groups=whole_groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroups:
+    """A batch as columns. Axes: G group, in batch order; S sample, group by group."""
+
     indices_G: Ints
     sizes_G: Ints
     """Samples of each group."""
@@ -89,13 +117,11 @@ class StepPlan:
     makers: tuple[str, ...]
 
     @staticmethod
-    def of(outcomes: Sequence[Outcome], *, step: int, version: PolicyVersion) -> StepPlan:
+    def of(outcomes: Sequence[Outcome]) -> PlannedGroups:
         """By admission, so that the batch does not depend on which group happened to finish first."""
         ordered = sorted(outcomes, key=lambda outcome: outcome.index)
         makers = {maker: n for n, maker in enumerate(sorted({outcome.maker for outcome in ordered}))}
-        return StepPlan(
-            step=step,
-            version=version,
+        return PlannedGroups(
             indices_G=np.array([outcome.index for outcome in ordered], np.int32),
             sizes_G=np.array([len(outcome.lengths) for outcome in ordered], np.int32),
             makers_G=np.array([makers[outcome.maker] for outcome in ordered], np.int32),
@@ -103,32 +129,23 @@ class StepPlan:
             makers=tuple(makers),
         )
 
+    @property
+    def ids(self) -> list[str]:
+        return [group_id(index) for index in self.indices_G.tolist()]
+
     def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
-        """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
         ends_G = np.cumsum(self.sizes_G)
         if num_ranks == 1:
             return self._keys(range(len(self.sizes_G)))
         if whole_groups:
-            costs_G = np.add.reduceat(self.lengths_S, ends_G - self.sizes_G) if len(ends_G) else ends_G
+            costs_G = np.add.reduceat(self.lengths_S, ends_G - self.sizes_G)
             return self._keys(sorted(partition(costs_G.astype(float).tolist(), num_ranks)[rank]))
         mine = sorted(partition(self.lengths_S.astype(float).tolist(), num_ranks)[rank])
-        groups = np.searchsorted(ends_G, mine, side="right")
+        groups = np.searchsorted(ends_G, mine, side="right").tolist()
         return [
-            self._key(int(g), sample - int(ends_G[g] - self.sizes_G[g]))
+            self._key(g, sample - int(ends_G[g] - self.sizes_G[g]))
             for sample, g in zip(mine, groups, strict=True)
         ]
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.lengths_S)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths_S.sum())
-
-    @property
-    def group_ids(self) -> list[str]:
-        return [group_id(index) for index in self.indices_G.tolist()]
 
     def _keys(self, groups: Sequence[int]) -> list[str]:
         return [self._key(g, i) for g in groups for i in range(int(self.sizes_G[g]))]

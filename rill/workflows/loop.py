@@ -94,6 +94,7 @@ class Loop:
             self._report({}, evaluate=True)
         while self.step < self.config.steps:
             self._take_step()
+        self._ask(self.parts.feeder.trained(self.step))
         if fleet.is_generating:
             self._ask(self.parts.feeder.finish())
             fleet.end_epoch()
@@ -116,9 +117,11 @@ class Loop:
             synced_at = time.monotonic()
             with trace.span("sync", lane="loop"):
                 figures = {**figures, **self.parts.fleet.publish(PolicyVersion(plan.version + 1))}
-            self._ask(self.parts.feeder.trained())
             self.step += 1
             ended = time.monotonic()
+        is_saved = self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0
+        if is_saved or self.config.max_lag > 0:
+            self._ask(self.parts.feeder.trained(self.step))
         times = {
             "time/step_s": ended - began,
             "time/rollout_wait_s": trained_at - began,
@@ -128,7 +131,7 @@ class Loop:
             "throughput/samples_per_s": plan.num_samples / (ended - began),
         }
         self._report({**collected.figures, **figures, **times}, evaluate=False)
-        if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+        if is_saved:
             self.parts.checkpoints.save(self.step)
 
     def _collect(self) -> Collected:
@@ -137,7 +140,7 @@ class Loop:
         config, fleet = self.config, self.parts.fleet
         if config.max_lag == 0 or not fleet.is_generating:
             fleet.open_epoch()
-        batch = self.parts.feeder.take_batch()
+        batch = self.parts.feeder.take_batch(self.step)
         is_there = threading.Event()
         batch.on_done(lambda _: is_there.set())
         while not is_there.wait(TEND_S):

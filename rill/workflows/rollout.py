@@ -29,7 +29,7 @@ from rill.runtime.channel import Channel, Lease
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.types import Group, Prompt, Sample, SamplingParams, Trajectory
-from rill.weights import CanaryProof, Pulled, WeightManifest, open_receiver
+from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
@@ -69,7 +69,9 @@ class RolloutWorker(Worker):
         self.algorithm = Algorithm(algorithm)
         self.engine: Engine = ENGINES.load(config.engine.type)(placed(config.engine, self.device))
         self.sync = sync
-        self.receiver = open_receiver(sync.transport)
+        self.receiver = open_receiver(
+            seated(sync.transport, rank=self.rank + 1, num_receivers=self.world_size)
+        )
         self.seed = seed
         self.maker = current().address.identity
         tokenizer = load_tokenizer(model)
@@ -216,17 +218,16 @@ class RolloutWorker(Worker):
     # --- weights ------------------------------------------------------------------------------------------
 
     @concurrent
-    def update(self, manifest: WeightManifest, interrupt: bool, proof: CanaryProof | None) -> Pulled:
+    def update(self, manifest: SealedManifest, interrupt: bool) -> Pulled:
         """Take new weights between two steps of the engine; running sequences continue under them, beside the proof."""
         with self.device_lock(), self._updating:
             self.engine.pause(PauseMode.INTERRUPT if interrupt else PauseMode.FINISH, self.sync.timeout_s)
             try:
-                self.engine.update_weights(self.receiver.pull(manifest), manifest.version)
+                self.engine.update_weights(self.receiver.pull(manifest.open()), manifest.version)
             finally:
                 self.engine.resume()
             name = f"{self.group_name}[{self.rank}]"
-            canary = proof.check(name, manifest.version, self.engine.score) if proof is not None else None
-            return Pulled(version=self.engine.version, canary=canary)
+            return Pulled.proven(name, manifest, self.engine.version, self.engine.score)
 
 
 @dataclass(frozen=True, slots=True)

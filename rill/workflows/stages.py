@@ -23,7 +23,7 @@ from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
-from rill.weights import WeightManifest, open_receiver
+from rill.weights import SealedManifest, open_receiver
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig
@@ -49,7 +49,7 @@ class InferenceWorker(Worker):
     def close(self) -> None:
         self.receiver.close()
 
-    def score(self, source: Channel, target: Channel, plan: StepPlan, manifest: WeightManifest) -> None:
+    def score(self, source: Channel, target: Channel, plan: StepPlan, manifest: SealedManifest) -> None:
         """Add log π_old under the weights that the step starts from."""
         with self.device_lock(source, target):
             self._follow(plan.version, manifest)
@@ -58,14 +58,14 @@ class InferenceWorker(Worker):
             scored = self.model.logprobs(samples, trained_only=True)
             put_all(target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)])
 
-    def _follow(self, version: PolicyVersion, manifest: WeightManifest) -> None:
+    def _follow(self, version: PolicyVersion, manifest: SealedManifest) -> None:
         if manifest.version != version:
             raise StaleWeightsError(
                 f"the step starts from version {version}, published is {manifest.version}"
             )
         if self.version != version:
             self.version = None  # until every tensor is in: a pull that breaks off leaves a mixture
-            self.model.load_weights(self.receiver.pull(manifest))
+            self.model.load_weights(self.receiver.pull(manifest.open()))
             self.version = version
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rill.types import PolicyVersion
-from rill.weights.base import TRANSPORTS, Publisher, Receiver, WeightManifest, open_publisher, open_receiver
+from rill.weights.base import TRANSPORTS, Publisher, Receiver, open_publisher, open_receiver
+from rill.weights.manifest import WeightManifest
 
 
 def weights(seed: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor
 
 from rill.errors import WeightSyncError
-from rill.weights.base import BucketSpec, Receiver, WeightManifest, open_publisher, open_receiver
+from rill.weights.base import Receiver, open_publisher, open_receiver
+from rill.weights.manifest import BucketSpec, WeightManifest
 from tests.weights.scene import publish, pulled, same, transport, weights
 
 PRELUDE = """

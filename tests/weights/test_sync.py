@@ -11,9 +11,10 @@ import torch
 
 from rill.errors import StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import NamedTensors, Publisher, open_publisher, open_receiver
-from rill.weights.canary import Canary, Tolerance
-from rill.weights.sync import LocalTarget, LocalTargets, WeightSync, WeightSyncConfig
+from rill.weights.base import Publisher, open_publisher, open_receiver
+from rill.weights.buckets import NamedTensors
+from rill.weights.canary import Canary, CanaryProof, Tolerance
+from rill.weights.sync import LocalTarget, ThreadedTargets, WeightSync, WeightSyncConfig
 from tests.weights.scene import same, transport, weights
 
 
@@ -60,8 +61,13 @@ def assemble(publisher: Publisher, count: int, **config: float) -> tuple[WeightS
     targets = [LocalTarget(f"engine{i}", e, open_receiver(transport("shm"))) for i, e in enumerate(engines)]
     canary = Canary.random(100, seed=1)
     return WeightSync(
-        publisher, LocalTargets(targets), WeightSyncConfig(**{"timeout_s": 10.0, **config}), canary=canary
+        publisher, ThreadedTargets(targets), WeightSyncConfig(**{"timeout_s": 10.0, **config}), canary=canary
     ), engines
+
+
+def proof_of(held: dict[str, torch.Tensor]) -> CanaryProof:
+    canary = Canary.random(100, seed=1)
+    return CanaryProof(canary=canary, expected=scores(held, canary.sequences))
 
 
 def step(sync: WeightSync, version: int):  # type: ignore[no-untyped-def]
@@ -75,7 +81,7 @@ def test_all_engines_take_the_version_and_are_in_service(publisher: Publisher) -
     assert report.in_service == ("engine0", "engine1", "engine2") and not report.failed
     assert all(same(e.held, weights(1)) for e in engines)
     assert set(sync.versions().values()) == {1}
-    assert all(c.is_same and c.largest == 0 for c in report.canary.values())
+    assert report.canary == {"engine0": 0.0, "engine1": 0.0, "engine2": 0.0}
 
 
 def test_a_failing_engine_is_named_and_comes_back_with_the_next_version(publisher: Publisher) -> None:
@@ -121,29 +127,29 @@ def test_no_engine_left_is_an_error_that_names_every_reason(publisher: Publisher
 
 
 def test_an_engine_that_joins_catches_up_with_the_others_by_itself(publisher: Publisher) -> None:
-    targets = LocalTargets([LocalTarget("engine0", FakeEngine(), open_receiver(transport("shm")))])
+    targets = ThreadedTargets([LocalTarget("engine0", FakeEngine(), open_receiver(transport("shm")))])
     sync = WeightSync(publisher, targets, canary=Canary.random(100, seed=1))
     new = weights(1)
-    manifest = publisher.publish(new.items(), PolicyVersion(1))
-    sync.distribute(manifest, scores(new, sync.canary.sequences))  # type: ignore[union-attr]
+    sealed = publisher.publish(new.items(), PolicyVersion(1)).seal(proof_of(new))
+    sync.distribute(sealed)
     late = FakeEngine()
     targets.add(LocalTarget("late", late, open_receiver(transport("shm"))))
     assert sync.in_service() == ["engine0"]
-    sync.catch_up("late", manifest)
+    sync.catch_up("late", sealed)
     assert sync.in_service() == ["engine0", "late"] and same(late.held, new)
     assert step(sync, 2).in_service == ("engine0", "late")
 
 
 def test_an_engine_that_catches_up_with_other_weights_is_refused(publisher: Publisher) -> None:
-    targets = LocalTargets([])
+    targets = ThreadedTargets([])
     sync = WeightSync(
         publisher, targets, WeightSyncConfig(min_in_service=0), canary=Canary.random(100, seed=1)
     )
-    manifest = publisher.publish(weights(1).items(), PolicyVersion(1))
-    sync.distribute(manifest, scores(weights(2), sync.canary.sequences))  # type: ignore[union-attr]
+    sealed = publisher.publish(weights(1).items(), PolicyVersion(1)).seal(proof_of(weights(2)))
+    sync.distribute(sealed)
     targets.add(LocalTarget("late", FakeEngine(), open_receiver(transport("shm"))))
     with pytest.raises(WeightSyncError, match="late did not come to version 1.*answers with other weights"):
-        sync.catch_up("late", manifest)
+        sync.catch_up("late", sealed)
 
 
 def test_the_canary_names_the_worst_token() -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import BucketSpec, Receiver, WeightManifest
+from rill.weights.base import Receiver
 from rill.weights.finite import is_finite
+from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.resharding import ShardSpec
 from tests.weights.scene import ends, publish, pulled, same, weights
 

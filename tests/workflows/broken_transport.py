@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rill.weights.base import BucketSpec, WeightManifest
+from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.shm import ShmPublisher, ShmReceiver, ShmTransport
 
 TRANSPORT = "tests.workflows.broken_transport:BrokenTransport"

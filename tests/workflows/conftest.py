@@ -11,5 +11,5 @@ from rill.runtime.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(devices=2, preload=("tests.workflows.scene",)) as made:
+    with Cluster(devices=2, preload=("tests.workflows.scene", "transformers")) as made:
         yield made

@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
-from rill.types import PolicyVersion, Prompt, Sample, TokenIds, Trajectory
-from rill.weights import WeightManifest, open_publisher
-from rill.workflows.actor import Published
+from rill.types import PolicyVersion, Prompt, Sample, Trajectory
+from rill.weights import Canary, CanaryProof, SealedManifest, WeightManifest, open_publisher, seated
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
@@ -78,20 +77,18 @@ class RecordingActor(Worker):
         path.write_bytes(pickle.dumps((plan, samples)))
         return {"samples": float(len(samples))}
 
-    def publish(self, version: PolicyVersion, canary: Sequence[TokenIds] = ()) -> Published:
+    def publish(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
         tensors = {"a": torch.zeros(64), WEIGHT: torch.tensor(self.value), "z": torch.ones(64)}
         manifest = self.publisher.publish(tensors.items(), version)
-        return Published(manifest=manifest, canary=scores(self.value, canary))
+        canary = Canary.random(100)
+        return manifest.seal(CanaryProof(canary=canary, expected=scores(self.value, canary.sequences)))
 
     def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
         self.publisher.serve(manifest, timeout_s)
 
-    def for_one(self, manifest: WeightManifest) -> WeightManifest:
-        return self.publisher.for_one(manifest)
-
-    def vocab_size(self) -> int:
-        return 100
+    def for_one(self, manifest: SealedManifest) -> SealedManifest:
+        return manifest.with_content(self.publisher.for_one(manifest.open()))
 
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
@@ -126,11 +123,13 @@ class Scene:
         drop_equal: bool = False,
         engine: Mapping[str, Any] | None = None,
         transport: Mapping[str, Any] | None = None,
+        resumed: Scene | None = None,
         **loop: Any,
     ) -> None:
-        self.folder = folder / name
+        """`resumed`: go on from the last checkpoint of a scene that has ended, in its folder."""
+        self.folder = folder / name if resumed is None else resumed.folder
         self.records = self.folder / "records"
-        self.records.mkdir(parents=True)
+        self.records.mkdir(parents=True, exist_ok=resumed is not None)
         self.max_new_tokens = max_new_tokens
         self.algorithm = AlgorithmConfig.model_validate(
             {"type": "grpo", "filters": {"drop_equal_rewards": drop_equal}}
@@ -165,8 +164,14 @@ class Scene:
             seed=SEED,
             run_dir=str(self.folder),
         )
+        transport_end = seated(sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = RecordingActor.launch(
-            cluster, name=f"actor-{name}", placement="0", threads=1, folder=str(self.folder), sync=sync
+            cluster,
+            name=f"actor-{name}",
+            placement="0",
+            threads=1,
+            folder=str(self.folder),
+            sync=sync.model_copy(update={"transport": transport_end}),
         )
         self.rollout.ready(DEADLINE_S)
         self.flow = Flow(
@@ -185,7 +190,9 @@ class Scene:
             group_size=group_size,
         )
         self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)  # type: ignore[arg-type]
-        self.run_folder = Run.create(name, root=self.folder / "runs")
+        self.run_folder = (
+            Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
+        )
         self.reports: list[StepReport] = []
         self.loop = Loop(
             config,
@@ -201,6 +208,8 @@ class Scene:
             ),
             [self.reports.append],
         )
+        if resumed is not None:
+            assert self.loop.restore()
 
     def _train_step(self, plan: StepPlan) -> Mapping[str, float]:
         figures: dict[str, float] = self.actor.train(self.flow.rollouts, plan).wait(timeout_s=DEADLINE_S)[0]

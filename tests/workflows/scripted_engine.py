@@ -142,6 +142,7 @@ class ScriptedEngine:
             names = list(self._running) if request_ids is None else list(request_ids)
             ended = [self._running.pop(name) for name in names if name in self._running]
         for run in ended:
+            self._note(run)
             run.finish(StopReason.ABORTED)
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
@@ -203,6 +204,15 @@ class ScriptedEngine:
         return ended
 
     def _note(self, run: _Running) -> None:
-        record = {"id": run.request.id, "tokens": run.tokens.tolist(), "versions": run.versions}
+        count = len(run.versions)
+        record = {
+            "id": run.request.id,
+            "at": time.monotonic(),
+            "engine": os.getpid(),
+            "num_given": len(run.request.token_ids),
+            "tokens": run.tokens[:count].tolist(),
+            "logprobs": run.logprobs[:count].tolist(),
+            "versions": run.versions,
+        }
         self._record.write(json.dumps(record) + "\n")
         self._record.flush()

@@ -33,7 +33,7 @@ def check_conserved(scene: Scene) -> None:
             assert t.versions[sampled].tolist() in [record["versions"] for record in said[f"{t.id}#0"]]
             assert np.all(np.diff(t.versions[sampled]) >= 0), "a version never goes down"
             assert t.reward == float(int(tokens.sum()) % 3 == 0)
-        assert list(groups) == plan.group_ids, "in batch order"
+        assert list(groups) == plan.open().ids, "in batch order"
         for members in groups.values():
             rewards = np.array([s.trajectory.reward for s in members])
             lengths = [int(s.trajectory.loss_mask.sum()) for s in members]
@@ -45,10 +45,10 @@ def check_conserved(scene: Scene) -> None:
 
 def check_once(scene: Scene, steps: int, groups_per_step: int) -> None:
     """Every admitted group was trained on once or dropped once; every step had a whole batch."""
-    trained = [index for plan, _ in scene.trained() for index in plan.indices_G.tolist()]
+    trained = [index for plan, _ in scene.trained() for index in plan.open().indices_G.tolist()]
     assert len(trained) == steps * groups_per_step
     assert len(set(trained)) == len(trained), "a group was trained on twice"
-    assert all(len(plan.indices_G) == groups_per_step for plan, _ in scene.trained())
+    assert all(len(plan.open().indices_G) == groups_per_step for plan, _ in scene.trained())
     counts = scene.counts()
     assert (counts["version"], counts["running"]) == (steps, 0)
     assert counts["accepted"] == len(trained), "a group was admitted that no step was left for"

@@ -13,6 +13,7 @@ from rill.errors import RunError, WeightSyncError
 from rill.runtime.cluster import Cluster
 from rill.types import PolicyVersion, Prompt
 from rill.workflows.sections import EvalConfig
+from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
 from tests.workflows.test_conservation import check_conserved, check_once
@@ -90,6 +91,30 @@ def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     assert [len(row) for row in rewards] == [2, 2, 2, 2]
     scene.kill(1)
     assert scene.fleet.publish(PolicyVersion(2))["sync/relaunches"] == 2
+    scene.close()
+
+
+def test_over_broadcasts_a_lost_engine_catches_up_alone_and_joins_the_next_group(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    broadcast = {"type": "distributed", "address": f"127.0.0.1:{free_port()}", "timeout_s": 20.0}
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name="broadcast",
+        engines="0-1",
+        steps=5,
+        max_new_tokens=30,
+        engine=SLOW,
+        transport=broadcast,
+    )
+    killing = kill_at_step(scene, 1, 2)
+    scene.run()
+    killing.join()
+    check_conserved(scene)
+    check_once(scene, 5, 3)
+    assert scene.fleet._relaunches == [0, 1]
+    assert scene.reports[-1].metrics["sync/engines"] == 2
     scene.close()
 
 
