@@ -62,14 +62,15 @@ class Cluster:
     ) -> None:
         """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", or a list of Device. `preload`: modules that workers
         find imported, e.g. "torch": it then costs its time and memory once (only for modules that stand a fork).
-        `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output there, else it is removed
-        with the session."""
+        `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output and stuck-run reports there;
+        else the output is removed with the session, and reports stay in the system's temporary directory."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._owner_pid = os.getpid()
         self._backend = backend or LocalBackend(devices, frozenset(labels))
         self.session = open_session()
-        self._log_dir = Path(log_dir) if log_dir is not None else self.session.session_dir / "logs"
+        self._report_dir = Path(log_dir).absolute() if log_dir is not None else None
+        self._log_dir = self._report_dir or self.session.session_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         allow_many_files()
         try:
@@ -205,6 +206,7 @@ class Cluster:
             host=node.host,
             num_nodes=len(self._nodes),
             key=key,
+            report_dir=self._report_dir,
         )
         return mailbox, context
 

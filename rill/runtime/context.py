@@ -92,6 +92,9 @@ class RuntimeContext:
     """What lets this process in at other nodes. None where the run has one node."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
+    report_dir: Path | None = None
+    """Where a stuck-run report is written: a folder that outlives the session. None: the user's under the system's
+    temporary directory."""
     lead: RuntimeContext | None = None
     """The first rank of a shared process, whose store, parcels, directory and calls this rank uses."""
     registration: dict[str, Any] | None = None

@@ -59,6 +59,7 @@ class HostSpec:
     main: MainModule
     sys_path: list[str]
     trace_dir: str | None
+    report_dir: str | None
     socket_name: str
     """Short, because the path of a Unix socket may have 107 characters."""
 
@@ -202,6 +203,7 @@ class WorkerHost:
             mailbox=mailbox,
             calls=CallBook(mailbox, address),
             torch_device=seating.device,
+            report_dir=Path(spec.report_dir) if spec.report_dir is not None else None,
             registration={**self._registration(seating), "others": others},
         )
 

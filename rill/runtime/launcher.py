@@ -116,6 +116,7 @@ class Launcher:
             main=self._main,
             sys_path=list(sys.path),
             trace_dir=self._trace_dir,
+            report_dir=str(self._context.report_dir) if self._context.report_dir is not None else None,
             socket_name=f"w{next(self._socket_numbers)}",
         )
         return Start(

@@ -1,15 +1,17 @@
 """The stuck-run report: when a wait passes its deadline, who waits for whom on what, across the cluster.
 
 `stuck(context, what, limit_s)` asks every process for its waits and stacks (waits.py) and the hub for its channels and
-turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) and `stuck-<n>.svg` (the picture) into the
-run's folder, and gives the StuckError to raise. Processes that do not answer within ASK_S are named as silent, which
-says something too.
+turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) and `stuck-<n>.svg` (the picture) into a
+folder that outlives the session, and gives the StuckError to raise. Processes that do not answer within ASK_S are named
+as silent, which says something too.
 """
 
 from __future__ import annotations
 
 import html
+import logging
 import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
-from rill.runtime.service import name_of
+from rill.runtime.service import group_of, name_of
 from rill.runtime.waits import DUMP, DUMPED, dump, waiting
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
 _lock = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +151,28 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
 
 def write(context: RuntimeContext, report: Report, title: str) -> Path:
     """Write both files; gives the path of the text."""
-    folder = Path(os.environ.get(REPORT_DIR_VARIABLE) or context.session_dir / "logs")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = report_folder(context)
     stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
     (folder / f"{stem}.svg").write_text(report.svg())
     path = folder / f"{stem}.md"
     path.write_text(report.markdown(title) + f"\n![who waits for whom]({stem}.svg)\n")
     return path
+
+
+def report_folder(context: RuntimeContext) -> Path:
+    """A folder that outlives the session: what the variable names, else the run's logs, else the user's own in the
+    temporary directory (also where the run's logs are not reachable from this node)."""
+    chosen = os.environ.get(REPORT_DIR_VARIABLE) or context.report_dir
+    if chosen is not None:
+        folder = Path(chosen)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        except OSError as error:
+            _log.warning("%s cannot be made (%s): the report goes elsewhere", folder, error)
+    folder = Path(tempfile.gettempdir()) / f"rill-reports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 # --- the graph --------------------------------------------------------------------------------------------
@@ -178,9 +196,12 @@ def _edges(answers: dict[str, Any], graph: Any, turns: Any, channel_waits: Any) 
             edges += [Edge(name_of(client), holder, why, now_s - since_s) for holder in holders]
     known = {(edge.waiter, edge.why) for edge in edges}
     for client, answer in answers.items():
-        for what, on, wait_s, _thread in answer["waits"]:
-            if not on.startswith(("channel:", "locks:")) and (name_of(client), what) not in known:
-                edges.append(Edge(name_of(client), on, what, wait_s))
+        for what, on, wait_s, thread in answer["waits"]:
+            # A rank that shares its process is known by its thread; each client of the process tells of all of them.
+            waiter = thread if thread.startswith(f"{group_of(client)}[") else name_of(client)
+            if not on.startswith(("channel:", "locks:")) and (waiter, what) not in known:
+                known.add((waiter, what))
+                edges.append(Edge(waiter, on, what, wait_s))
     return edges
 
 

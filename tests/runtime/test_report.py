@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -73,3 +75,19 @@ def test_a_stuck_take_reports_everybody_with_their_stacks(
         prompts.close()
         with pytest.raises(WorkerError, match="prompts"):
             waiting_worker.wait(timeout_s=30)
+
+
+@pytest.mark.parametrize("has_log_dir", [True, False])
+def test_the_report_outlives_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_log_dir: bool
+) -> None:
+    monkeypatch.setattr(report_module, "REPORT_FROM_S", 0.1)
+    folder = tmp_path / "logs" if has_log_dir else Path(tempfile.gettempdir()) / f"rill-reports-{os.getuid()}"
+    with Cluster(devices="cpu:1", log_dir=tmp_path / "logs" if has_log_dir else None) as cluster:
+        channel = Channel.create(cluster, "empty")
+        with pytest.raises(StuckError) as caught:
+            channel.take(timeout_s=0.2)
+    path = Path(re.search(r"\S+\.md", str(caught.value))[0])  # type: ignore[index]
+    assert path.parent == folder and path.exists()
+    path.unlink()
+    path.with_suffix(".svg").unlink()
