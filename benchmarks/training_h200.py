@@ -213,13 +213,18 @@ def time_steps(
 ) -> float:
     num_parameters = sum(s.master.numel() for s in trainer.engine.slots)
     start = time.perf_counter()
-    for batch in batches[:2]:
+    for batch in batches:
         trainer.update(batch)
     synchronize()
     report(name="step/warmup", seconds=time.perf_counter() - start)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    seconds = median_s(lambda i: trainer.update(batches[i % len(batches)]), repeats)
+    # Steps follow one another without a wait in between, as in training.
+    start = time.perf_counter()
+    for index in range(repeats):
+        trainer.update(batches[index % len(batches)])
+    synchronize()
+    seconds = (time.perf_counter() - start) / repeats
     tokens = np.mean([sum(s.num_tokens for s in b) for b in batches])
     flops = np.mean([flops_of(shape, b, num_parameters) for b in batches])
     report(
@@ -238,8 +243,8 @@ def time_steps(
 
 
 _KINDS = {
-    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
     "attention": ("_forward", "_backward_keys", "_backward_queries", "_row_sums", "flash"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
     "optimizer and norm": ("_adamw_kernel", "multi_tensor_apply"),
     "head's softmax": ("_stats", "_gradient"),
     "layers' element-wise work": ("triton_",),
@@ -267,26 +272,31 @@ def profile_step(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sampl
     floors = floors_ms(trainer, shape, batch)
     for kind, (ms, count) in sorted(totals.items(), key=lambda item: -item[1][0]):
         report(name="profile", kind=kind, ms=round(ms, 2), kernels=count, floor_ms=floors.get(kind))
-    report(
-        name="profile",
-        kind="no kernel",
-        ms=round(wall_ms - covered_ms(kernels), 2),
-        wall_ms=round(wall_ms, 1),
-    )
+    covered, gaps = coverage(kernels)
+    report(name="profile", kind="no kernel", ms=round(wall_ms - covered, 2), wall_ms=round(wall_ms, 1))
+    for ms, before, after in gaps[:8]:
+        report(name="profile/gap", ms=round(ms, 3), after=before[:60], before=after[:60])
+    report(name="profile/gap", below_ms=0.02, ms=round(sum(g[0] for g in gaps if g[0] < 0.02), 2))
     out = os.environ.get("OUT")
     if out:
         rows = sorted(names.items(), key=lambda item: -item[1][0])[:60]
         Path(out, "kernels.txt").write_text("\n".join(f"{ms:9.3f} {count:6d} {n}" for n, (ms, count) in rows))
 
 
-def covered_ms(kernels: list[Any]) -> float:
-    """Length of the union of the kernels' intervals."""
-    total = end = 0.0
-    for event in sorted(kernels, key=lambda e: e.time_range.start):
+def coverage(kernels: list[Any]) -> tuple[float, list[tuple[float, str, str]]]:
+    """(milliseconds with a kernel running, the gaps with the kernels around them, longest first)."""
+    ordered = sorted(kernels, key=lambda e: e.time_range.start)
+    total = ordered[0].time_range.elapsed_us()
+    end, name = ordered[0].time_range.end, ordered[0].name
+    gaps: list[tuple[float, str, str]] = []
+    for event in ordered[1:]:
         start, stop = event.time_range.start, event.time_range.end
+        if start > end:
+            gaps.append(((start - end) / 1e3, name, event.name))
         total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e3
+        if stop > end:
+            end, name = stop, event.name
+    return total / 1e3, sorted(gaps, reverse=True)
 
 
 def floors_ms(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sample]) -> dict[str, float]:
@@ -453,7 +463,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16384)
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):

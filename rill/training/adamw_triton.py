@@ -75,17 +75,28 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations a
         tl.store(copy_ptr + offsets, master.to(COPY), mask=inside)
 
 
-@dataclass(slots=True)
-class _Launch:
-    """Tensors of one gradient and copy precision, updated together; those of odd sizes apart from the rest, whose
-    ends need no care."""
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One slot's part in the next launch."""
 
-    addresses: list[tuple[int, ...]]
-    """master, mean, square, gradient, copy, number of elements."""
-    constants: list[tuple[float, float, float]]
-    """Weight decay and the two bias corrections."""
-    kept: list[Tensor]
-    """Gradients that must outlive the launch."""
+    slot: Slot
+    arrived: Tensor
+    """The slot's gradient; while it is still that one, what was prepared holds."""
+    grad: Tensor
+    """The same values where the kernel can read them."""
+    state: dict[str, Any]
+    decay: float
+
+    @property
+    def kind(self) -> tuple[bool, torch.dtype, torch.dtype]:
+        """One launch takes one precision of gradients and copies; odd sizes go apart, for their ends need care."""
+        return self.slot.master.numel() % 16 == 0, self.grad.dtype, self.slot.template.dtype
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of master, mean, square, gradient and copy, and the number of elements."""
+        state, copy = self.state, local(self.slot.template.detach())
+        tensors = (self.slot.master, state["exp_avg"], state["exp_avg_sq"], self.grad, copy)
+        return (*(t.data_ptr() for t in tensors), copy.numel())
 
 
 class CopyingAdamW(torch.optim.Optimizer):
@@ -94,6 +105,8 @@ class CopyingAdamW(torch.optim.Optimizer):
     def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
         self._slots = {id(s.master): s for s in slots}
         self._chunks: dict[tuple[int, ...], Tensor] = {}
+        self._updates: list[_Update] = []
+        self._launches: list[tuple[tuple[bool, torch.dtype, torch.dtype], tuple[Tensor, ...]]] = []
         self.gradient_scale = 1.0
         super().__init__(
             [
@@ -104,58 +117,74 @@ class CopyingAdamW(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        launches: dict[tuple[bool, torch.dtype, torch.dtype], _Launch] = {}
-        for group in self.param_groups:
-            for master in group["params"]:
-                slot = self._slots[id(master)]
-                grad = slot.gradient()
-                if grad is not None:
-                    copy = local(slot.template.detach())
-                    kind = master.numel() % 16 == 0, grad.dtype, copy.dtype
-                    launch = launches.setdefault(kind, _Launch([], [], []))
-                    self._add(launch, master, _aligned(grad), copy, group)
-        for kind, launch in launches.items():
-            self._run(launch, *kind)
+    def prepare(self) -> None:
+        """Make the tables of the next step() from the gradients as they are now: host work of a millisecond or two,
+        best done while the device is still busy with the backward pass."""
+        self._updates = [
+            self._update(self._slots[id(master)], group["decay"])
+            for group in self.param_groups
+            for master in group["params"]
+            if self._slots[id(master)].gradient() is not None
+        ]
+        by_kind: dict[tuple[bool, torch.dtype, torch.dtype], list[_Update]] = {}
+        for update in self._updates:
+            by_kind.setdefault(update.kind, []).append(update)
+        self._launches = [(kind, self._tables(updates)) for kind, updates in by_kind.items()]
 
-    def _add(
-        self, launch: _Launch, master: Tensor, grad: Tensor, copy: Tensor, group: dict[str, Any]
-    ) -> None:
-        state = self.state[master]
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self._is_prepared():
+            self.prepare()
+        group = self.param_groups[0]
+        for (is_even, grad_dtype, copy_dtype), tables in self._launches:
+            _adamw_kernel[(len(tables[-1]),)](
+                *tables,
+                self.gradient_scale,
+                group["lr"],
+                *group["betas"],
+                group["epsilon"],
+                IS_EVEN=is_even,
+                GRAD=_TYPES[grad_dtype],
+                COPY=_TYPES[copy_dtype],
+                CHUNK=_CHUNK,
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
+        for update in self._updates:
+            update.state["step"] += 1
+        self._updates, self._launches = [], []
+
+    def _is_prepared(self) -> bool:
+        prepared = {id(u.slot.master): u.arrived for u in self._updates}
+        return bool(prepared) and all(
+            slot.gradient() is prepared.get(master) for master, slot in self._slots.items()
+        )
+
+    def _update(self, slot: Slot, decay: float) -> _Update:
+        state, grad = self.state[slot.master], slot.gradient()
+        assert grad is not None
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state["exp_avg"] = torch.zeros_like(slot.master)
+            state["exp_avg_sq"] = torch.zeros_like(slot.master)
         state["step"] = state["step"].cpu()  # a checkpoint may have put it elsewhere
-        state["step"] += 1
-        number = float(state["step"])
-        beta1, beta2 = group["betas"]
-        tensors = (master, state["exp_avg"], state["exp_avg_sq"], grad, copy)
-        launch.addresses.append((*(t.data_ptr() for t in tensors), master.numel()))
-        launch.constants.append((group["decay"], 1.0 - beta1**number, (1.0 - beta2**number) ** 0.5))
-        launch.kept.append(grad)
+        return _Update(slot, grad, _aligned(grad), state, decay)
 
-    def _run(self, launch: _Launch, is_even: bool, grad_dtype: torch.dtype, copy_dtype: torch.dtype) -> None:
-        device = launch.kept[0].device
-        sizes = tuple(a[-1] for a in launch.addresses)
+    def _tables(self, updates: Sequence[_Update]) -> tuple[Tensor, ...]:
+        """(addresses, constants, chunks) on the device, as the kernel wants them."""
+        device = updates[0].grad.device
+        beta1, beta2 = self.param_groups[0]["betas"]
+        addresses = np.array([u.addresses() for u in updates], dtype=np.int64)
+        numbers = np.array([float(u.state["step"]) for u in updates]) + 1.0
+        decays = np.array([u.decay for u in updates])
+        constants = np.stack([decays, 1.0 - beta1**numbers, np.sqrt(1.0 - beta2**numbers)], axis=1)
+        sizes = tuple(addresses[:, -1].tolist())
         if sizes not in self._chunks:
             self._chunks[sizes] = copy_in(_chunks_of(sizes), device)
-        chunks = self._chunks[sizes]
-        group = self.param_groups[0]
-        _adamw_kernel[(len(chunks),)](
-            copy_in(np.array(launch.addresses, dtype=np.int64), device),
-            copy_in(np.array(launch.constants, dtype=np.float32), device),
-            chunks,
-            self.gradient_scale,
-            group["lr"],
-            *group["betas"],
-            group["epsilon"],
-            IS_EVEN=is_even,
-            GRAD=_TYPES[grad_dtype],
-            COPY=_TYPES[copy_dtype],
-            CHUNK=_CHUNK,
-            BLOCK=_BLOCK,
-            num_warps=8,
+        return (
+            copy_in(addresses, device),
+            copy_in(constants.astype(np.float32), device),
+            self._chunks[sizes],
         )
 
 

@@ -145,7 +145,9 @@ class TrainEngine:
         """L2 norm of the accumulated gradient over all ranks, not yet divided. Does not wait for the device."""
         self._collect_gradients()
         pairs = ((s.template, s.gradient()) for s in self.slots)
-        return gradient_norm([(t, g) for t, g in pairs if g is not None], self.device)
+        norm = gradient_norm([(t, g) for t, g in pairs if g is not None], self.device)
+        self.optimizer.prepare()
+        return norm
 
     def step(
         self,
@@ -164,6 +166,7 @@ class TrainEngine:
         rate = self.learning_rate if learning_rate is None else learning_rate
         if not is_finite:
             self.zero_gradients()
+            self.optimizer.prepare()  # of nothing: it lets go of the gradients
             self.num_skipped_steps += 1
             message = f"step {self._version + 1}: the loss or gradient norm ({size}) is not finite; nothing was changed"
             if self.config.on_nonfinite == "error":
@@ -271,6 +274,11 @@ class TrainEngine:
             tensors += list(self.module.buffers())
         self._shelf.put(tensors)
         torch.cuda.empty_cache()
+
+    @property
+    def num_offloaded_bytes(self) -> int:
+        """Held in host memory for the device."""
+        return self._shelf.num_bytes
 
     def onload(self) -> None:
         """Bring back what offload() took. Nothing to do where there is nothing."""

@@ -67,6 +67,11 @@ class _ScalesItself(Protocol):
     gradient_scale: float
 
 
+@runtime_checkable
+class _Prepares(Protocol):
+    def prepare(self) -> None: ...
+
+
 class Optimizer:
     """AdamW, 8-bit AdamW or SGD on the slots; Muon on matrices. State is addressed by parameter name."""
 
@@ -87,6 +92,12 @@ class Optimizer:
             self._parts.append(CopyingAdamW(others, config))
         elif others:
             self._parts.append(_elementwise(config, others))
+
+    def prepare(self) -> None:
+        """Do what can be done of the next step() before its rate and scale are known. May be left out."""
+        for part in self._parts:
+            if isinstance(part, _Prepares):
+                part.prepare()
 
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """One step with every gradient multiplied by `gradient_scale`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,15 @@ from tests.training.tiny import SHAPE, algorithm, config, make_samples
 
 pytestmark = pytest.mark.gpu
 
-WIDE = {**SHAPE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+# Heads of 64, which the Triton kernels take, and weights small enough for bf16 to come near float32.
+WIDE = {
+    **SHAPE,
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "initializer_range": 0.05,
+}
 
 
 def gpu_trainer(rendezvous: Rendezvous | None = None, **values: Any) -> PolicyTrainer:
@@ -75,9 +82,10 @@ def test_offloaded_memory_is_given_back_and_comes_back_bit_for_bit() -> None:
     t = gpu_trainer()
     t.update(make_samples())
     before, held = t.logprobs(make_samples()), torch.cuda.memory_allocated()
+    num_bytes = 14 * sum(s.master.numel() for s in t.engine.slots)  # master, two moments, copy
     for _ in range(2):
         t.offload()
-        assert torch.cuda.memory_allocated() < 0.5 * held
+        assert torch.cuda.memory_allocated() <= held - num_bytes
         t.onload()
     for a, b in zip(before, t.logprobs(make_samples()), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -101,10 +109,8 @@ def test_one_rank_of_nccl_trains_like_a_process_alone(tmp_path: Path) -> None:
         ranked.close()
 
 
-def test_log_probabilities_do_not_depend_on_what_else_is_in_the_row() -> None:
-    t = gpu_trainer()
-    samples = make_samples()
-    longer = dataclasses.replace(samples[0], trajectory=samples[0].trajectory)
-    together, apart = t.logprobs([*samples, longer]), t.logprobs(samples[:1])
-    np.testing.assert_allclose(together[0], apart[0], atol=2e-2)
+def test_a_sequence_has_the_same_log_probabilities_wherever_it_lies_in_the_row() -> None:
+    t, samples = gpu_trainer(), make_samples()
+    together, apart = t.logprobs([*samples, samples[0]]), t.logprobs(samples[:1])
     np.testing.assert_array_equal(together[0], together[-1])
+    np.testing.assert_allclose(together[0], apart[0], atol=2e-2)
