@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rill.models.cpu_training import GradientSums, load_training_kernels
+from rill.models.head_cpu import chosen_logprobs_cpu
+
 CHUNK_BYTES = 256 * 2**20
 """Upper limit of one chunk's float32 logits. Large enough for full speed, small next to the activations."""
 KEEP_BYTES = 64 * 2**20
@@ -42,6 +45,7 @@ def chosen_logprobs(
     scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
     keep_bytes: int = KEEP_BYTES,
+    sums: GradientSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprob_K, entropy_K) in float32 of token target_K[k] predicted from hidden state source_K[k].
 
@@ -51,6 +55,20 @@ def chosen_logprobs(
     if num_rows > _ROW_MULTIPLE:
         num_rows -= num_rows % _ROW_MULTIPLE
     hidden_KD = hidden_MD.index_select(0, source_K)
+    if hidden_KD.device.type == "cpu" and hidden_KD.dtype in (torch.float32, torch.bfloat16):
+        kernels = load_training_kernels()
+        if kernels is not None:
+            return chosen_logprobs_cpu(
+                kernels,
+                hidden_KD,
+                weight_VD,
+                bias_V,
+                target_K,
+                scale=scale,
+                most_rows=num_rows,
+                keep_bytes=keep_bytes,
+                sums=sums,
+            )
     logprob_K, entropy_K = _ChosenLogprobs.apply(
         hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes
     )  # type: ignore[no-untyped-call]

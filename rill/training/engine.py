@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rill.config import Config
 from rill.errors import TrainingError
 from rill.models.attention_packed import compile_layer
+from rill.models.fused_layers import fuse_decoder
 from rill.models.head import KEEP_BYTES
 from rill.models.loading import DTYPES, ModelConfig
 from rill.models.lora import LoRAConfig, add_lora, merged_weights
@@ -123,6 +124,7 @@ class TrainEngine:
         self.slots = self._make_slots()
         if not self.slots:
             raise TrainingError("the model has no trainable parameter")
+        self._by_template = {id(s.template): s for s in self.slots}
         self.optimizer = Optimizer(config.optimizer, self.slots)
 
     # --- training -----------------------------------------------------------------------------------------
@@ -197,6 +199,16 @@ class TrainEngine:
         for slot in self.slots:
             slot.master.grad = None
             slot.template.grad = None
+
+    def sum_of(self, weight: Tensor) -> tuple[Tensor, bool] | None:
+        """Where fused kernels add up a weight's float32 gradient, and whether there is some already: GradientSums."""
+        slot = self._by_template.get(id(weight)) if self._has_copies else None
+        if slot is None:
+            return None
+        is_begun = slot.master.grad is not None
+        if slot.master.grad is None:
+            slot.master.grad = torch.empty_like(slot.master)
+        return slot.master.grad, is_begun
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient by parameter name, whole, on every rank. For tests and inspection."""
@@ -292,6 +304,9 @@ class TrainEngine:
         """Cut, checkpoint, compile and shard the module, in the order these compose."""
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
+        elif self._can_fuse():
+            fuse_decoder(self.module.lm, self)
+            self.module.sums = self
         if self.config.compile:
             torch._functorch.config.activation_memory_budget = self.config.activation_memory_budget
         for layer in self.module.layers:
@@ -308,6 +323,14 @@ class TrainEngine:
                 compute_dtype=self.compute_dtype,
                 reshard=self.config.reshard_after_forward,
             )
+
+    def _can_fuse(self) -> bool:
+        """Fused kernels are for the CPU; compiled code and selective checkpointing look inside the modules."""
+        return (
+            self.device.type == "cpu"
+            and not self.config.compile
+            and self.config.activation_checkpointing != "selective"
+        )
 
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""

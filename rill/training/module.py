@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
 from rill.models import attention_packed
+from rill.models.cpu_training import GradientSums
 from rill.models.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
 from rill.models.loading import ModelConfig, load_model
 from rill.models.value_head import ValueHead, hidden_width
@@ -30,6 +31,8 @@ class PackedModule(nn.Module):
     """Base: the decoder and how to run it on a pack."""
 
     lm: Any
+    sums: GradientSums | None = None
+    """Where the engine wants float32 gradients of the head added up; None: autograd's own place."""
 
     def hidden(self, pack: Pack) -> Tensor:
         """[M, D] last hidden states."""
@@ -89,6 +92,7 @@ class PolicyModule(PackedModule):
             scale=self.logit_scale / temperature,
             chunk_bytes=self.chunk_bytes,
             keep_bytes=self.keep_bytes,
+            sums=self.sums,
         )
         kl_K = None if distill is None else distill(hidden_MD.index_select(0, pack.source_K), head.weight)
         return PolicyOutput(logprobs_K, entropy_K, kl_K)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rill.config import Config
 from rill.errors import MissingExtraError
+from rill.models.cpu_training import TrainingKernels, load_training_kernels
+from rill.training.adamw_cpu import CpuAdamW
 from rill.training.parallel import full, like, local, local_slice
 
 
@@ -90,6 +92,9 @@ class Optimizer:
             from rill.training.adamw_triton import CopyingAdamW
 
             self._parts.append(CopyingAdamW(others, config))
+        elif others and (kernels := _cpu_kernels(config, others)) is not None:
+            self.takes_copies = not matrices
+            self._parts.append(CpuAdamW(others, config, kernels))
         elif others:
             self._parts.append(_elementwise(config, others))
 
@@ -165,6 +170,15 @@ def _can_copy(config: OptimizerConfig, slots: Sequence[Slot]) -> bool:
         and all(s.has_copy and s.master.is_cuda for s in slots)
         and find_spec("triton") is not None
     )
+
+
+def _cpu_kernels(config: OptimizerConfig, slots: Sequence[Slot]) -> TrainingKernels | None:
+    """The C++ kernels, where AdamW can run on them."""
+    masters = [s.master for s in slots]
+    is_host = all(m.device.type == "cpu" and m.dtype == torch.float32 and m.is_contiguous() for m in masters)
+    if config.type not in ("adamw", "muon") or config.offload_state or not is_host:
+        return None
+    return load_training_kernels()
 
 
 def _move_state(state: dict[str, Any], device: torch.device) -> None:

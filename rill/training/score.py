@@ -16,6 +16,7 @@ from torch import Tensor
 from rill.config import Config
 from rill.errors import WeightSyncError
 from rill.models.attention_packed import compile_layer
+from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
 from rill.training.batching import Batcher
 from rill.training.engine import Precision
@@ -45,6 +46,8 @@ class ScoreModel:
         lm = load_packed_lm(config.model, dtype=dtype, device=self.world.device)
         self.module = PolicyModule(lm)
         self.module.requires_grad_(False)
+        if self.world.device.type == "cpu" and not config.compile:
+            fuse_decoder(lm)
         if config.compile:
             for layer in self.module.layers:
                 compile_layer(layer)

@@ -26,6 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "initializer_range": 0.2,
 }
 MODEL = ModelConfig(shape=SHAPE, tokenizer="chars")
