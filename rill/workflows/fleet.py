@@ -148,7 +148,8 @@ class Fleet:
 
     def _ended(self) -> Iterator[tuple[int, Outcome]]:
         """Engines whose generate() is over, with what became of it."""
-        answers = {call.ordinal: call.handle.so_far() for call in self._calls if call is not None}
+        handles = {call.ordinal: call.handle for call in self._calls if call is not None}
+        answers = {ordinal: handle.so_far() for ordinal, handle in handles.items()}
         for rank, call in enumerate(list(self._calls)):
             if call is not None and (outcome := answers[call.ordinal][call.index]) is not None:
                 yield rank, outcome

@@ -10,8 +10,10 @@ hands on without looking inside: its cost grows neither with the bytes nor with 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -100,7 +102,8 @@ class StepPlan:
 
     def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
         """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
-        return self.open().share(rank, num_ranks, whole_groups=whole_groups)
+        with _dividing:  # ranks that share a process ask at the same time, and divide once
+            return _shares(self.content, num_ranks, whole_groups)[rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +136,37 @@ class PlannedGroups:
     def ids(self) -> list[str]:
         return [group_id(index) for index in self.indices_G.tolist()]
 
-    def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
-        ends_G = np.cumsum(self.sizes_G)
+    @property
+    def keys_S(self) -> list[str]:
+        """Where the samples lie."""
+        rows = zip(self.ids, self.sizes_G.tolist(), self.makers_G.tolist(), strict=True)
+        return [sample_key(group, i, self.makers[maker]) for group, size, maker in rows for i in range(size)]
+
+    def shares(self, num_ranks: int, *, whole_groups: bool) -> list[list[str]]:
+        """The sample keys of every rank."""
+        keys_S = self.keys_S
         if num_ranks == 1:
-            return self._keys(range(len(self.sizes_G)))
-        if whole_groups:
-            costs_G = np.add.reduceat(self.lengths_S, ends_G - self.sizes_G)
-            return self._keys(sorted(partition(costs_G.astype(float).tolist(), num_ranks)[rank]))
-        mine = sorted(partition(self.lengths_S.astype(float).tolist(), num_ranks)[rank])
-        groups = np.searchsorted(ends_G, mine, side="right").tolist()
-        return [
-            self._key(g, sample - int(ends_G[g] - self.sizes_G[g]))
-            for sample, g in zip(mine, groups, strict=True)
-        ]
+            return [keys_S]
+        if not whole_groups:
+            return [
+                [keys_S[s] for s in sorted(part)]
+                for part in partition(self.lengths_S.astype(float).tolist(), num_ranks)
+            ]
+        ends_G = np.cumsum(self.sizes_G)
+        starts_G = ends_G - self.sizes_G
+        parts = partition(np.add.reduceat(self.lengths_S, starts_G).astype(float).tolist(), num_ranks)
+        return [[key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]] for part in parts]
 
-    def _keys(self, groups: Sequence[int]) -> list[str]:
-        return [self._key(g, i) for g in groups for i in range(int(self.sizes_G[g]))]
 
-    def _key(self, group: int, sample: int) -> str:
-        return sample_key(group_id(int(self.indices_G[group])), sample, self.makers[self.makers_G[group]])
+_dividing = threading.Lock()
+
+
+@lru_cache(maxsize=4)
+def _shares(content: bytes, num_ranks: int, whole_groups: bool) -> list[list[str]]:
+    """A plan is divided once in a process, however many stages and ranks there ask for their share."""
+    groups = pickle.loads(content)
+    assert isinstance(groups, PlannedGroups)
+    return groups.shares(num_ranks, whole_groups=whole_groups)
 
 
 def group_id(index: int) -> str:

@@ -127,7 +127,7 @@ class Scene:
         **loop: Any,
     ) -> None:
         """`resumed`: go on from the last checkpoint of a scene that has ended, in its folder."""
-        self.folder = folder / name if resumed is None else resumed.folder
+        self.folder: Path = folder / name if resumed is None else resumed.folder
         self.records = self.folder / "records"
         self.records.mkdir(parents=True, exist_ok=resumed is not None)
         self.max_new_tokens = max_new_tokens
