@@ -1,7 +1,6 @@
 """The trainer on one H200: is the GPU route right, how fast is a step, what does it hold, where does the time go.
 
-    python benchmarks/training_h200.py [--only correct,optimizer,attention,step,profile,padded,recompute,offload]
-                                       [--small]
+    python benchmarks/training_h200.py [--only correct,optimizer,step,profile,padded,recompute,offload] [--small]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random weights, float32 masters and bf16
 compute; a step is 16,384 tokens of log-normal answer lengths with GRPO's loss. FLOPs are 6 × parameters per token plus
@@ -125,9 +124,7 @@ def algorithm() -> Algorithm:
 def make_trainer(device: str, shape: dict[str, Any], **values: Any) -> QuickTrainer:
     settings = {
         "compute_dtype": "bfloat16",
-        # The whole step in one pass within 60 GB: logits are kept, the cheapest activations are computed again.
         "head_keep_bytes": 5 * 2**30,
-        "activation_memory_budget": 0.8,
         **values,
     }
     return QuickTrainer(
@@ -234,6 +231,7 @@ def time_steps(
         mean_length=float(np.mean([s.num_tokens for b in batches for s in b])),
         micro_batch_tokens=trainer.config.micro_batch_tokens,
         checkpointing=trainer.config.activation_checkpointing,
+        activation_memory_budget=trainer.config.activation_memory_budget,
         seconds=seconds,
         tokens_per_s=tokens / seconds,
         mfu=flops / seconds / PEAK_FLOP_PER_S,
@@ -319,54 +317,6 @@ def floors_ms(trainer: QuickTrainer, shape: dict[str, Any], batch: list[Sample])
     return {kind: round(ms, 2) for kind, ms in floors.items()}
 
 
-def time_attention(shape: dict[str, Any], batch: list[Sample]) -> None:
-    """The packed attention of one layer against FlashAttention's variable-length kernel, forward and backward."""
-    from rill.models.attention_packed import Segment, build_layout, packed_attention
-
-    lengths = [s.num_tokens for s in batch]
-    ends = np.cumsum(lengths).tolist()
-    segments = [Segment(start=e - n, end=e) for e, n in zip(ends, lengths, strict=True)]
-    layout = build_layout(segments, device=torch.device("cuda"), use_flash=True)
-    width = shape["hidden_size"] // shape["num_attention_heads"]
-    heads = shape["num_attention_heads"], shape["num_key_value_heads"], shape["num_key_value_heads"]
-    q, k, v = (
-        torch.randn(1, ends[-1], h, width, device="cuda", dtype=torch.bfloat16)
-        .transpose(1, 2)
-        .requires_grad_()
-        for h in heads
-    )
-    grad = torch.randn(1, ends[-1], heads[0], width, device="cuda", dtype=torch.bfloat16)
-    flash = dataclasses.replace(layout, query_tiles=None, key_tiles=None)
-    results = {}
-    for name, used in {"rill": layout, "flash": flash}.items():
-
-        def forward(used: Any = used) -> torch.Tensor:
-            return packed_attention(torch.nn.Identity(), q, k, v, None, packed=used)[0]
-
-        def both(call: Any = forward) -> Any:
-            return torch.autograd.grad(call(), (q, k, v), grad)
-
-        results[name] = (forward().detach(), *both())
-        forward_s, both_s = device_s(forward), device_s(both)
-        report(name=f"attention/{name}", forward_ms=1e3 * forward_s, backward_ms=1e3 * (both_s - forward_s))
-    for what, a, b in zip(("out", "dq", "dk", "dv"), results["rill"], results["flash"], strict=True):
-        report(
-            name="attention/difference", of=what, relative=float((a - b).float().norm() / b.float().norm())
-        )
-
-
-def device_s(call: Any, repeats: int = 20) -> float:
-    for _ in range(3):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
-
-
 def run(
     only: set[str],
     micro: int,
@@ -374,6 +324,7 @@ def run(
     is_small: bool,
     repeats: int,
     batch_tokens: int,
+    budget: float,
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "correct" in only:
@@ -382,15 +333,15 @@ def run(
         check_optimizer(device)
     shape = SMALL if is_small else SHAPE
     batches = [make_batch(batch_tokens, shape["vocab_size"], seed) for seed in range(4)]
-    if "attention" in only and device == "cuda":
-        time_attention(shape, batches[0])
-    if not only - {"correct", "optimizer", "attention"}:
+    if not only - {"correct", "optimizer"}:
         return
     trainer = make_trainer(
         device,
         shape,
         micro_batch_tokens=micro,
         activation_checkpointing=checkpointing,
+        # Below 1 the cheapest activations are computed again: the whole step in one pass within 60 GB.
+        activation_memory_budget=budget,
         compile=device == "cuda",
     )
     train_rate = time_steps(trainer, shape, batches, repeats)
@@ -459,11 +410,12 @@ def check_offload(trainer: QuickTrainer, batch: list[Sample]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="correct,optimizer,attention,step,profile,recompute,padded,offload")
+    parser.add_argument("--only", default="correct,optimizer,step,profile,recompute,padded,offload")
     parser.add_argument("--micro", type=int, default=16384)
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--budget", type=float, default=0.8, help="activation_memory_budget")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not (args.small or torch.cuda.is_available()):
@@ -476,6 +428,7 @@ def main() -> None:
         args.small,
         args.repeats,
         args.batch_tokens,
+        args.budget,
     )
 
 

@@ -308,7 +308,9 @@ class TrainEngine:
             fuse_decoder(self.module.lm, self)
             self.module.sums = self
         if self.config.compile:
-            torch._functorch.config.activation_memory_budget = self.config.activation_memory_budget
+            import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
+
+            compiler.activation_memory_budget = self.config.activation_memory_budget
         for layer in self.module.layers:
             if self.config.activation_checkpointing != "none":
                 recompute_layer(layer, self.config.activation_checkpointing)

@@ -78,9 +78,11 @@ class PolicyTrainer(Trainer):
         self.algorithm = algorithm
         self._scorer: PackedScorer | None = None
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
-        if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
+        is_plain = self.world.size == 1 and config.lora is None and self.world.device.type == "cpu"
+        if config.batch_invariant and not is_plain:
             raise ConfigError(
-                "batch_invariant reads whole, unsharded weights: use one process without lora, or set it to false"
+                "batch_invariant reads whole, unsharded weights in host memory: use one process on the CPU without "
+                "lora, or set it to false"
             )
 
     def set_teachers(self, teachers: Sequence[tuple[ScoreModel, float]]) -> None:
