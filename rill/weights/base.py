@@ -28,7 +28,7 @@ from rill.config import PartConfig
 from rill.errors import WeightSyncError
 from rill.registry import Registry
 from rill.types import PolicyVersion
-from rill.weights.buckets import NamedTensors, fill, layout, plan_buckets, start_all_finite, view_of
+from rill.weights.buckets import NamedTensors, fill, layout, plan_buckets, start_all_finite, views_of
 from rill.weights.checksum import start_checksum, start_sampled_checksum
 from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
@@ -180,7 +180,7 @@ class Publisher(ABC):
                 specs,
                 buffer_B,
                 start_all_finite(buffer_B, members) if self.settings.check_finite else lambda: True,
-                start_checksum(buffer_B) if verify is not Verify.OFF else None,
+                start_checksum(buffer_B) if verify is Verify.FULL else None,
                 start_sampled_checksum(buffer_B, int(version)) if verify is Verify.SAMPLED else None,
             )
 
@@ -274,14 +274,14 @@ class Receiver(ABC):
         verify = self.settings.verify
         if verify is Verify.OFF:
             return lambda: True
-        if bucket.checksum is None:
-            raise WeightSyncError(
-                f"{_where(manifest, bucket)} comes without a checksum, and this receiver is set to verify={verify}: "
-                "set the same on both sides"
-            )
         if verify is Verify.SAMPLED and bucket.sampled_checksum is not None:
             sampled = start_sampled_checksum(buffer_B, int(manifest.version))
             return lambda: sampled() == bucket.sampled_checksum
+        if bucket.checksum is None:
+            raise WeightSyncError(
+                f"{_where(manifest, bucket)} comes without the checksum that verify={verify} compares: "
+                "set the same on both sides"
+            )
         whole = start_checksum(buffer_B)
         return lambda: whole() == bucket.checksum
 

@@ -45,7 +45,8 @@ def start_checksum(buffer_B: Tensor) -> Callable[[], int]:
         torch.sum(grid, dim=1, out=rows[start:end])
         columns += grid.sum(dim=0)
     rest = words[num_rows * COLUMNS :]
-    columns[:num_rest] += rest
+    if num_rest:
+        columns[:num_rest] += rest
     rows[num_rows] = rest.sum()
     by_column = (columns * _odd_weights(COLUMNS, 1, words.device)).sum()
     by_row = (rows * _odd_weights(num_rows + 1, 2, words.device)).sum()

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rill.errors import UnsupportedError, WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import Publisher, Receiver, TransportConfig
+from rill.weights.base import Publisher, Receiver, TransportConfig, Verify
+from rill.weights.buckets import ViewCache
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.slots import SlotStamps
 
@@ -26,6 +27,8 @@ class CudaIpcTransport:
         type: Literal["cuda_ipc"] = "cuda_ipc"
         bucket_bytes: int = 256 * 2**20
         """Device copies are fast: larger buckets, fewer handles."""
+        verify: Verify = Verify.SAMPLED
+        """The bytes stay where they were written; what is left to catch is a wrong place, or a newer version."""
 
     @staticmethod
     def publisher(config: Config) -> CudaIpcPublisher:
@@ -44,10 +47,10 @@ class CudaIpcPublisher(Publisher):
         super().__init__(config)
         _require_cuda()
         self._slots: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._handles: dict[int, bytes] = {}
+        self._handles: dict[tuple[int, int], bytes] = {}
         self._num_published = 0
         self._stamps = SlotStamps.create()
-        self.views = ViewCache()  # type: ignore[method-assign,assignment]
+        self._views = ViewCache()
 
     @property
     def _slot(self) -> int:
@@ -65,8 +68,11 @@ class CudaIpcPublisher(Publisher):
         buffers[index : index + 1] = [fresh]
         return fresh
 
+    def views(self, buffer_B: Tensor, specs: list[TensorSpec]) -> list[Tensor]:
+        return self._views(buffer_B, specs)
+
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
-        key = buffer_B.data_ptr()
+        key = (buffer_B.data_ptr(), buffer_B.numel())
         if key not in self._handles:
             # A handle is made once per buffer: each one that torch makes holds a reference until it is received.
             self._handles[key] = _export(buffer_B)
@@ -84,6 +90,7 @@ class CudaIpcPublisher(Publisher):
     def close(self) -> None:
         self._stamps.close()
         self._handles.clear()
+        self._views.clear()
         self._slots = ([], [])
 
 
@@ -95,9 +102,11 @@ class CudaIpcReceiver(Receiver):
         super().__init__(config)
         _require_cuda()
         self._mapped: dict[bytes, Tensor] = {}
+        self._views = ViewCache()
 
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
-        SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+        if bucket.index == 0:  # all buckets of a version lie in one slot
+            SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
         if bucket.handle not in self._mapped:
             try:
                 self._mapped[bucket.handle] = _import(bucket.handle)
@@ -108,12 +117,18 @@ class CudaIpcReceiver(Receiver):
                 ) from error
         return self._mapped[bucket.handle]
 
+    def views(self, buffer_B: Tensor, specs: list[TensorSpec]) -> list[Tensor]:
+        return self._views(buffer_B, specs)
+
     def bucket_taken(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
-        # The consumer's copies run on the device; wait for them before the publisher may write here again.
-        torch.cuda.current_stream().synchronize()
-        SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+        if bucket.index == len(manifest.buckets) - 1:
+            # The consumer's copies run on the device, one after the other: once the last has ended and the slot still
+            # holds this version, all of them read what was published.
+            torch.cuda.current_stream().synchronize()
+            SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
 
     def close(self) -> None:
+        self._views.clear()
         self._mapped.clear()
 
 

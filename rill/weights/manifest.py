@@ -44,9 +44,9 @@ class BucketSpec:
     index: int
     num_bytes: int
     checksum: int | None = None
-    """Of every byte. None: the publisher verifies nothing."""
+    """Of every byte, where the publisher verifies in full."""
     sampled_checksum: int | None = None
-    """Only where the publisher verifies by samples."""
+    """Of some places, where the publisher verifies by samples."""
     source: str = ""
     """Where the transport keeps it: a segment, a file, an address."""
     handle: bytes = b""
