@@ -1,6 +1,6 @@
 """The native engine on one H200: is it right, how fast is it, where does the time go.
 
-    python benchmarks/inference_h200.py [--only correct,fixed,profile,tail,groups,update,memory,invariant]
+    python benchmarks/inference_h200.py [--only correct,fixed,profile,tail,wide,groups,update,memory,invariant]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
 from the bytes and operations that the work needs and the rates measured on the card (4.27 TB/s, 771 TFLOP/s).
@@ -18,7 +18,7 @@ import torch
 
 from rill.inference.base import MemoryLevel, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
-from rill.models.loading import ModelConfig, load_model
+from rill.models.loading import ModelConfig, load_model, load_model_config
 from rill.types import PolicyVersion, SamplingParams
 
 SHAPE: dict[str, Any] = {
@@ -35,6 +35,16 @@ def report(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+def make_model() -> Any:
+    """Drawn on the GPU: drawing 1.5 billion numbers on the host takes half a minute."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = load_model_config(ModelConfig(shape=SHAPE))
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
 def make_engine(model: Any = None, **options: Any) -> NativeEngine:
     options = {
         "max_num_seqs": 256,
@@ -42,9 +52,8 @@ def make_engine(model: Any = None, **options: Any) -> NativeEngine:
         "max_context": 6144,
         "kv_memory_fraction": 0.5,
     } | options
-    return NativeEngine(
-        NativeEngine.Config(model=ModelConfig(shape=SHAPE), device="cuda", **options), model=model
-    )
+    config = NativeEngine.Config(model=ModelConfig(shape=SHAPE), device="cuda", **options)
+    return NativeEngine(config, model=model or make_model(), owns_model=True)
 
 
 def requests(prompts: list[Any], lengths: list[int], tag: str, **sampling: Any) -> list[Request]:
@@ -162,10 +171,21 @@ def fixed(engine: NativeEngine) -> float:
 
 def profile(engine: NativeEngine) -> None:
     timed(engine, requests(random_prompts(256, 128, 1), [64] * 256, "warm"))
-    futures = engine.submit(requests(random_prompts(256, 128, 2), [256] * 256, "profiled"))
+    seconds, _ = timed(engine, requests(random_prompts(256, 128, 7), [1] * 256, "prompts"))
+    report(result="256 prompts of 128 tokens", ms=round(1000 * seconds, 1))
+    for count in (1, 16, 64):
+        begin = engine.stats().extra["num_steps"]
+        seconds, _ = timed(engine, requests(random_prompts(count, 128, 11), [200] * count, f"few{count}"))
+        steps = engine.stats().extra["num_steps"] - begin
+        report(result=f"a decode step of {count} sequences", ms=round(1000 * seconds / steps, 3))
+    futures = engine.submit(requests(random_prompts(256, 128, 2), [384] * 256, "profiled"))
     while engine.stats().num_waiting or engine.stats().num_running < 256:
         time.sleep(0.005)
-    time.sleep(0.1)
+    time.sleep(0.05)
+    begin, start = engine.stats().extra["num_steps"], time.perf_counter()
+    time.sleep(0.15)
+    steps, seconds = engine.stats().extra["num_steps"] - begin, time.perf_counter() - start
+    report(result="a decode step of 256 sequences", ms=round(1000 * seconds / max(1, steps), 3))
     begin, start = engine.stats().extra["num_steps"], time.perf_counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         time.sleep(0.25)
@@ -182,29 +202,68 @@ def profile(engine: NativeEngine) -> None:
     report(result="device busy", ms=round(total / 1000, 1), of_ms=round(seconds * 1000, 1))
 
 
-def tail(engine: NativeEngine, fixed_rate: float) -> None:
-    """Sustained: from the first token until the queue is empty. After that the longest requests run alone."""
+def log_normal_lengths() -> list[int]:
     rng = np.random.default_rng(0)
     sigma = 1.0
-    lengths = (
-        np.clip(rng.lognormal(np.log(256) - sigma**2 / 2, sigma, size=2560), 8, 4096).astype(int).tolist()
-    )
+    drawn = rng.lognormal(np.log(256) - sigma**2 / 2, sigma, size=2560)
+    return [int(length) for length in np.clip(drawn, 8, 4096)]
+
+
+def tail(engine: NativeEngine, fixed_rate: float) -> None:
+    """Log-normal lengths: ten times as many requests as slots, and as many as slots."""
+    lengths = log_normal_lengths()
     timed(engine, requests(random_prompts(512, 128, 5), lengths[:512], "warm-tail"))
-    begin, start = engine.stats().extra["num_sampled_tokens"], time.perf_counter()
-    futures = engine.submit(requests(random_prompts(2560, 128, 3), lengths, "tail"))
+    one_tail(engine, lengths, 256, "queue", fixed_rate)
+    one_tail(engine, lengths[:256], 256, "no queue", fixed_rate)
+
+
+def wide(engine: NativeEngine, fixed_rate: float) -> None:
+    """The same requests with half as many slots more."""
+    lengths = log_normal_lengths()
+    other = make_engine(engine._runner.model, max_num_seqs=384, kv_memory_fraction=0.6)
+    timed(other, requests(random_prompts(1024, 128, 5), lengths[:1024], "warm-wide"))
+    one_tail(other, lengths, 384, "wide", fixed_rate)
+    other.close()
+
+
+def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str, fixed_rate: float) -> None:
+    begin, start = engine.stats().extra, time.perf_counter()
+    futures = engine.submit(requests(random_prompts(len(lengths), 128, 3), lengths, tag))
     while engine.stats().num_waiting or not engine.stats().num_running:
         time.sleep(0.002)
-    sustained = (engine.stats().extra["num_sampled_tokens"] - begin) / (time.perf_counter() - start)
+    queued_s = time.perf_counter() - start
+    sustained = (engine.stats().extra["num_sampled_tokens"] - begin["num_sampled_tokens"]) / queued_s
     [f.result(timeout=300) for f in futures]
-    whole = sum(lengths) / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    bound = sum(lengths) / tail_bound_s(lengths, num_slots, 128)
     report(
-        result="log-normal lengths, 2560 requests",
-        sustained_tokens_per_s=round(sustained),
-        tokens_per_s_to_the_last=round(whole),
-        longest=max(lengths),
+        result=f"log-normal lengths, {len(lengths)} requests, {num_slots} slots",
+        tokens_per_s=round(sum(lengths) / seconds),
+        of_fixed=round(sum(lengths) / seconds / fixed_rate, 3) if fixed_rate else None,
+        bound=round(bound),
+        share=round(sum(lengths) / seconds / bound, 3),
+        seconds=round(seconds, 2),
+        seconds_until_the_queue_was_empty=round(queued_s, 2),
+        tokens_per_s_until_then=round(sustained),
+        steps=engine.stats().extra["num_steps"] - begin["num_steps"],
         mean=round(float(np.mean(lengths))),
-        of_fixed=round(sustained / fixed_rate, 3) if fixed_rate else None,
+        longest=max(lengths),
     )
+
+
+def tail_bound_s(lengths: list[int], num_slots: int, prompt: int) -> float:
+    """Requests start in order as slots become free; a step costs what it must read and multiply, nothing else."""
+    left, context, waiting, seconds = np.zeros(0, int), np.zeros(0, int), list(lengths), 0.0
+    while len(left) or waiting:
+        started, waiting = waiting[: num_slots - len(left)], waiting[num_slots - len(left) :]
+        left = np.concatenate([left, np.array(started, dtype=int)])
+        context = np.concatenate([context, np.full(len(started), prompt)])
+        work = 2 * NUM_PARAMETERS * (len(left) + len(started) * (prompt - 1)) / FLOP_PER_S
+        seconds += max(2 * NUM_PARAMETERS / BYTES_PER_S, work)
+        seconds += float(context.sum()) * KV_BYTES_PER_TOKEN / BYTES_PER_S
+        left, context = left - 1, context + 1
+        left, context = left[left > 0], context[left > 0]
+    return seconds
 
 
 def groups(engine: NativeEngine) -> None:
@@ -275,7 +334,7 @@ def invariant(shared: NativeEngine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="correct,fixed,profile,tail,groups,update,memory,invariant")
+    parser.add_argument("--only", default="correct,fixed,profile,tail,wide,groups,update,memory,invariant")
     wanted = parser.parse_args().only.split(",")
     if not torch.cuda.is_available():
         report(skipped="needs a CUDA device")
@@ -296,8 +355,8 @@ def main() -> None:
         try:
             if name == "fixed":
                 rate = fixed(engine)
-            elif name == "tail":
-                tail(engine, rate)
+            elif name in ("tail", "wide"):
+                {"tail": tail, "wide": wide}[name](engine, rate)
             elif name != "correct":
                 {
                     "profile": profile,

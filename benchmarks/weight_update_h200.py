@@ -17,12 +17,9 @@ import time
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.inference_h200 import SHAPE, random_prompts, requests
-from rill.inference.native.engine import NativeEngine
-from rill.models.loading import ModelConfig, load_model
+from benchmarks.inference_h200 import make_engine, make_model, random_prompts, requests
 from rill.types import PolicyVersion
 from rill.weights.base import open_publisher, open_receiver
 from rill.weights.cuda_ipc import CudaIpcTransport
@@ -33,15 +30,7 @@ WAIT_S = 240.0
 
 def engine_process(verifies: list[str], pipe: Any) -> None:
     """Serves a little, takes every manifest that comes, says how long that took and what it then holds."""
-    engine = NativeEngine(
-        NativeEngine.Config(
-            model=ModelConfig(shape=SHAPE),
-            device="cuda",
-            max_num_seqs=64,
-            max_context=1024,
-            kv_memory_fraction=0.1,
-        )
-    )
+    engine = make_engine(max_num_seqs=64, max_context=1024, kv_memory_fraction=0.1)
     parameters = dict(engine._runner.model.named_parameters())
     pipe.send("ready")
     for verify in verifies:
@@ -118,15 +107,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(json.dumps({"skipped": "needs a CUDA device"}))
         return
-    np.random.seed(0)
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=engine_process, args=(arguments.verify, there), daemon=True
     )
     process.start()
-    model = load_model(
-        ModelConfig(shape=SHAPE), dtype=torch.bfloat16, device=torch.device("cuda"), attention="sdpa"
-    )
+    model = make_model()
     weights = {name: p.data for name, p in model.named_parameters()}
     assert wait_for(here) == "ready"
     count = arguments.repeats + 1

@@ -28,6 +28,15 @@ import torch
 ATTENTION_NAME = "rill_paged"
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """The pieces of all decoding sequences' contexts, as rill.models.triton_decode lists them."""
+
+    entries: torch.Tensor  # int32 [entries, words]
+    runs: tuple[tuple[int, int, int], ...]
+    """(first sequence, first entry, number of entries), one launch each: buffers hold so many sequences at a time."""
+
+
 @dataclass(slots=True)
 class PagedBatch:
     """Where the tokens of a flat batch belong. Sequences with one new token come first."""
@@ -41,7 +50,7 @@ class PagedBatch:
     max_context_len: int
     # The fields below serve kernels on CUDA, where tables stay on the device with one row per running sequence.
     table_rows_B: torch.Tensor | None = None  # int32: each sequence's row of block_tables_BM; None: its index
-    max_decode_context: int = 0
+    decode_work: DecodeWork | None = None
     prefill_tiles: torch.Tensor | None = None  # int32 [tiles, 2]: sequence and offset of its queries
 
 

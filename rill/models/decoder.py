@@ -27,6 +27,8 @@ from rill.models.attention_paged import KVCache, PagedBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rill.models.low_rank import AdapterRows
+
 LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"})
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings whose angles depend on the position alone."""
@@ -212,13 +214,29 @@ class Decoder:
         self, ids_N: torch.Tensor, positions_N: torch.Tensor, batch: PagedBatch, cache: KVCache
     ) -> torch.Tensor:
         """Last hidden states [N, E], after the final norm."""
-        ops, linear, arch = self.ops, self.linear, self.arch
+        return self.forward(ids_N, positions_N, batch, cache)
+
+    def forward(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        adapters: AdapterRows | None = None,
+    ) -> torch.Tensor:
+        """The same, with each row's adapter beside the projections."""
+        ops, arch = self.ops, self.arch
+
+        def project(projection: Projection, x: torch.Tensor) -> torch.Tensor:
+            y = projection(x, self.linear)
+            return y if adapters is None else adapters.add_to(y, projection, x)
+
         eps, gemma = arch.eps, arch.is_gemma
         hidden = self.embed(ids_N)
         x = ops.add_norm(hidden, None, self.layers[0].norms.input_layernorm.weight, eps, gemma=gemma)
         for layer in self.layers:
             keys, values = cache.keys[layer.index], cache.values[layer.index]
-            qkv = layer.qkv(x, linear)
+            qkv = project(layer.qkv, x)
             ops.rope_store(
                 qkv, self.cos, self.sin, positions_N, batch.slots_N, layer.q_norm, layer.k_norm, eps, keys, values,
                 arch.num_heads,
@@ -227,14 +245,14 @@ class Decoder:
                 qkv, qkv.shape[1], arch.num_heads, keys, values, batch,
                 scale=arch.scale, window=layer.window, softcap=arch.softcap,
             )  # fmt: skip
-            x = layer.out(attended.view(len(ids_N), -1), linear)
+            x = project(layer.out, attended.view(len(ids_N), -1))
             norms = layer.norms
             if arch.has_post_norms:
                 x = ops.add_norm(x, None, norms.post_attention_layernorm.weight, eps, gemma=gemma)
                 x = ops.add_norm(hidden, x, norms.pre_feedforward_layernorm.weight, eps, gemma=gemma)
             else:
                 x = ops.add_norm(hidden, x, norms.post_attention_layernorm.weight, eps, gemma=gemma)
-            x = layer.down(ops.act_mul(layer.gate_up(x, linear), gelu=arch.is_gelu), linear)
+            x = project(layer.down, ops.act_mul(project(layer.gate_up, x), gelu=arch.is_gelu))
             if arch.has_post_norms:
                 x = ops.add_norm(x, None, norms.post_feedforward_layernorm.weight, eps, gemma=gemma)
             x = ops.add_norm(hidden, x, self._norm_after(layer), eps, gemma=gemma)

@@ -1,35 +1,22 @@
-"""CUDA kernels in Triton: paged attention, norms, rotary embedding, activation, invariant products.
+"""CUDA kernels in Triton: attention of prompts, norms, rotary embedding, activation, invariant products.
 
 `TritonKernels` offers the same calls as rill.models.cpu_kernels.CpuKernels, so the fused decoder and the registered
 attention run on either. Nothing here synchronises with the host, so all of it can be captured in a CUDA graph.
-
-Decode attention reads each key/value head once for all query heads that share it, and cuts long contexts into
-pieces of SPLIT tokens that run in parallel. The cut depends on a sequence's own length alone: a row has the same
-bits whatever the batch.
+Attention of single tokens is in rill.models.triton_decode.
 
 Axes: N token of the flat batch, B sequence, H query head, K key/value head, D head dimension.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rill.errors import MissingExtraError
 from rill.models.attention_paged import PagedBatch
+from rill.models.triton_decode import DecodeAttention
+from rill.models.triton_language import precision, tl, triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise MissingExtraError(
-        "the CUDA engine needs Triton, which comes with torch's CUDA builds: install torch for CUDA"
-    ) from error
+__all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
 
-__all__ = ["PREFILL_TILE", "SPLIT", "TritonKernels", "invariant_matmul", "tl", "triton"]
-
-SPLIT = 512
 PREFILL_TILE = 64
 
 
@@ -75,132 +62,52 @@ def _act_mul(x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr):  # 
 
 @triton.jit
 def _rope_store(  # type: ignore[no-untyped-def]
-    qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr, heads, kv_heads,
-    D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
+    """One row: its query and key heads are turned together, and its values go along into the cache."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, HALF)
-    mask = at < D // 2
-    x_ptr = qkv_ptr + row * (heads + 2 * kv_heads) * D + head * D
-    a = tl.load(x_ptr + at, mask=mask, other=0.0)
-    b = tl.load(x_ptr + D // 2 + at, mask=mask, other=0.0)
+    head = tl.arange(0, HP)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < H + K) & (at < D // 2)
+    x_ptr = qkv_ptr + row * (H + 2 * K) * D
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    position = tl.load(pos_ptr + row)
+    a = tl.load(x_ptr + head * D + at, mask=inside, other=0.0)
+    b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
     kind = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
+    half = at < D // 2
     if HAS_NORM:
-        w_ptr = qw_ptr if head < heads else kw_ptr
-        scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / D + eps)
-        wa = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        wb = tl.load(w_ptr + D // 2 + at, mask=mask, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
+        q_wa = tl.load(qw_ptr + at, mask=half, other=0.0).to(tl.float32)
+        q_wb = tl.load(qw_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        k_wa = tl.load(kw_ptr + at, mask=half, other=0.0).to(tl.float32)
+        k_wb = tl.load(kw_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        wa = tl.where(head < H, q_wa, k_wa)
+        wb = tl.where(head < H, q_wb, k_wb)
         a = ((a * scale).to(kind).to(tl.float32) * wa).to(kind).to(tl.float32)
         b = ((b * scale).to(kind).to(tl.float32) * wb).to(kind).to(tl.float32)
-    position = tl.load(pos_ptr + row)
-    ca = tl.load(cos_ptr + position * D + at, mask=mask, other=0.0).to(tl.float32)
-    cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=mask, other=0.0).to(tl.float32)
-    sa = tl.load(sin_ptr + position * D + at, mask=mask, other=0.0).to(tl.float32)
-    sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=mask, other=0.0).to(tl.float32)
+    ca = tl.load(cos_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+    cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+    sa = tl.load(sin_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+    sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
     ra = ((a * ca).to(kind).to(tl.float32) - (b * sa).to(kind).to(tl.float32)).to(kind)
     rb = ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
-    if head < heads:
-        tl.store(x_ptr + at, ra, mask=mask)
-        tl.store(x_ptr + D // 2 + at, rb, mask=mask)
-    else:
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        to = (slot * kv_heads + head - heads) * D
-        tl.store(keys_ptr + to + at, ra, mask=mask)
-        tl.store(keys_ptr + to + D // 2 + at, rb, mask=mask)
-        v_ptr = x_ptr + kv_heads * D
-        tl.store(values_ptr + to + at, tl.load(v_ptr + at, mask=mask), mask=mask)
-        tl.store(values_ptr + to + D // 2 + at, tl.load(v_ptr + D // 2 + at, mask=mask), mask=mask)
-
-
-@triton.jit
-def _decode(  # type: ignore[no-untyped-def]
-    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, rows_ptr, lens_ptr, out_ptr, part_ptr, stat_ptr,
-    scale, window, cap, num_splits, heads, kv_heads,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    seq, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lens_ptr + seq)
-    begin = split * SPLIT
-    if begin < length:
-        end = tl.minimum(begin + SPLIT, length)
-        first = 0
-        if HAS_WINDOW:
-            first = tl.maximum(length - window, 0)
-        row = tl.load(rows_ptr + seq).to(tl.int64)
-        g = tl.arange(0, GP)
-        d = tl.arange(0, DP)
-        head = kv * G + g
-        q = tl.load(
-            q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + d[None, :],
-            mask=(g < G)[:, None] & (d < D)[None, :], other=0.0,
-        )  # fmt: skip
-        top = tl.full([GP], -1e30, tl.float32)
-        total = tl.zeros([GP], tl.float32)
-        acc = tl.zeros([GP, DP], tl.float32)
-        # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
-        lo = tl.maximum(begin, first // TILE * TILE)
-        for at in range(lo, end, TILE):
-            t = at + tl.arange(0, TILE)
-            seen = (t < end) & (t >= first)
-            block = tl.load(tables_ptr + row * table_stride + t // BLOCK_SIZE, mask=seen, other=0).to(
-                tl.int64
-            )
-            slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-            where = (slot * kv_heads + kv)[:, None] * D + d[None, :]
-            inside = seen[:, None] & (d < D)[None, :]
-            k = tl.load(keys_ptr + where, mask=inside, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            if HAS_CAP:
-                s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
-            s = tl.where(seen[None, :], s, -1e30)
-            best = tl.maximum(top, tl.max(s, axis=1))
-            p = tl.where(seen[None, :], tl.exp(s - best[:, None]), 0.0)
-            keep = tl.exp(top - best)
-            v = tl.load(values_ptr + where, mask=inside, other=0.0)
-            total = total * keep + tl.sum(p, axis=1)
-            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            top = best
-        if length <= SPLIT:
-            out = (acc / total[:, None]).to(q.dtype)
-            tl.store(
-                out_ptr + (seq.to(tl.int64) * heads + head[:, None]) * D + d[None, :], out,
-                mask=(g < G)[:, None] & (d < D)[None, :],
-            )  # fmt: skip
-        else:
-            part = (seq.to(tl.int64) * heads + head) * num_splits + split
-            tl.store(part_ptr + part[:, None] * DP + d[None, :], acc, mask=(g < G)[:, None])
-            tl.store(stat_ptr + part * 2, top, mask=g < G)
-            tl.store(stat_ptr + part * 2 + 1, total, mask=g < G)
-
-
-@triton.jit
-def _join(  # type: ignore[no-untyped-def]
-    lens_ptr, out_ptr, part_ptr, stat_ptr, num_splits, heads,
-    D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = tl.load(lens_ptr + seq)
-    if length > SPLIT:
-        d = tl.arange(0, DP)
-        base = (seq * heads + head) * num_splits
-        top = -1e30
-        total = 0.0
-        acc = tl.zeros([DP], tl.float32)
-        for split in range(tl.cdiv(length, SPLIT)):
-            t = tl.load(stat_ptr + (base + split) * 2)
-            n = tl.load(stat_ptr + (base + split) * 2 + 1)
-            a = tl.load(part_ptr + (base + split) * DP + d)
-            best = tl.maximum(top, t)
-            old, new = tl.exp(top - best), tl.exp(t - best)
-            total = total * old + n * new
-            acc = acc * old + a * new
-            top = best
-        out = (acc / total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (seq * heads + head) * D + d, out, mask=d < D)
+    is_query = inside & (head < H)
+    tl.store(x_ptr + head * D + at, ra, mask=is_query)
+    tl.store(x_ptr + head * D + D // 2 + at, rb, mask=is_query)
+    is_key = inside & (head >= H)
+    to = keys_ptr + (slot * K + head - H) * D + at
+    tl.store(to, ra, mask=is_key)
+    tl.store(to + D // 2, rb, mask=is_key)
+    value = tl.arange(0, KP)[:, None]
+    has_value = (value < K) & half
+    from_ptr = x_ptr + (H + K + value) * D + at
+    to = values_ptr + (slot * K + value) * D + at
+    tl.store(to, tl.load(from_ptr, mask=has_value), mask=has_value)
+    tl.store(to + D // 2, tl.load(from_ptr + D // 2, mask=has_value), mask=has_value)
 
 
 @triton.jit
@@ -295,28 +202,26 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(num_out, 128), triton.cdiv(rows, 64))
     _product[grid](
-        x, weight, bias, out, rows, num_out, num_in, HAS_BIAS=bias is not None, PRECISION=_precision(x.dtype),
+        x, weight, bias, out, rows, num_out, num_in, HAS_BIAS=bias is not None, PRECISION=precision(x.dtype),
         M=64, N=128, K=64, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype is torch.float32 else "tf32"
-
-
 class TritonKernels:
-    """DecoderOps and PagedKernels on CUDA. Buffers for split contexts are made once, for graphs to refer to."""
+    """DecoderOps and PagedKernels on CUDA."""
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, max_num_seqs: int, max_context: int, device: torch.device
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, device: torch.device
     ) -> None:
-        self.num_splits = triton.cdiv(max_context, SPLIT)
         self._dim_padded = max(16, triton.next_power_of_2(head_dim))
-        self._max_rows = max_num_seqs
-        parts = max_num_seqs * num_heads * self.num_splits if self.num_splits > 1 else 1
-        self._part = torch.empty(parts * self._dim_padded, dtype=torch.float32, device=device)
-        self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
+        self._decode = DecodeAttention(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_rows=max_num_seqs,
+            device=device,
+        )
 
     def add_norm(
         self,
@@ -359,9 +264,11 @@ class TritonKernels:
         num_heads: int,
     ) -> None:
         kv_heads, dim = keys.shape[2:]
-        _rope_store[(qkv.shape[0], num_heads + kv_heads)](
-            qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, num_heads, kv_heads,
-            D=dim, HALF=triton.next_power_of_2(dim // 2), HAS_NORM=q_norm is not None, num_warps=1,
+        turned = triton.next_power_of_2(num_heads + kv_heads)
+        _rope_store[(qkv.shape[0],)](
+            qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
+            HP=turned, KP=triton.next_power_of_2(kv_heads), HALF=triton.next_power_of_2(dim // 2),
+            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8,
         )  # fmt: skip
 
     def attend_flat(
@@ -379,57 +286,22 @@ class TritonKernels:
     ) -> torch.Tensor:
         _, block_size, kv_heads, dim = keys.shape
         out = torch.empty(query.shape[0], num_heads, dim, dtype=query.dtype, device=query.device)
-        shared: dict[str, Any] = {
-            "D": dim, "DP": self._dim_padded, "BLOCK_SIZE": block_size, "HAS_WINDOW": window > 0,
-            "HAS_CAP": softcap > 0, "PRECISION": _precision(query.dtype),
-        }  # fmt: skip
         tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B
         assert rows is not None
-        for start in range(0, batch.num_decodes, self._max_rows):
-            end = min(start + self._max_rows, batch.num_decodes)
-            self._decode_rows(
-                query[start:], query_stride, num_heads, keys, values, tables, rows[start:], lens[start:], out[start:],
-                end - start, batch.max_decode_context, scale, window, softcap, shared,
+        if batch.num_decodes:
+            assert batch.decode_work is not None
+            self._decode(
+                query, query_stride, keys, values, tables, batch.decode_work, out,
+                scale=scale, window=window, softcap=softcap,
             )  # fmt: skip
         if batch.prefill_tiles is not None:
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
-                batch.prefill_tiles, out, scale, window, softcap, num_heads, kv_heads, TILE_M=PREFILL_TILE, TILE=64,
-                num_warps=4, num_stages=2, **shared,
+                batch.prefill_tiles, out, scale, window, softcap, num_heads, kv_heads, D=dim, DP=self._dim_padded,
+                BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0,
+                PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out
-
-    def _decode_rows(
-        self,
-        query: torch.Tensor,
-        query_stride: int,
-        num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        tables: torch.Tensor,
-        rows: torch.Tensor,
-        lens: torch.Tensor,
-        out: torch.Tensor,
-        count: int,
-        max_context: int,
-        scale: float,
-        window: int,
-        softcap: float,
-        shared: dict[str, Any],
-    ) -> None:
-        kv_heads, dim = keys.shape[2:]
-        splits = triton.cdiv(max_context, SPLIT)
-        group = num_heads // kv_heads
-        _decode[(count, kv_heads, splits)](
-            query, query_stride, keys, values, tables, tables.stride(0), rows, lens, out, self._part, self._stat,
-            scale, window, softcap, self.num_splits, num_heads, kv_heads, G=group,
-            GP=max(16, triton.next_power_of_2(group)), TILE=64, SPLIT=SPLIT, num_warps=4, num_stages=3, **shared,
-        )  # fmt: skip
-        if splits > 1:
-            _join[(count, num_heads)](
-                lens, out, self._part, self._stat, self.num_splits, num_heads, D=dim, DP=self._dim_padded, SPLIT=SPLIT,
-                num_warps=1,
-            )  # fmt: skip
 
     # --- PagedKernels -------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from rill.inference.base import Engine
+from rill.inference.native.engine import NativeEngine
+from rill.models.loading import ModelConfig, load_model
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
@@ -20,6 +24,7 @@ from tests.inference.native_models import (
     reference,
     request,
 )
+from tests.inference.test_native_adapters import write_adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +45,63 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, fast_pa
             np.testing.assert_allclose(
                 done.logprobs, forward_logprobs(model, whole)[len(prompt) :], atol=1e-4
             )
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("num_seqs", [100, 8], ids=["many rows", "few rows"])
+def test_long_and_short_contexts_in_one_batch_are_answered_as_if_alone(num_seqs: int) -> None:
+    """Contexts of one piece and of many, in captured steps of several sizes; lengths make the batch shrink."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shape = SHAPES["qwen2"] | {"max_position_embeddings": 4096, "num_key_value_heads": 1}
+    config = ModelConfig(shape=shape)
+    model = load_model(config, dtype=torch.float32, attention="eager")
+    engine = NativeEngine(
+        NativeEngine.Config(
+            model=config, device="cuda", dtype="float32", num_kv_blocks=4000, max_num_seqs=num_seqs,
+            max_batched_tokens=1024,
+        )
+    )  # fmt: skip
+    try:
+        inputs = prompts((2300, 130, 120, 700, *([9] * (num_seqs - 4))), seed=1)
+        batch = [request(i, p, max_new_tokens=4 + i % 37) for i, p in enumerate(inputs)]
+        for index, done in enumerate(engine.generate(batch, timeout_s=110)):
+            if index < 8 or index % 20 == 0:
+                whole = np.concatenate([inputs[index], done.token_ids])
+                expected = forward_logprobs(model, whole)[len(inputs[index]) :]
+                np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fused", "modules"])
+def test_adapters_are_served_beside_the_base_model_from_captured_steps(
+    tmp_path: Path, fast_path: bool
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    models = {None: reference(), "a": write_adapter(tmp_path / "a", 1), "b": write_adapter(tmp_path / "b", 2)}
+    engine = make_engine(device="cuda", dtype="float32", fast_path=fast_path, check_every_step=False)
+    try:
+        for folder in ("a", "b"):
+            engine.load_adapter(folder, tmp_path / folder)
+        inputs = prompts((20, 33, 5, 40))
+        for names in (["a", None, "b", "a"], [None] * 4, ["b", "b", None, None]):
+            batch = [replace(request(i, p), adapter=n) for i, (p, n) in enumerate(zip(inputs, names))]
+            for prompt, name, done in zip(inputs, names, engine.generate(batch, timeout_s=110)):
+                assert done.token_ids.tolist() == greedy_tokens(models[name], prompt, 12), name
+                whole = np.concatenate([prompt, done.token_ids])
+                expected = forward_logprobs(models[name], whole)[len(prompt) :]
+                np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+        if fast_path:
+            assert any(key.has_adapters for key in engine._runner._graphs._graphs)  # type: ignore[attr-defined]
+        engine.load_adapter(
+            "a", tmp_path / "b"
+        )  # the same name, other weights: captured steps must not be the old ones
+        [done] = engine.generate([replace(request("again", inputs[0]), adapter="a")], timeout_s=110)
+        assert done.token_ids.tolist() == greedy_tokens(models["b"], inputs[0], 12)
+        engine.unload_adapter("b")
+        [done] = engine.generate([replace(request("still", inputs[0]), adapter="a")], timeout_s=110)
+        assert done.token_ids.tolist() == greedy_tokens(models["b"], inputs[0], 12)
     finally:
         engine.close()
 

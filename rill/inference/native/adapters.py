@@ -1,14 +1,15 @@
 """LoRA adapters served beside the base model: each request picks one, or none.
 
 An adapter is PEFT's state dict: for every adapted Linear, A [rank, in] and B [out, rank], adding scale · B A x to
-its output. Steps in which any request uses an adapter run through the modules' own forward methods; a hook on
-each adapted Linear adds every adapter's part to the rows that asked for it. Other steps are not touched.
+its output. On CUDA's fast path they are arranged as rill.models.low_rank. Elsewhere, steps in which any request uses
+an adapter run through the modules' own forward methods; a hook on each adapted Linear adds every adapter's part to the
+rows that asked for it. Other steps are not touched.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 from rill.errors import ModelError
+from rill.models.decoder import Layer
+from rill.models.low_rank import LowRankBank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +53,8 @@ class AdapterStore:
         self._adapters: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._loads: dict[str, int] = {}
         self._hooked: set[str] = set()
+        self.num_changes = 0
+        """Counts loads and unloads: whoever has arranged the adapters for itself sees that it must do so again."""
         self._active: list[tuple[torch.Tensor, str]] = []
 
     @property
@@ -90,9 +95,16 @@ class AdapterStore:
             self._hook(module)
         self._adapters[name] = pairs
         self._loads[name] = self._loads.get(name, 0) + 1
+        self.num_changes += 1
 
     def unload(self, name: str) -> None:
         self._adapters.pop(name, None)
+        self.num_changes += 1
+
+    def arranged(self, layers: Sequence[Layer]) -> LowRankBank:
+        """All that are loaded, for the fast path over these layers."""
+        names: dict[nn.Module, str] = {module: name for name, module in self._modules.items()}
+        return LowRankBank(layers, names, self._adapters)
 
     @contextmanager
     def active(self, rows_by_name: Mapping[str, Any], device: torch.device) -> Iterator[None]:

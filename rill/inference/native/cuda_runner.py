@@ -6,85 +6,38 @@
 Sampled tokens stay on the device in `last_tokens`, one per slot, where the next step picks them up; the host sees
 them when their copy has arrived. Block tables live on the device too and receive only what changed.
 
-A step in which every sequence has one token is replayed from a CUDA graph, captured on first use for a few batch
-sizes and context ranges; rows beyond the batch write to the null block. Other steps are launched kernel by kernel.
-Sampling stays outside of the graphs: it is two launches, and its variants would multiply them.
+A step of pure generation is replayed from a captured graph (decode_graphs.py); other steps are launched kernel by
+kernel.
 
 Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rill.errors import EngineError
 from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.decode_graphs import DecodeGraphs, sampling_columns
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
+from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
-from rill.models.attention_paged import PagedBatch
+from rill.inference.native.upload import NUM_STAGING, Array, Upload
+from rill.models.attention_paged import DecodeWork, PagedBatch
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
-from rill.models.triton_kernels import PREFILL_TILE, SPLIT, TritonKernels
+from rill.models.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.triton_decode import MAX_PIECES, WORDS, work_list
+from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Array = npt.NDArray[np.int32]
-
-NUM_STAGING = 8
-"""Pinned buffers, used in turn: a step uploads at most three times and the host is at most one step ahead."""
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_num_seqs + 32, 32)]
-    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
-
-
-class Upload:
-    """Many small arrays to the device in one copy."""
-
-    def __init__(self, num_words: int, device: torch.device) -> None:
-        self._device = device
-        self._staging = [
-            torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)
-        ]
-        self._views = [t.numpy() for t in self._staging]
-        self._turn = 0
-
-    def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
-        """int32 tensors on the device, views of one fresh buffer."""
-        starts, at = [], 0
-        for array in arrays:
-            starts.append(at)
-            at += aligned(len(array))
-        into = torch.empty(at, dtype=torch.int32, device=self._device)
-        self._copy(arrays, starts, at, into)
-        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
-
-    def fill(self, arrays: list[Array], into_CB: torch.Tensor) -> None:
-        """Each array into the start of its row."""
-        stride = into_CB.shape[1]
-        self._copy(arrays, [stride * i for i in range(len(arrays))], stride * len(arrays), into_CB.view(-1))
-
-    def _copy(self, arrays: list[Array], starts: list[int], end: int, into: torch.Tensor) -> None:
-        self._turn = (self._turn + 1) % NUM_STAGING
-        staging, view = self._staging[self._turn], self._views[self._turn]
-        for start, array in zip(starts, arrays, strict=True):
-            view[start : start + len(array)] = array
-        into[:end].copy_(staging[:end], non_blocking=True)
-
-
-def aligned(num_words: int) -> int:
-    """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
-    return -(-num_words // 32) * 32
 
 
 @dataclass(slots=True)
@@ -102,12 +55,6 @@ class CudaStep:
         tokens = host[0, : self.num_rows].tolist()
         logprobs = host[1, : self.num_rows].view(np.float32).tolist()
         return StepResult(tokens, logprobs, [s.cpu().numpy() for s in self.scores])
-
-
-@dataclass(slots=True)
-class DecodeGraph:
-    graph: torch.cuda.CUDAGraph
-    logits_BV: torch.Tensor
 
 
 class CudaRunner(ModelRunner):
@@ -134,20 +81,24 @@ class CudaRunner(ModelRunner):
         heads = int(model.config.num_attention_heads)
         kernels = TritonKernels(
             num_heads=heads,
+            num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             max_num_seqs=max_num_seqs,
-            max_context=max_len,
             device=device,
         )
         self.kernels = kernels
         linear = invariant_linear if batch_invariant else torch.nn.functional.linear
-        if fast_path:
-            self.decoder = build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear)
-        if batch_invariant and self.decoder is None:
+        decoder = (
+            build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear) if fast_path else None
+        )
+        self._fused = self.decoder = decoder
+        self._bank: LowRankBank | None = None
+        self._num_adapter_changes = 0
+        if batch_invariant and decoder is None:
             raise EngineError(
                 f"batch_invariant needs the fast path, which {model.config.model_type!r} does not have"
             )
-        self.uses_graphs = cuda_graphs and self.decoder is not None
+        self.uses_graphs = cuda_graphs and decoder is not None
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.
         self._num_columns = -(-max_len // block_size)
@@ -159,14 +110,11 @@ class CudaRunner(ModelRunner):
         ]
         self._turn = 0
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
-        self._upload = Upload(words, device)
-        self._static = torch.zeros(8, aligned(max_num_seqs), dtype=torch.int32, device=device)
-        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0)
-        self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
-        self._pool: Any = None
-        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_PIECES * WORDS
+        self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device)
+        self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs = DecodeGraphs(max_num_seqs, self._tables, self._upload, self._logits_of, self._stream)
         torch.cuda.synchronize(device)
 
     # --- life --------------------------------------------------------------------------------------------
@@ -192,33 +140,13 @@ class CudaRunner(ModelRunner):
         torch.cuda.empty_cache()
 
     def drop_graphs(self) -> None:
-        self._graphs.clear()
-        self._pool = None
+        self._graphs.drop()
 
     def offload_weights(self) -> None:
-        """Weights move to pinned host memory; every tensor and view over them stays valid for reload_weights."""
-        seen: set[int] = set()
-        for tensor in [p.data for p in self.model.parameters()]:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() in seen:
-                continue
-            seen.add(storage.data_ptr())
-            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-            host.copy_(whole)
-            self._offloaded.append((storage, host))
-        torch.cuda.synchronize(self.device)
-        for storage, _ in self._offloaded:
-            storage.resize_(0)
-        torch.cuda.empty_cache()
+        self._offload.offload((p.data for p in self.model.parameters()), self.device)
 
     def reload_weights(self) -> None:
-        for storage, host in self._offloaded:
-            storage.resize_(host.numel())
-            whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            whole.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(self.device)
-        self._offloaded.clear()
+        self._offload.reload(self.device)
 
     def record_caller(self) -> object:
         return torch.cuda.current_stream(self.device).record_event()
@@ -235,11 +163,13 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> PendingStep:
-        if self.uses_graphs and batch.is_decode_only and not batch.adapters:
-            logits_SV, rows = self._replay(batch)
+        is_fast, numbers_N = self._adapter_numbers(batch)
+        if self.uses_graphs and batch.is_decode_only and is_fast:
+            self._push_tables(batch)
+            logits_SV, rows = self._graphs.replay(batch, numbers_N)
             scores: list[torch.Tensor] = []
         else:
-            logits_SV, rows, scores = self._eager(batch)
+            logits_SV, rows, scores = self._eager(batch, is_fast, numbers_N)
         num_rows = len(batch.sampled)
         if num_rows:
             self._sample(logits_SV[:num_rows], rows, batch.sampling)
@@ -248,70 +178,54 @@ class CudaRunner(ModelRunner):
         host.copy_(self._numbers, non_blocking=True)
         return CudaStep(self._stream.record_event(), num_rows, host, scores)
 
-    def _replay(self, batch: StepBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        size = self._sizes[bisect.bisect_left(self._sizes, batch.num_seqs)]
-        splits = 1
-        while splits * SPLIT < batch.max_context_len:
-            splits *= 4
-        columns = self._decode_columns(batch)
-        if size > batch.num_seqs:
-            columns = [np.pad(c, (0, size - len(c)), constant_values=f) for c, f in zip(columns, self._fills)]
-        self._upload.fill(columns, self._static)
-        self._push_tables(batch)
-        graph = self._graphs.get((size, splits))
-        if graph is None:
-            graph = self._capture(size, splits)
-        graph.graph.replay()
-        return graph.logits_BV, [self._static[i, : batch.num_seqs] for i in range(4, 8)]
+    def _adapter_numbers(self, batch: StepBatch) -> tuple[bool, Array | None]:
+        """Whether the fast path computes this batch, and each row's adapter, where any has one."""
+        if self._fused is None or not batch.adapters:
+            return self._fused is not None, None
+        if self._num_adapter_changes != self.adapters.num_changes:
+            self._num_adapter_changes = self.adapters.num_changes
+            self._bank = self.adapters.arranged(self._fused.layers)
+            self._graphs.drop_adapted()
+        assert self._bank is not None
+        numbers_N = np.full(batch.num_tokens, NO_ADAPTER, dtype=np.int32)
+        for name, rows in batch.adapters.items():
+            numbers_N[rows] = self._bank.number(name)
+        return self._bank.covers_all, numbers_N
 
-    def _decode_columns(self, batch: StepBatch) -> list[Array]:
-        """What a graph reads, one entry per row; `_fills` has what padding rows get."""
-        return [
-            batch.token_ids_N.astype(np.int32),
-            batch.positions_N.astype(np.int32),
-            batch.kv_slots_N.astype(np.int32),
-            batch.context_lens_B,
-            batch.slots_B,
-            *_sampling_columns(batch.sampling),
-        ]
+    def _logits_of(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        paged: PagedBatch,
+        adapters_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What a graph captures."""
+        known = torch.where(ids_N < 0, self._last_tokens[paged.table_rows_B], ids_N)
+        return self._raw_logits(self._fast(known, positions_N, paged, adapters_N))
 
-    def _capture(self, size: int, splits: int) -> DecodeGraph:
-        ids, positions, kv_slots, lens, slots = self._static[:5, :size]
-        paged = PagedBatch(
-            slots_N=kv_slots,
-            query_starts_B1=lens,  # not read: there is no prefill in it
-            context_lens_B=lens,
-            block_tables_BM=self._tables,
-            num_decodes=size,
-            max_query_len=1,
-            max_context_len=splits * SPLIT,
-            table_rows_B=slots,
-            max_decode_context=splits * SPLIT,
-        )
+    def _fast(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        paged: PagedBatch,
+        adapters_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self._fused is not None
+        if adapters_N is not None:
+            assert self._bank is not None
+            return self._fused.forward(ids_N, positions_N, paged, self.cache, self._bank.rows(adapters_N))
+        return self._fused(ids_N, positions_N, paged, self.cache)
 
-        def run() -> torch.Tensor:
-            assert self.decoder is not None
-            known = torch.where(ids < 0, self._last_tokens[slots], ids)
-            return self._raw_logits(self.decoder(known, positions, paged, self.cache))
-
-        run()  # compiles what has not been compiled; capturing must not
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        self._stream.synchronize()
-        # Not through torch.cuda.graph(), which collects garbage and empties the allocator: requests are waiting.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            logits = run()
-        finally:
-            graph.capture_end()
-        captured = DecodeGraph(graph, logits)
-        self._graphs[size, splits] = captured
-        return captured
-
-    def _eager(self, batch: StepBatch) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    def _eager(
+        self, batch: StepBatch, is_fast: bool, numbers_N: Array | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         paged, ids, positions, rows_S, columns = self._upload_batch(batch)
-        hidden_NE = self._hidden(batch, paged, ids, positions)
+        if is_fast:
+            adapters_N = None if numbers_N is None else self._upload([numbers_N])[0]
+            hidden_NE = self._fast(ids, positions, paged, adapters_N)
+        else:
+            paged.slots_N = paged.slots_N.long()
+            hidden_NE = self.module_forward(batch, paged, ids.long(), positions.long())
         logits_SV = self._raw_logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
         return logits_SV, columns, [self._score(hidden_NE, scored) for scored in batch.scored]
 
@@ -330,6 +244,7 @@ class CudaRunner(ModelRunner):
             for offset in range(0, batch.chunks[row].length, PREFILL_TILE)
         ]
         flat_tiles = np.array(tiles, dtype=np.int32).reshape(-1)
+        work, runs = self._decode_work(lens[:num_decodes], slots[:num_decodes])
         arrays = [
             batch.token_ids_N.astype(np.int32),
             batch.positions_N.astype(np.int32),
@@ -338,19 +253,20 @@ class CudaRunner(ModelRunner):
             lens,
             slots,
             flat_tiles,
+            work.reshape(-1),
             batch.sampled_rows_S.astype(np.int32),
             batch.sampled_slots_S,
-            *_sampling_columns(batch.sampling),
+            *sampling_columns(batch.sampling),
         ]
-        ids, positions, kv_slots, starts, lens_on, slots_on, tile_words, rows_S, *columns = self._upload(
-            arrays
+        ids, positions, kv_slots, starts, lens_on, slots_on, tile_words, work_on, rows_S, *columns = (
+            self._upload(arrays)
         )
         self._push_tables(batch)
         count = batch.num_decodes
         if count:
             ids[:count] = torch.where(ids[:count] < 0, self._last_tokens[slots_on[:count]], ids[:count])
         paged = PagedBatch(
-            slots_N=kv_slots if self.decoder is not None and not batch.adapters else kv_slots.long(),
+            slots_N=kv_slots,
             query_starts_B1=starts,
             context_lens_B=lens_on,
             block_tables_BM=self._tables,
@@ -358,17 +274,23 @@ class CudaRunner(ModelRunner):
             max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,
             table_rows_B=slots_on,
-            max_decode_context=int(lens[:num_decodes].max()) if num_decodes else 0,
+            decode_work=DecodeWork(work_on, runs) if num_decodes else None,
             prefill_tiles=tile_words.view(-1, 2) if tiles else None,
         )
         return paged, ids, positions, rows_S, columns
 
-    def _hidden(
-        self, batch: StepBatch, paged: PagedBatch, ids: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        if self.decoder is not None and not batch.adapters:
-            return self.decoder(ids, positions, paged, self.cache)
-        return self.module_forward(batch, paged, ids.long(), positions.long())
+    def _decode_work(self, lens: Array, table_rows: Array) -> tuple[Array, tuple[tuple[int, int, int], ...]]:
+        """The list for the attention kernel, and the runs of it that its buffers hold at a time."""
+        lists, runs, num_entries = [np.zeros((0, WORDS), dtype=np.int32)], [], 0
+        for start in range(0, len(lens), self.max_num_seqs):
+            part = work_list(
+                lens[start : start + self.max_num_seqs], table_rows[start : start + self.max_num_seqs]
+            )
+            part[:, 0] += start
+            lists.append(part)
+            runs.append((start, num_entries, len(part)))
+            num_entries += len(part)
+        return np.concatenate(lists), tuple(runs)
 
     def _push_tables(self, batch: StepBatch) -> None:
         if not batch.table_updates:
@@ -426,14 +348,3 @@ class CudaRunner(ModelRunner):
     def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
         scores: Floats = self._score(hidden_NE, scored).cpu().numpy()
         return scores
-
-
-def _sampling_columns(sampling: SamplingBatch) -> list[Array]:
-    """1/temperature, whether greedy, the uniform number; floats as their bits."""
-    is_greedy = sampling.temperature_S == 0
-    inverse = (1.0 / np.where(is_greedy, np.float32(1), sampling.temperature_S)).astype(np.float32)
-    return [
-        inverse.view(np.int32),
-        is_greedy.astype(np.int32),
-        sampling.uniform_S.astype(np.float32).view(np.int32),
-    ]

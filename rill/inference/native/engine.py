@@ -98,14 +98,18 @@ class NativeEngine:
         config: Config,
         *,
         model: PreTrainedModel | None = None,
+        owns_model: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """`model`: an already loaded module whose parameters are used in place, e.g. the trainer's."""
+        """`model`: an already loaded module whose parameters are used in place, e.g. the trainer's.
+
+        `owns_model`: nobody else holds its parameters, so they may be moved to lie together, which is faster.
+        """
         self.config = config
         if tokenizer is None and (config.model.tokenizer or config.model.path):
             tokenizer = load_tokenizer(config.model)
         self.tokenizer = tokenizer
-        self._runner: ModelRunner = build_runner(config, model)
+        self._runner: ModelRunner = build_runner(config, model, owns_model=owns_model)
         limit = _context_limit(self._runner, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self._max_context = min(limit, (num_blocks - 1) * config.block_size)

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from rill.inference.native.engine import NativeEngine
 
 
-def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> ModelRunner:
+def build_runner(
+    config: NativeEngine.Config, model: PreTrainedModel | None, *, owns_model: bool = False
+) -> ModelRunner:
     device = _device(config.device if model is None else str(model.device))
     attention = register_paged_attention()
+    fuse = model is None or owns_model  # parameters that someone else holds stay where they are
     if model is None:
         default = torch.float32 if device.type == "cpu" else torch.bfloat16
         dtype = default if config.dtype == "auto" else DTYPES[config.dtype]
@@ -42,7 +45,7 @@ def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> 
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=config.max_batched_tokens,
             fast_path=config.fast_path,
-            fuse=model is None,
+            fuse=fuse,
             batch_invariant=config.batch_invariant,
             cuda_graphs=config.cuda_graphs,
         )
@@ -51,7 +54,7 @@ def build_runner(config: NativeEngine.Config, model: PreTrainedModel | None) -> 
         block_size=config.block_size,
         max_len=max_len,
         fast_path=config.fast_path,
-        fuse=model is None,  # parameters that someone else holds stay where they are
+        fuse=fuse,
         batch_invariant=config.batch_invariant,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.triton_kernels import tl, triton
+from rill.models.triton_language import tl, triton
 
 CHUNK = 4096
 

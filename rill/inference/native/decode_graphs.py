@@ -1,0 +1,165 @@
+"""Captured decode steps: a step in which every sequence has one token is one launch.
+
+A graph reads its inputs from fixed places on the device, filled by one copy before it is replayed:
+
+    ids │ positions │ kv slots │ context lengths │ table rows │ 1/temperature │ greedy │ uniform │ adapters │ work list
+    ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
+
+It is captured on first use, for a few batch sizes and lengths of the attention's work list: once for as many entries as
+rows (short contexts), and for two, four, … times as many. Rows beyond the batch write to the null block and have no
+part in the list. Steps with adapters have graphs of their own.
+
+Sampling stays outside: it is two launches, and its variants would multiply the graphs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rill.inference.native.batch import StepBatch
+from rill.inference.native.sampler import SamplingBatch
+from rill.inference.native.upload import Array, Upload, aligned
+from rill.models.attention_paged import DecodeWork, PagedBatch
+from rill.models.low_rank import NO_ADAPTER
+from rill.models.triton_decode import MAX_PIECES, WORDS, work_list
+
+NUM_COLUMNS = 9
+SAMPLING_COLUMNS = range(4, 8)
+"""Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
+ADAPTER_COLUMN = 8
+
+RunStep = Callable[[torch.Tensor, torch.Tensor, PagedBatch, "torch.Tensor | None"], torch.Tensor]
+"""Token ids (below 0: the newest of its slot), positions, where they belong, adapters' numbers -> logits."""
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, max_num_seqs + 64, 64)]
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+class GraphKey(NamedTuple):
+    size: int
+    num_entries: int
+    """Of the attention's work list."""
+    has_adapters: bool
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    graph: torch.cuda.CUDAGraph
+    logits_BV: torch.Tensor
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        tables: torch.Tensor,
+        upload: Upload,
+        run: RunStep,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """`tables`: block tables with one row per slot and one more, which padding reads."""
+        self._sizes = graph_sizes(max_num_seqs)
+        self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
+        self._stride = aligned(max_num_seqs)
+        self._work_at = NUM_COLUMNS * self._stride
+        num_words = self.num_words(max_num_seqs)
+        self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
+        self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
+        self._graphs: dict[GraphKey, DecodeGraph] = {}
+        self._pool: Any = None
+
+    @staticmethod
+    def num_words(max_num_seqs: int) -> int:
+        """The most that one replay uploads."""
+        return NUM_COLUMNS * aligned(max_num_seqs) + max_num_seqs * MAX_PIECES * WORDS
+
+    def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits, of which the first num_seqs rows count, and the sampler's columns."""
+        count = batch.num_seqs
+        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        columns: list[Array] = [
+            batch.token_ids_N.astype(np.int32),
+            batch.positions_N.astype(np.int32),
+            batch.kv_slots_N.astype(np.int32),
+            batch.context_lens_B,
+            batch.slots_B,
+            *sampling_columns(batch.sampling),
+            adapters_B if adapters_B is not None else np.full(count, NO_ADAPTER, dtype=np.int32),
+        ]
+        if size > count:
+            columns = [
+                np.pad(c, (0, size - count), constant_values=f)
+                for c, f in zip(columns, self._fills, strict=True)
+            ]
+        work = work_list(batch.context_lens_B, batch.slots_B)
+        num_entries = size
+        while num_entries < len(work):
+            num_entries *= 2
+        entries = np.zeros(num_entries * WORDS, dtype=np.int32)  # an entry of zeros is no work
+        entries[: work.size] = work.reshape(-1)
+        starts = [*(self._stride * i for i in range(NUM_COLUMNS)), self._work_at]
+        self._upload.fill([*columns, entries], starts, self._work_at + len(entries), self._inputs)
+        key = GraphKey(size, num_entries, adapters_B is not None)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(key)
+        graph.graph.replay()
+        return graph.logits_BV, [self._column(i)[:count] for i in SAMPLING_COLUMNS]
+
+    def drop(self) -> None:
+        self._graphs.clear()
+        self._pool = None
+
+    def drop_adapted(self) -> None:
+        """Adapters were loaded or unloaded: those that read them are void."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key.has_adapters}
+
+    def _column(self, index: int) -> torch.Tensor:
+        return self._inputs[index * self._stride : (index + 1) * self._stride]
+
+    def _capture(self, key: GraphKey) -> DecodeGraph:
+        size = key.size
+        ids, positions, kv_slots, lens, slots = (self._column(i)[:size] for i in range(5))
+        adapters = self._column(ADAPTER_COLUMN)[:size] if key.has_adapters else None
+        paged = PagedBatch(
+            slots_N=kv_slots,
+            query_starts_B1=lens,  # not read: there is no prefill in it
+            context_lens_B=lens,
+            block_tables_BM=self._tables,
+            num_decodes=size,
+            max_query_len=1,
+            max_context_len=0,
+            table_rows_B=slots,
+            decode_work=DecodeWork(self._inputs[self._work_at :], ((0, 0, key.num_entries),)),
+        )
+        self._run(ids, positions, paged, adapters)  # compiles what has not been compiled; capturing must not
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.synchronize()
+        # Not through torch.cuda.graph(), which collects garbage and empties the allocator: requests are waiting.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            logits = self._run(ids, positions, paged, adapters)
+        finally:
+            graph.capture_end()
+        return DecodeGraph(graph, logits)
+
+
+def sampling_columns(sampling: SamplingBatch) -> list[Array]:
+    """1/temperature, whether greedy, the uniform number; floats as their bits."""
+    is_greedy = sampling.temperature_S == 0
+    inverse = (1.0 / np.where(is_greedy, np.float32(1), sampling.temperature_S)).astype(np.float32)
+    return [
+        inverse.view(np.int32),
+        is_greedy.astype(np.int32),
+        sampling.uniform_S.astype(np.float32).view(np.int32),
+    ]

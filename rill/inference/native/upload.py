@@ -1,0 +1,45 @@
+"""Small arrays from the host to the device, many in one copy and without waiting for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.int32]
+
+NUM_STAGING = 8
+"""Pinned buffers, used in turn: a step uploads at most three times and the host is at most one step ahead."""
+
+
+def aligned(num_words: int) -> int:
+    """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
+    return -(-num_words // 32) * 32
+
+
+class Upload:
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._device = device
+        self._staging = [
+            torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)
+        ]
+        self._views = [t.numpy() for t in self._staging]
+        self._turn = 0
+
+    def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
+        """int32 tensors on the device, views of one fresh buffer."""
+        starts, at = [], 0
+        for array in arrays:
+            starts.append(at)
+            at += aligned(len(array))
+        into = torch.empty(at, dtype=torch.int32, device=self._device)
+        self.fill(arrays, starts, at, into)
+        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+    def fill(self, arrays: list[Array], starts: list[int], end: int, into: torch.Tensor) -> None:
+        """Each array from its start on; words of `into` below `end` that no array covers are undefined after it."""
+        self._turn = (self._turn + 1) % NUM_STAGING
+        staging, view = self._staging[self._turn], self._views[self._turn]
+        for start, array in zip(starts, arrays, strict=True):
+            view[start : start + len(array)] = array
+        into[:end].copy_(staging[:end], non_blocking=True)
