@@ -22,7 +22,7 @@ import torch
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.models.loading import ModelConfig, load_model_config
-from rill.training.engine import EngineConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.module import PackedModule, PolicyModule
 from rill.training.policy import PolicyTrainer
 from rill.types import Sample, Trajectory

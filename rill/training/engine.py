@@ -18,22 +18,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from rill.config import Config
 from rill.errors import TrainingError
 from rill.models.attention_packed import compile_layer
 from rill.models.fused_layers import fuse_decoder
-from rill.models.head import KEEP_BYTES
-from rill.models.loading import DTYPES, ModelConfig
-from rill.models.lora import LoRAConfig, add_lora, merged_weights
+from rill.models.loading import DTYPES
+from rill.models.lora import add_lora, merged_weights
+from rill.training.engine_config import EngineConfig
 from rill.training.module import LM_PREFIX, PackedModule
 from rill.training.offload import OffloadLevel, Shelf
-from rill.training.optim import Optimizer, OptimizerConfig, Slot
+from rill.training.optim import Optimizer, Slot
 from rill.training.parallel import (
     World,
     apply_tensor_parallel,
@@ -44,65 +42,9 @@ from rill.training.parallel import (
     shard_model,
 )
 from rill.training.recompute import recompute_layer
-from rill.training.schedule import Schedule
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
-
-Precision = Literal["float32", "bfloat16"]
-
-
-class EngineConfig(Config):
-    """What every trainer has in common."""
-
-    model: ModelConfig
-    compute_dtype: Precision = "float32"
-    """Precision of the forward and backward pass."""
-    param_dtype: Precision = "float32"
-    """Precision of the optimised weights. bfloat16 halves memory and loses small updates: for experiments."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: Schedule = Schedule()
-    max_grad_norm: float = Field(default=1.0, ge=0.0)
-    """Gradients are scaled down to this norm. 0: off."""
-    micro_batch_tokens: int = Field(default=16_384, ge=2)
-    """Most tokens in one forward pass of one rank. A longer sequence cannot be trained on: see on_too_long."""
-    on_too_long: Literal["error", "skip"] = "error"
-    """A sequence over micro_batch_tokens: InvalidSampleError, or left out, counted and logged."""
-    on_nonfinite: Literal["error", "skip"] = "error"
-    """A loss or gradient norm that is not finite: TrainingError, or the step is skipped, counted and logged.
-    Weights and optimizer state stay as they were in both cases."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """`full` recomputes each layer in the backward pass; `selective` keeps matrix products and attention."""
-    compile: bool = False
-    """torch.compile each layer."""
-    activation_memory_budget: float = Field(default=1.0, gt=0.0, le=1.0)
-    """With compile: the share of a layer's activations that may be kept; below 1 the cheapest are recomputed."""
-    lora: LoRAConfig | None = None
-    """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    context_parallel: int = Field(default=1, ge=1)
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass (ZeRO-3); false keeps them until backward (ZeRO-2)."""
-    tree_packing: bool = False
-    """Compute the shared prompt of a group once per micro-batch. Changes no gradient."""
-    batch_invariant: bool = False
-    """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
-    head_chunk_bytes: int = Field(default=256 * 2**20, ge=1)
-    """Most bytes of float32 logits alive at one time."""
-    head_keep_bytes: int = Field(default=KEEP_BYTES, ge=0)
-    """Logits of a whole micro-batch up to this size stay until the backward pass instead of being computed twice."""
-
-    @model_validator(mode="after")
-    def _combines(self) -> EngineConfig:
-        if self.tree_packing and self.context_parallel > 1:
-            raise ValueError(
-                "tree_packing and context_parallel exclude each other: a shared prefix cannot be cut"
-            )
-        if self.lora is not None and self.tensor_parallel > 1:
-            raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")
-        if self.param_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
-            raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16")
-        return self
 
 
 class TrainEngine:

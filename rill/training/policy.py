@@ -32,7 +32,7 @@ from rill.errors import ConfigError, TrainingError
 from rill.models.attention_packed import copy_in
 from rill.models.invariant import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
-from rill.training.engine import EngineConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.module import Distill, PolicyOutput
 from rill.training.packing import PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous

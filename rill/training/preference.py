@@ -18,7 +18,7 @@ from rill.algorithms.preferences import BradleyTerryConfig, DPOConfig, bradley_t
 from rill.errors import ConfigError, InvalidSampleError
 from rill.models.loading import DTYPES
 from rill.training.batching import MicroBatch
-from rill.training.engine import EngineConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous

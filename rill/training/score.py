@@ -19,7 +19,7 @@ from rill.models.attention_packed import compile_layer
 from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
 from rill.training.batching import Batcher
-from rill.training.engine import Precision
+from rill.training.engine_config import Precision
 from rill.training.module import PolicyModule, load_packed_lm
 from rill.training.offload import Shelf
 from rill.training.packing import Pack, PackSequence

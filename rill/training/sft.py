@@ -16,7 +16,7 @@ import torch
 from rill.algorithms.base import Metric
 from rill.errors import InvalidSampleError
 from rill.training.batching import gather_context
-from rill.training.engine import EngineConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.trainer import Trainer

@@ -19,7 +19,8 @@ from rill.errors import TrainingError
 from rill.models.loading import DTYPES, check_vocabulary, load_tokenizer
 from rill.training.batching import Batcher, MicroBatch, Tally
 from rill.training.checkpoint import Checkpointer
-from rill.training.engine import EngineConfig, TrainEngine
+from rill.training.engine import TrainEngine
+from rill.training.engine_config import EngineConfig
 from rill.training.export import export_model
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
 from rill.training.offload import OffloadLevel

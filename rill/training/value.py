@@ -19,7 +19,7 @@ from rill.errors import TrainingError
 from rill.models.attention_packed import copy_in
 from rill.models.loading import DTYPES
 from rill.training.batching import MicroBatch, gather_context
-from rill.training.engine import EngineConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
