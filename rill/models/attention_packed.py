@@ -13,8 +13,9 @@ packing the shared prompt of a group is one segment and every answer a segment w
     segment 2  prefix [0,5) +            [9 ──── 14)
     segment 3                                      [14 ────────── 20)
 
-Two exact routes, chosen by device and dtype: FlashAttention's variable-length kernel (CUDA, 16-bit), and padded
-batches of segments of similar shape through scaled_dot_product_attention (everything else). With context
+Exact routes, chosen by device, dtype and head width: rill.models.attention_triton (Hopper GPUs, 16-bit),
+FlashAttention's variable-length kernel (other CUDA, 16-bit), and padded batches of segments of similar shape through
+scaled_dot_product_attention (everything else; on the CPU rill.models.fused_layers comes before it). With context
 parallelism a rank holds a slice of the row, and keys and values are gathered over the group first.
 
 M token of the pack, Q query token of this rank, H query head, G key/value head, E head width, S segment.
@@ -22,6 +23,7 @@ M token of the pack, Q query token of this rank, H query head, G key/value head,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -127,7 +129,7 @@ def build_layout(
         key_index = copy_in(np.concatenate([np.arange(r.start, r.stop) for r in spans]), device)
     offset = segments[0].start
     query_tiles = key_tiles = None
-    if use_flash and find_spec("triton") is not None:
+    if use_flash and _has_segment_kernels(device):
         from rill.models.attention_triton import plan_tiles
 
         query_tiles, key_tiles = (copy_in(t, device) for t in plan_tiles(query_lengths, key_lengths))
@@ -144,6 +146,12 @@ def build_layout(
         families=_families(segments) if device.type == "cpu" and context_group is None else None,
         context_group=context_group,
     )
+
+
+@functools.cache
+def _has_segment_kernels(device: torch.device) -> bool:
+    """rill.models.attention_triton is built for Hopper's copy engine and the size of its shared memory."""
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def copy_in(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
