@@ -321,11 +321,12 @@ class Call:
         meta: list[Any] = [*pickle.loads(frames[0]), frames[1:]]
         return Call(*meta)
 
-    def arguments(self, num_ranks: int, parcels: Parcels) -> Callable[[], Any]:
-        """What gives each of `num_ranks` called ranks arguments that it may change."""
+    def arguments(self, num_ranks: int, parcels: Parcels) -> Callable[[str | None], Any]:
+        """What gives each of `num_ranks` called ranks arguments that it may change; those that were on a GPU come to
+        the rank's device."""
         if num_ranks > 1:
             return parcels.opener(self.payload)
-        return lambda: parcels.unpack(self.payload)
+        return lambda device: parcels.unpack(self.payload, device=device)
 
 
 class Answers:

@@ -137,6 +137,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
         ranks_per_process: int = 1,
+        peer_access: bool = False,
         init_kwargs: Mapping[str, Any] | None = None,
     ) -> WorkerGroup[W]:
         """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
@@ -145,7 +146,13 @@ class Cluster:
         ref = ClassRef.of(cls)
         seats = share_processes(resolve(placement, self.devices), ranks_per_process)
         world_size = self._supervisor.launch(
-            ref, name, seats, env=dict(env or {}), threads=threads, init_kwargs=init_kwargs or {}
+            ref,
+            name,
+            seats,
+            env=dict(env or {}),
+            threads=threads,
+            peers=self.devices if peer_access else (),
+            init_kwargs=init_kwargs or {},
         )
         return WorkerGroup(cls, name, world_size, self._supervisor)
 

@@ -92,6 +92,8 @@ class RuntimeContext:
     """What lets this process in at other nodes. None where the run has one node."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
+    own_gpus: frozenset[int] = frozenset()
+    """Of the GPUs that this process sees, those that are its own, by their numbers on the node."""
     report_dir: Path | None = None
     """Where a stuck-run report is written: a folder that outlives the session. None: the user's under the system's
     temporary directory."""
@@ -139,7 +141,8 @@ class RuntimeContext:
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
         if self.lead is None:
-            self.calls.unpack = self.parcels.unpack
+            parcels = self.parcels
+            self.calls.unpack = lambda frames: parcels.unpack(frames, device=self._caller_device())
             self.directory.on_death(self.calls.peer_died)
             self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         assert self.transfer is not None
@@ -151,6 +154,11 @@ class RuntimeContext:
             self.services.clear()
         for service in reversed(opened):
             service.close()
+
+    def _caller_device(self) -> str | None:
+        """Where GPU tensors of a call's results go: the device of the rank that asks, which may share this process."""
+        rank = _of_thread.get()
+        return (rank or self).torch_device
 
     def _service(self, name: str, opener: Any) -> Any:
         with self.lock:

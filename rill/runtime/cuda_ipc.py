@@ -1,13 +1,13 @@
-"""GPU tensors between two processes that see the same GPU: a handle travels, the receiver copies on the device.
+"""GPU tensors between two processes of a node of which the receiver sees the sender's GPU: a handle travels.
 
-The sender's memory stays its own: `Transfer.send` returns once the receiver has copied. Processes that do not share
-the GPU go through the host (wire.py without a hook).
+The receiver opens the handle on the sender's GPU and copies: on that device if it is one of its own, else from GPU to
+GPU to its own (CUDA uses peer access where the machine has it). The sender's memory stays its own: `Transfer.send`
+returns once the receiver has copied.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from rill.runtime.context import WorkerAddress, current
@@ -21,21 +21,16 @@ class Exporter:
         self._peer = peer
         self.num_exported = 0
 
-    def export(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
         """The device hook of `wire.encode`."""
-        gpu = self._me.gpus[tensor.device.index or 0] if self._me.gpus else -1
-        if tensor.device.type != "cuda" or gpu not in self._peer.gpus:
-            return _on_host, (tensor.cpu(),)
+        if tensor.device.type != "cuda":
+            return None
+        gpu = self._me.gpus[tensor.device.index or 0]
+        if gpu not in self._peer.gpus:
+            return None
         self.num_exported += 1
         _, arguments = _reductions().reduce_tensor(tensor)
         return import_copy, (gpu, arguments)
-
-
-def exporter_for(me: WorkerAddress, peer: WorkerAddress) -> Exporter | None:
-    """An exporter where both processes are on one node and see a GPU in common."""
-    if "torch" not in sys.modules or me.node_id != peer.node_id or not set(me.gpus) & set(peer.gpus):
-        return None
-    return Exporter(me, peer)
 
 
 _DEVICE_ARGUMENT = 6
@@ -43,21 +38,17 @@ _DEVICE_ARGUMENT = 6
 
 
 def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
-    """Open the sender's memory as this process sees the GPU, and copy out of it."""
+    """Open the sender's memory as this process sees the GPU, and copy out of it to a GPU of this process's own."""
     import torch
 
-    here = current().address.gpus.index(gpu)
+    context = current()
+    here = context.address.gpus.index(gpu)
     arguments = (*arguments[:_DEVICE_ARGUMENT], here, *arguments[_DEVICE_ARGUMENT + 1 :])
     theirs = _reductions().rebuild_cuda_tensor(*arguments)
-    copied = theirs.clone()
+    copied = theirs.clone() if gpu in context.own_gpus else theirs.to(context.torch_device)
     torch.cuda.current_stream(copied.device).synchronize()  # the receipt lets the sender change its memory
     return copied
 
 
 def _reductions() -> Any:
     return importlib.import_module("torch.multiprocessing.reductions")
-
-
-def _on_host(tensor: Any) -> Any:
-    device = current().torch_device
-    return tensor if device is None else tensor.to(device)

@@ -117,9 +117,9 @@ def number(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(replace(device, id=n) for n, device in enumerate(devices))
 
 
-def visible_devices_env(devices: Sequence[Device]) -> Mapping[str, str]:
-    """The environment that shows a process its own GPUs and no others, as cuda:0, cuda:1 …"""
-    return MappingProxyType({"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus_of(devices))})
+def visible_devices_env(gpus: Sequence[int]) -> Mapping[str, str]:
+    """The environment that shows a process these GPUs and no others, as cuda:0, cuda:1 …"""
+    return MappingProxyType({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))})
 
 
 def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:

@@ -24,13 +24,13 @@ class GpuExport:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
-    def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
         from torch.multiprocessing.reductions import reduce_tensor
 
         address = current().address
         index = tensor.device.index or 0
         if tensor.device.type != "cuda" or index >= len(address.gpus):
-            return _on_host, (tensor.cpu(),)
+            return None
         tensor = tensor.contiguous()
         self.kept.append(tensor)
         token = secrets.token_hex(8)
@@ -54,8 +54,3 @@ def _open_on_gpu(producer: str, token: str, gpu: int, arguments: tuple[Any, ...]
             " create the channel with offload=True"
         )
     return import_copy(gpu, arguments)
-
-
-def _on_host(tensor: Any) -> Any:
-    device = current().torch_device
-    return tensor if device is None else tensor.to(device)

@@ -53,7 +53,8 @@ class HostSpec:
     seatings: tuple[Seating, ...]
     """Of the ranks that live in this process, the lead first. Most processes have one."""
     gpus: tuple[int, ...]
-    """The GPUs that this process sees, by their numbers on the node."""
+    """The GPUs that this process sees, by their numbers on the node, its own first."""
+    own_gpus: frozenset[int]
     incarnation: int
     num_threads: int
     main: MainModule
@@ -203,6 +204,7 @@ class WorkerHost:
             mailbox=mailbox,
             calls=CallBook(mailbox, address),
             torch_device=seating.device,
+            own_gpus=spec.own_gpus,
             report_dir=Path(spec.report_dir) if spec.report_dir is not None else None,
             registration={**self._registration(seating), "others": others},
         )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device import Node, gpus_of, torch_device, visible_devices_env
+from rill.runtime.device import Device, Node, gpus_of, torch_device, visible_devices_env
 from rill.runtime.host import HostSpec, thread_env
 from rill.runtime.hub import hub_command
 from rill.runtime.local import NodeClient
@@ -84,11 +84,12 @@ class Launcher:
         world_size: int,
         incarnation: int,
         num_threads: int,
+        peers: Sequence[Device],
         env: Mapping[str, str],
     ) -> Start:
-        """One process of a group, with a rank on each of `seats`."""
-        devices = [device for seat in seats for device in seat.devices]
-        gpus = gpus_of(devices)
+        """One process of a group, with a rank on each of `seats`; it sees `peers` beside their devices."""
+        own = [device for seat in seats for device in seat.devices]
+        gpus = gpus_of([*own, *peers])
         seatings = [
             Seating(
                 group_name=group,
@@ -111,6 +112,7 @@ class Launcher:
             driver=self._context.address,
             seatings=tuple(seatings),
             gpus=gpus,
+            own_gpus=frozenset(gpus_of(own)),
             incarnation=incarnation,
             num_threads=num_threads,
             main=self._main,
@@ -123,7 +125,7 @@ class Launcher:
             key=key,
             entry="rill.runtime.host:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(devices), **thread_env(num_threads, env)},
+            env={**visible_devices_env(gpus), **thread_env(num_threads, env)},
             log_path=self._log_path(client, f"{group}-{seats[0].rank}-{incarnation}.log"),
         )
 

@@ -92,15 +92,16 @@ class Parcels:
             return wire.decode(header, buffers, device=device)
         return self._context.store.read(ref, lambda: self._release(owner_endpoint, slot), device=device)
 
-    def opener(self, frames: Frames) -> Callable[[], Any]:
-        """What builds the object anew at every call, for ranks that share this process. Call once per message."""
+    def opener(self, frames: Frames) -> Callable[[str | None], Any]:
+        """What builds the object anew at every call, on the device that it is given, for ranks that share this
+        process. Call once per message."""
         if not frames[0]:
             header, buffers = frames[1], frames[2:]
         else:
             owner_endpoint, _, ref = pickle.loads(frames[0])
             header, buffers = self._copy_out(ref)
             self._release(owner_endpoint, (ref[2], ref[3]))
-        return lambda: wire.decode(header, [bytearray(buffer) for buffer in buffers])
+        return lambda device: wire.decode(header, [bytearray(buffer) for buffer in buffers], device=device)
 
     def peer_died(self, identity: str) -> None:
         """Take back what a dead process had borrowed; `identity` is its first rank's."""

@@ -30,8 +30,8 @@ class RankCall:
     """One rank's part of a call."""
 
     method: str
-    arguments: Callable[[], Any]
-    """Gives the arguments; called once, where their failure is the call's."""
+    arguments: Callable[[str | None], Any]
+    """Gives the arguments, on a device; called once, where their failure is the call's."""
     index: int
     """Which of the answers is this rank's."""
     answers: Answers
@@ -99,7 +99,7 @@ class Rank:
             self._worker.close()
 
     def _invoke(self, call: RankCall) -> Any:
-        args, kwargs = call.arguments()
+        args, kwargs = call.arguments(self.context.torch_device)
         if call.method == INIT:
             (target,) = args
             self._worker = build(target.load(), self._seating, kwargs)

@@ -1,4 +1,4 @@
-"""A large object between nodes: chunks of its buffers, copied once at the end that receives them.
+"""What an object's transfer says of it; large objects between nodes: chunks of buffers, copied once on arrival.
 
 Chunks travel in the clear, so what describes one is a fixed struct and not a pickle.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
+from rill.runtime.device_link import OfferOnWire
+
+Source: TypeAlias = tuple[str, int, str]
+"""Group, rank and tag."""
 CHUNK_BYTES = 4 * 1024 * 1024
 _PLACE = struct.Struct("<IQ")
 
@@ -31,13 +35,32 @@ def send_chunks(buffers: Sequence[memoryview], post: Callable[[int, int, memoryv
             post(index, offset, flat[offset : offset + CHUNK_BYTES])
 
 
+class Envelope(NamedTuple):
+    """What a receiver must know of an object before it opens it."""
+
+    group: str
+    rank: int
+    tag: str
+    identity: str
+    """The sender's."""
+    reply_to: str
+    """The sender's mailbox."""
+    num_bytes: int
+    offer: OfferOnWire | None
+    """Its GPU tensors, where they come by a link of their own."""
+
+    @property
+    def source(self) -> Source:
+        return self.group, self.rank, self.tag
+
+
 class Incoming:
     """An object on its way in."""
 
-    def __init__(self, meta: tuple[Any, ...], header: bytes, sizes: Sequence[int]) -> None:
+    def __init__(self, envelope: Envelope, header: bytes, sizes: Sequence[int]) -> None:
         import numpy as np  # only processes that stream need it
 
-        self.meta = meta
+        self.envelope = envelope
         self.header = header
         self.buffers = [np.empty(size, np.uint8).data for size in sizes]
         self._missing_bytes = sum(sizes)

@@ -22,6 +22,7 @@ from typing import Any
 from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
 from rill.runtime.call import HostProcess, Lost, encode_arguments
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
+from rill.runtime.device import Device
 from rill.runtime.group import ClassRef, Roster
 from rill.runtime.handle import Handle
 from rill.runtime.host import HELLO
@@ -65,6 +66,7 @@ class _Group:
     world_size: int
     env: Mapping[str, str]
     threads: int | None
+    peers: Sequence[Device]
     init_payload: Frames
     roster: Roster | None = None
     is_closing: bool = False
@@ -116,14 +118,16 @@ class Supervisor:
         *,
         env: Mapping[str, str],
         threads: int | None,
+        peers: Sequence[Device],
         init_kwargs: Mapping[str, Any],
     ) -> int:
-        """Start a group with one process for each entry of `seats`; gives the number of its ranks."""
+        """Start a group with one process for each entry of `seats`; gives the number of its ranks. `peers`: devices
+        that its processes see beside their own, as far as they are on their node."""
         payload = pack_inline(encode_arguments((ref,), init_kwargs))
         world_size = sum(map(len, seats))
         with self._lock:
             self._check_name(name)
-            group = _Group(name, [], world_size, env, threads, payload)
+            group = _Group(name, [], world_size, env, threads, peers, payload)
             first = self._next_incarnation.get(name, 0)  # a name may be used again, an identity may not
             for held in seats:
                 process = _Process(held, first, self._ready_handle(group, held, first))
@@ -221,6 +225,7 @@ class Supervisor:
             world_size=group.world_size,
             incarnation=process.incarnation,
             num_threads=group.threads or max(1, node.node.num_cores // num_on_node),
+            peers=[device for device in group.peers if device.node_id == process.node_id],
             env=group.env,
         )
         node.start(request)

@@ -1,9 +1,8 @@
-"""Point to point: any object from any process of the run to any other, by the shortest route.
+"""Point to point: any object from any process of the run to any other, by the shortest route (routes.py has the table).
 
-    same process      the object itself, by reference
     same node         shared memory: one copy in, none out (parcel.py)
-    same GPU          CUDA IPC: one copy on the device (cuda_ipc.py)
-    other node        TCP, in chunks with a bounded number in flight; the pickle encrypted, raw buffers not
+    other node        TCP, in chunks with a bounded number in flight; the pickle encrypted, raw buffers not (stream.py)
+    GPU tensors       CUDA IPC (cuda_ipc.py) or NCCL (device_link.py), beside the rest of their object
 
     send ──▶ window (WINDOW_BYTES unreceived per peer) ──▶ peer's inbox ──▶ arrivals by (group, rank, tag) ──▶ recv
                  ▲                                                                                            │
@@ -20,21 +19,24 @@ from __future__ import annotations
 import pickle
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rill.errors import PeerDiedError, RillError, StuckError, UserError
 from rill.runtime import wire
 from rill.runtime.context import WorkerAddress
-from rill.runtime.cuda_ipc import exporter_for
+from rill.runtime.cuda_ipc import Exporter
+from rill.runtime.device_link import DeviceLinks, Offer, arrived
 from rill.runtime.directory import Directory, remaining_s
 from rill.runtime.mailbox import Frames
 from rill.runtime.pending import DEFAULT_WAIT_S, FillingPending, Pending
-from rill.runtime.stream import Incoming, pack_place, send_chunks, unpack_place
+from rill.runtime.routes import TensorRoute, tensor_route
+from rill.runtime.stream import Envelope, Incoming, Source, pack_place, send_chunks, unpack_place
 from rill.runtime.window import Windows
 
 if TYPE_CHECKING:
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 
 TRANSFER, RECEIPT, STREAM, CREDIT = b"xfer", b"rcpt", b"strm", b"cred"
 _TOKEN_BYTES = 16
-
-Source: TypeAlias = tuple[str, int, str]
-"""Group, rank and tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,7 @@ class Transfer:
         self._async_sends: deque[tuple[Pending[None], Callable[[], None]]] = deque()
         self._sender: threading.Thread | None = None
         self._routes: dict[str, int] = {}
+        self.links = DeviceLinks(context)
         for kind, handler in (
             (TRANSFER, self._on_transfer),
             (RECEIPT, self._on_receipt),
@@ -130,10 +130,10 @@ class Transfer:
         if near:
             frames = self._context.parcels.pack(encoded, near)
             for peer in near:
-                self._post(peer, _BROADCAST, encoded.num_bytes, frames)
+                self._post(peer, self._envelope(peer, _BROADCAST, encoded), frames)
         for peer in peers:
             if peer.node_id != self._context.node_id:
-                self._stream(peer, _BROADCAST, encoded, deadline_s)
+                self._stream(peer, self._envelope(peer, _BROADCAST, encoded), encoded, deadline_s)
         return obj
 
     def _send(self, obj: Any, group: str, rank: int, tag: str, deadline_s: float) -> None:
@@ -142,40 +142,67 @@ class Transfer:
             self._deliver((group, rank, tag), lambda: obj)
             return
         peer = self._directory.find(group, rank, remaining_s(deadline_s))
-        near = peer.node_id == self._context.node_id
-        exporter = exporter_for(self._me, peer)
-        encoded = wire.encode(obj, device_hook=exporter.export if exporter is not None else None)
+        exporter = self._exporter_for(peer)
+        encoded = wire.encode(obj, device_hook=exporter)
         self._windows.enter(peer, encoded.num_bytes, deadline_s)
-        if not near and encoded.num_bytes > CHUNK_MIN_BYTES:
-            self._stream(peer, tag, encoded, deadline_s)
+        envelope = self._envelope(peer, tag, encoded)
+        if exporter is None or not exporter.num_exported:
+            self._carry(peer, envelope, encoded, deadline_s)
             return
-        self._post(peer, tag, encoded.num_bytes, self._context.parcels.pack(encoded, [peer]))
-        if exporter is not None and exporter.num_exported:
+        # The receiver takes the tensors out of our device memory: what it is may change when the receipt is here.
+        if isinstance(exporter, Offer):
+            offer = self.links.announce(exporter)
+            envelope = envelope._replace(offer=offer)
+            try:
+                self._carry(peer, envelope, encoded, deadline_s)
+                self._windows.wait_empty(peer, deadline_s)
+            finally:
+                self.links.withdraw(offer[0])
+            self._count(self.links.backend)
+        else:
+            self._carry(peer, envelope, encoded, deadline_s)
+            self._windows.wait_empty(peer, deadline_s)
             self._count("cuda_ipc")
-            self._windows.wait_empty(peer, deadline_s)  # the receiver copies out of our device memory
 
-    def _post(self, peer: WorkerAddress, tag: str, num_bytes: int, frames: Frames) -> None:
+    def _exporter_for(self, peer: WorkerAddress) -> Exporter | Offer | None:
+        """What takes the tensors out of an object for `peer`; None where they travel through the host."""
+        if "torch" not in sys.modules:
+            return None
+        route = tensor_route(self._me, peer, has_link=self.links.can_reach(peer))
+        if route is TensorRoute.CUDA_IPC:
+            return Exporter(self._me, peer)
+        return self.links.new_offer() if route is TensorRoute.NCCL else None
+
+    def _envelope(self, peer: WorkerAddress, tag: str, encoded: wire.Encoded) -> Envelope:
+        me = self._me
+        return Envelope(
+            me.group, me.rank, tag, me.identity, self._reply_endpoint(peer), encoded.num_bytes, None
+        )
+
+    def _carry(
+        self, peer: WorkerAddress, envelope: Envelope, encoded: wire.Encoded, deadline_s: float
+    ) -> None:
+        if peer.node_id != self._context.node_id and encoded.num_bytes > CHUNK_MIN_BYTES:
+            self._stream(peer, envelope, encoded, deadline_s)
+        else:
+            self._post(peer, envelope, self._context.parcels.pack(encoded, [peer]))
+
+    def _post(self, peer: WorkerAddress, envelope: Envelope, frames: Frames) -> None:
         self._count("shared_memory" if frames[0] else "message")
-        meta = (self._me.group, self._me.rank, tag, self._me.identity, self._reply_endpoint(peer), num_bytes)
         endpoint = peer.endpoint_from(self._context.node_id)
-        self._context.mailbox.post(endpoint, [TRANSFER, pickle.dumps(meta), *frames])
+        self._context.mailbox.post(endpoint, [TRANSFER, pickle.dumps(tuple(envelope)), *frames])
 
-    def _stream(self, peer: WorkerAddress, tag: str, encoded: wire.Encoded, deadline_s: float) -> None:
+    def _stream(
+        self, peer: WorkerAddress, envelope: Envelope, encoded: wire.Encoded, deadline_s: float
+    ) -> None:
         self._count("tcp")
         token = secrets.token_bytes(_TOKEN_BYTES)
         sizes = [buffer.nbytes for buffer in encoded.buffers]
-        meta = (
-            self._me.group,
-            self._me.rank,
-            tag,
-            self._me.identity,
-            self._reply_endpoint(peer),
-            encoded.num_bytes,
-        )
         endpoint = peer.endpoint_from(self._context.node_id)
         # Chunks take another connection: they may go once the receiver knows their token.
         self._windows.take_credit(peer, deadline_s)
-        self._context.mailbox.post(endpoint, [STREAM, pickle.dumps((token, meta, sizes)), encoded.header])
+        meta = pickle.dumps((token, tuple(envelope), sizes))
+        self._context.mailbox.post(endpoint, [STREAM, meta, encoded.header])
         self._windows.wait_all_credits(peer, deadline_s)
 
         def post_chunk(index: int, offset: int, chunk: memoryview) -> None:
@@ -244,6 +271,7 @@ class Transfer:
 
     def close(self) -> None:
         """End every wait; the process ends."""
+        self.links.close()
         with self._changed:
             posted = [pending for line in self._posted.values() for pending in line]
             self._posted.clear()
@@ -269,24 +297,30 @@ class Transfer:
     # --- events, on the inbox thread --------------------------------------------------------------------------
 
     def _on_transfer(self, frames: Frames) -> None:
-        group, rank, tag, _, reply_endpoint, num_bytes = pickle.loads(frames[0])
+        envelope = Envelope(*pickle.loads(frames[0]))
+        device = self._context.torch_device
+        self._deliver(
+            envelope.source,
+            lambda: self._open(envelope, lambda: self._context.parcels.unpack(frames[1:], device=device)),
+        )
 
-        def open_value() -> Any:
-            value = self._context.parcels.unpack(frames[1:], device=self._context.torch_device)
-            self._send_receipt(reply_endpoint, num_bytes)
-            return value
-
-        self._deliver((group, rank, tag), open_value)
-
-    def _send_receipt(self, endpoint: str, num_bytes: int) -> None:
-        self._context.mailbox.post(endpoint, [RECEIPT, pickle.dumps((self._me.identity, num_bytes))])
+    def _open(self, envelope: Envelope, decode: Callable[[], Any]) -> Any:
+        """In the thread that receives."""
+        if envelope.offer is None:
+            value = decode()
+        else:
+            with arrived(self.links.pull(envelope.identity, envelope.reply_to, envelope.offer)):
+                value = decode()
+        receipt = pickle.dumps((self._me.identity, envelope.num_bytes))
+        self._context.mailbox.post(envelope.reply_to, [RECEIPT, receipt])
+        return value
 
     def _on_receipt(self, frames: Frames) -> None:
         self._windows.received(*pickle.loads(frames[0]))
 
     def _on_stream(self, frames: Frames) -> None:
-        token, meta, sizes = pickle.loads(frames[0])
-        self._streams[token] = Incoming(meta, bytes(frames[1]), sizes)
+        token, envelope, sizes = pickle.loads(frames[0])
+        self._streams[token] = Incoming(Envelope(*envelope), bytes(frames[1]), sizes)
         self._after_chunk(token)
 
     def _on_chunk(self, frames: Frames) -> None:
@@ -299,15 +333,17 @@ class Transfer:
 
     def _after_chunk(self, token: bytes) -> None:
         incoming = self._streams[token]
-        self._context.mailbox.post(incoming.meta[4], [CREDIT, pickle.dumps(self._me.identity)])
+        envelope = incoming.envelope
+        self._context.mailbox.post(envelope.reply_to, [CREDIT, pickle.dumps(self._me.identity)])
         if incoming.is_complete:
             del self._streams[token]
-            self._deliver(incoming.meta[:3], lambda: self._open_stream(incoming))
-
-    def _open_stream(self, incoming: Incoming) -> Any:
-        value = wire.decode(incoming.header, incoming.buffers, device=self._context.torch_device)
-        self._send_receipt(incoming.meta[4], incoming.meta[5])
-        return value
+            device = self._context.torch_device
+            self._deliver(
+                envelope.source,
+                lambda: self._open(
+                    envelope, lambda: wire.decode(incoming.header, incoming.buffers, device=device)
+                ),
+            )
 
     def _on_credit(self, frames: Frames) -> None:
         self._windows.credited(pickle.loads(frames[0]))
@@ -319,8 +355,11 @@ class Transfer:
         with self._changed:
             lost = [source for source in self._posted if source[:2] == (group, int(rank))]
             waiting = [pending for source in lost for pending in self._posted.pop(source)]
-            for token in [token for token, stream in self._streams.items() if stream.meta[3] == identity]:
-                del self._streams[token]
+            self._streams = {
+                token: stream
+                for token, stream in self._streams.items()
+                if stream.envelope.identity != identity
+            }
             self._changed.notify_all()
         for pending in waiting:
             pending.fail(PeerDiedError(f"{pending.what}: {name} is gone: {reason}"))

@@ -11,8 +11,8 @@ Rules for tensors:
   a `Parameter` with its flag;
 - only the elements travel: a slice of a large tensor sends the slice, and two views of one storage arrive as
   two tensors (the same tensor twice arrives as one);
-- a tensor that is not on the CPU goes through `device_hook`; without one it is copied to the host. `decode`
-  puts it on `device`, or leaves it on the CPU when none is given;
+- a tensor goes through `device_hook` if there is one; where that declines, one that is not on the CPU is copied to
+  the host, and `decode` puts it on `device`, or leaves it on the CPU when none is given;
 - tensors decoded from read-only buffers are copies; from writable buffers they share the buffer's memory.
 """
 
@@ -32,8 +32,8 @@ RAW_MIN_BYTES = 4096
 """Buffers below this size stay inside the header."""
 
 Buffer: TypeAlias = memoryview
-DeviceHook: TypeAlias = Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Turns a tensor that is not on the CPU into (a picklable function, its arguments) that rebuilds it."""
+DeviceHook: TypeAlias = Callable[[Any], "tuple[Callable[..., Any], tuple[Any, ...]] | None"]
+"""Turns a tensor into (a picklable function, its arguments) that rebuilds it; None: it travels through the host."""
 
 _PLAIN, _SPLICED = b"\x00", b"\x01"
 _SPLICE = struct.Struct("<QI")  # offset in the stream, index of the buffer that belongs there
@@ -173,8 +173,9 @@ def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> A
     values = tensor.detach()
     if is_parameter:
         return _rebuild_parameter, (values, tensor.requires_grad)
-    if tensor.device.type != "cpu" and device_hook is not None:
-        return device_hook(values)
+    exported = device_hook(values) if device_hook is not None else None
+    if exported is not None:
+        return exported
     was_on_cpu = tensor.device.type == "cpu"
     values = values.resolve_conj().resolve_neg().cpu().contiguous()
     raw = values.reshape(-1).view(torch.uint8).numpy()

@@ -74,6 +74,7 @@ class Worker:
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
         ranks_per_process: int = 1,
+        peer_access: bool = False,
         launch_timeout_s: float = LAUNCH_WAIT_S,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
@@ -82,8 +83,10 @@ class Worker:
         `name` defaults to the class's name; `env` is added to each process's environment before anything is
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
         `ranks_per_process`: so many ranks that follow each other on a node share a process, each with a thread of its
-        own: for many light ranks (a simulation, clients of a service). A call to all of them is one message. Returns
-        when every rank is ready; raises what the first failing `__init__` raised.
+        own: for many light ranks (a simulation, clients of a service). A call to all of them is one message.
+        `peer_access`: let each process see the other GPUs of its node, after its own, so that tensors sent from them
+        come from GPU to GPU; costs a CUDA context on each GPU that sends.
+        Returns when every rank is ready; raises what the first failing `__init__` raised.
         """
         group = cls.launch_async(
             cluster,
@@ -92,6 +95,7 @@ class Worker:
             env=env,
             threads=threads,
             ranks_per_process=ranks_per_process,
+            peer_access=peer_access,
             **init_kwargs,
         )
         group.ready(launch_timeout_s)
@@ -107,6 +111,7 @@ class Worker:
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
         ranks_per_process: int = 1,
+        peer_access: bool = False,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
@@ -117,6 +122,7 @@ class Worker:
             env=dict(env or {}),
             threads=threads,
             ranks_per_process=ranks_per_process,
+            peer_access=peer_access,
             init_kwargs=init_kwargs,
         )
 

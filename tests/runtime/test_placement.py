@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rill.errors import PlanError
-from rill.runtime.device import Device, local_devices, number, torch_device, visible_devices_env
+from rill.runtime.device import Device, gpus_of, local_devices, number, torch_device, visible_devices_env
 from rill.runtime.placement import resolve
 
 FOUR = number([Device(kind="cpu", index=n) for n in range(4)])
@@ -74,10 +74,10 @@ def test_a_process_cannot_hold_devices_of_two_nodes() -> None:
 
 def test_a_process_sees_only_its_own_gpus() -> None:
     held = [Device(kind="cuda", index=3), Device(kind="cuda", index=5)]
-    assert visible_devices_env(held) == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert visible_devices_env(gpus_of(held)) == {"CUDA_VISIBLE_DEVICES": "3,5"}
     assert torch_device(held, [3, 5]) == "cuda:0"
     assert torch_device(held, [7, 3, 5]) == "cuda:1"
-    assert visible_devices_env([Device(kind="cpu")]) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert visible_devices_env(gpus_of([Device(kind="cpu")])) == {"CUDA_VISIBLE_DEVICES": ""}
     assert torch_device([Device(kind="cpu")], [3, 5]) == "cpu"
 
 
