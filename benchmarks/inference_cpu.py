@@ -79,7 +79,8 @@ def measure(
         run(prompts[:1], 1)
         first.append(time.perf_counter() - began)
     report(
-        system=system, tokens_per_s=round(max(rates)), first_token_ms=round(1000 * statistics.median(first), 1), **extra
+        system=system, tokens_per_s=round(max(rates)), tokens_per_cpu_s=round(max(cpu_rates)),
+        first_token_ms=round(1000 * statistics.median(first), 1), **extra,
     )  # fmt: skip
 
 

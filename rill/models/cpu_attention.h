@@ -10,21 +10,33 @@
 namespace {
 
 constexpr int KEYS = 64;         // per step of the running softmax; independent of the block size
-constexpr int MAX_QUERIES = 16;  // heads of one group times neighbouring tokens, handled together
+constexpr int MAX_QUERIES = 16;  // query heads times neighbouring tokens, handled together
 constexpr int MAX_DIM = 256;
 
-// Queries that share a sequence: tokens [token, token + count) of the flat batch, the first one at `position`.
+// What one thread computes at a time: queries of tokens [token, token + count) of the flat batch, neighbours in one
+// sequence, the first one at `position`, for num_kv key/value heads and all or a part of the query heads that share
+// each.
 struct QueryBlock {
     int64_t seq, token, count, position;
+    int kv, num_kv, head, num_heads;
 };
 
-inline std::vector<QueryBlock> query_blocks(const int32_t* starts, const int32_t* lengths, int64_t num_seqs, int group) {
-    const int64_t most = group >= MAX_QUERIES ? 1 : MAX_QUERIES / group;
+// Neighbouring tokens share keys; where there are none, neighbouring key/value heads lie side by side in the cache and
+// are read together, as long as every thread has something to do.
+inline std::vector<QueryBlock> query_blocks(const int32_t* starts, const int32_t* lengths, int64_t num_seqs,
+                                            int64_t heads, int64_t kv_heads, int threads) {
+    const int group = static_cast<int>(heads / kv_heads), part = group < MAX_QUERIES ? group : MAX_QUERIES;
+    const int64_t most = MAX_QUERIES / part;
     std::vector<QueryBlock> blocks;
     for (int64_t seq = 0; seq < num_seqs; seq++)
         for (int64_t at = starts[seq]; at < starts[seq + 1]; at += most) {
-            int64_t left = starts[seq + 1] - at;
-            blocks.push_back({seq, at, left < most ? left : most, lengths[seq] - left});
+            const int64_t left = starts[seq + 1] - at, count = left < most ? left : most;
+            const int64_t wide = num_seqs >= 4 * threads ? MAX_QUERIES / (count * part) : 1;
+            for (int64_t kv = 0; kv < kv_heads; kv += wide)
+                for (int head = 0; head < group; head += part)
+                    blocks.push_back({seq, at, count, lengths[seq] - left, static_cast<int>(kv),
+                                      static_cast<int>(kv_heads - kv < wide ? kv_heads - kv : wide), head,
+                                      group - head < part ? group - head : part});
         }
     return blocks;
 }
@@ -70,35 +82,39 @@ inline float soften(float* s, int count, int64_t at, int64_t first, int64_t last
     return keep;
 }
 
-// One block of queries and one key/value head with up to MAX_QUERIES of its query heads.
-// NV vectors to a head; 0 for head dimensions that are not a multiple of LANES.
+// Queries are numbered key/value head first, then token, then query head. NV vectors to a head; 0 for head dimensions
+// that are not a multiple of LANES.
 template <class T, int NV>
 struct BlockAttention {
     static constexpr int WIDTH = NV ? NV * LANES : MAX_DIM;
-    int queries;
+    int num_kv, per_kv;  // queries to a key/value head
     int64_t dim;
     alignas(64) float q[MAX_QUERIES][WIDTH], acc[MAX_QUERIES][WIDTH], scores[MAX_QUERIES][KEYS];
     const T *k[KEYS], *v[KEYS];
 
-    // scores[.][from .. from + LANES)
+    // scores[.][from .. from + LANES); the values that will be wanted next are fetched meanwhile
     void score(int from) {
         if constexpr (NV > 0) {
             vec dots[MAX_QUERIES][LANES];
-            for (int t = 0; t < LANES; t++) {
-                vec key[NV];
-                for (int j = 0; j < NV; j++) key[j] = load_vec(k[from + t] + j * LANES);
-                for (int i = 0; i < queries; i++) {
-                    vec dot = load_vec(q[i]) * key[0];
-                    for (int j = 1; j < NV; j++) dot += load_vec(q[i] + j * LANES) * key[j];
-                    dots[i][t] = dot;
+            for (int t = 0; t < LANES; t++)
+                for (int h = 0; h < num_kv; h++) {
+                    vec key[NV];
+                    for (int j = 0; j < NV; j++) key[j] = load_vec(k[from + t] + h * dim + j * LANES);
+                    for (int64_t d = 0; d < NV * LANES; d += 64 / static_cast<int64_t>(sizeof(T)))
+                        __builtin_prefetch(v[from + t] + h * dim + d);
+                    for (int i = h * per_kv; i < (h + 1) * per_kv; i++) {
+                        vec dot = load_vec(q[i]) * key[0];
+                        for (int j = 1; j < NV; j++) dot += load_vec(q[i] + j * LANES) * key[j];
+                        dots[i][t] = dot;
+                    }
                 }
-            }
-            for (int i = 0; i < queries; i++) *reinterpret_cast<vec*>(scores[i] + from) = sum_each(dots[i]);
+            for (int i = 0; i < num_kv * per_kv; i++) *reinterpret_cast<vec*>(scores[i] + from) = sum_each(dots[i]);
         } else {
-            for (int i = 0; i < queries; i++)
+            for (int i = 0; i < num_kv * per_kv; i++)
                 for (int t = from; t < from + LANES; t++) {
+                    const T* key = k[t] + i / per_kv * dim;
                     scores[i][t] = 0.f;
-                    for (int64_t d = 0; d < dim; d++) scores[i][t] += q[i][d] * load(k[t] + d);
+                    for (int64_t d = 0; d < dim; d++) scores[i][t] += q[i][d] * load(key + d);
                 }
         }
     }
@@ -106,19 +122,20 @@ struct BlockAttention {
     void accumulate(int count) {
         if constexpr (NV > 0) {
             for (int from = 0; from < count; from += LANES)
-                for (int j = 0; j < NV; j++) {
-                    vec value[LANES];
-                    for (int t = 0; t < LANES; t++) value[t] = load_vec(v[from + t] + j * LANES);
-                    for (int i = 0; i < queries; i++) {
-                        vec sum = load_vec(acc[i] + j * LANES);
-                        for (int t = 0; t < LANES; t++) sum += scores[i][from + t] * value[t];
-                        *reinterpret_cast<vec*>(acc[i] + j * LANES) = sum;
+                for (int h = 0; h < num_kv; h++)
+                    for (int j = 0; j < NV; j++) {
+                        vec value[LANES];
+                        for (int t = 0; t < LANES; t++) value[t] = load_vec(v[from + t] + h * dim + j * LANES);
+                        for (int i = h * per_kv; i < (h + 1) * per_kv; i++) {
+                            vec sum = load_vec(acc[i] + j * LANES);
+                            for (int t = 0; t < LANES; t++) sum += scores[i][from + t] * value[t];
+                            *reinterpret_cast<vec*>(acc[i] + j * LANES) = sum;
+                        }
                     }
-                }
         } else {
-            for (int i = 0; i < queries; i++)
+            for (int i = 0; i < num_kv * per_kv; i++)
                 for (int t = 0; t < count; t++)
-                    for (int64_t d = 0; d < dim; d++) acc[i][d] += scores[i][t] * load(v[t] + d);
+                    for (int64_t d = 0; d < dim; d++) acc[i][d] += scores[i][t] * load(v[t] + i / per_kv * dim + d);
         }
     }
 };
@@ -128,13 +145,17 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
                   const int32_t* table, int64_t block_size, int64_t kv_stride, int group, int64_t dim, float scale,
                   int64_t window, float cap, T* out, int64_t out_stride) {
     BlockAttention<T, NV> a;
-    a.queries = static_cast<int>(block.count) * group;
+    a.num_kv = block.num_kv;
+    a.per_kv = static_cast<int>(block.count) * block.num_heads;
     a.dim = dim;
+    const int queries = a.num_kv * a.per_kv;
     float top[MAX_QUERIES], total[MAX_QUERIES];
-    auto last = [&](int i) { return block.position + i / group; };
+    auto token = [&](int i) { return i % a.per_kv / block.num_heads; };
+    auto head = [&](int i) { return (block.kv + i / a.per_kv) * group + block.head + i % block.num_heads; };
+    auto last = [&](int i) { return block.position + token(i); };
     auto first = [&](int i) { return window > 0 && last(i) - window + 1 > 0 ? last(i) - window + 1 : 0; };
-    for (int i = 0; i < a.queries; i++) {
-        const T* source = query + (block.token + i / group) * query_stride + i % group * dim;
+    for (int i = 0; i < queries; i++) {
+        const T* source = query + (block.token + token(i)) * query_stride + head(i) * dim;
         top[i] = MASKED;
         total[i] = 0.f;
         for (int64_t d = 0; d < dim; d++) {
@@ -142,13 +163,13 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
             a.acc[i][d] = 0.f;
         }
     }
-    const int64_t end = last(a.queries - 1);
+    const int64_t end = block.position + block.count - 1;
     // Steps start at multiples of KEYS whatever `first` is, so a window does not change the order of others.
     for (int64_t at = first(0) / KEYS * KEYS; at <= end; at += KEYS) {
         const int count = static_cast<int>(end - at < KEYS ? (end - at) / LANES * LANES + LANES : KEYS);
         int64_t column = at / block_size, offset = at % block_size;
         for (int t = 0; t < count; t++) {
-            const int64_t place = (table[column] * block_size + offset) * kv_stride;
+            const int64_t place = (table[column] * block_size + offset) * kv_stride + block.kv * dim;
             a.k[t] = keys + place;
             a.v[t] = values + place;
             if (at + t >= end) continue;  // beyond the end the last key is repeated, unseen
@@ -158,15 +179,15 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
             }
         }
         for (int from = 0; from < count; from += LANES) a.score(from);
-        for (int i = 0; i < a.queries; i++) {
+        for (int i = 0; i < queries; i++) {
             const float keep = soften(a.scores[i], count, at, first(i), last(i), cap, &top[i], &total[i]);
             if (keep != 1.0f)
                 for (int64_t d = 0; d < dim; d++) a.acc[i][d] *= keep;
         }
         a.accumulate(count);
     }
-    for (int i = 0; i < a.queries; i++) {
-        T* target = out + (block.token + i / group) * out_stride + i % group * dim;
+    for (int i = 0; i < queries; i++) {
+        T* target = out + (block.token + token(i)) * out_stride + head(i) * dim;
         const float inverse = 1.0f / total[i];
         for (int64_t d = 0; d < dim; d++) store(target + d, a.acc[i][d] * inverse);
     }
@@ -183,19 +204,12 @@ void attend(const std::vector<QueryBlock>& blocks, const T* query, int64_t query
                : dim == 96  ? attend_block<T, 6>
                : dim == 16  ? attend_block<T, 1>
                             : attend_block<T, 0>;
-    const int group_all = static_cast<int>(heads / kv_heads);
-    const int64_t items = static_cast<int64_t>(blocks.size()) * kv_heads;
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < items; item++) {
-        const QueryBlock& block = blocks[item / kv_heads];
-        const int64_t kv = item % kv_heads;
-        for (int part = 0; part < group_all; part += MAX_QUERIES) {
-            const int group = group_all - part < MAX_QUERIES ? group_all - part : MAX_QUERIES;
-            const int64_t head = kv * group_all + part;
-            run(block, query + head * dim, query_stride, keys + kv * dim, values + kv * dim,
-                tables + block.seq * table_stride, block_size, kv_heads * dim, group, dim, scale, window, cap,
-                out + head * dim, heads * dim);
-        }
+    const int group = static_cast<int>(heads / kv_heads);
+#pragma omp for schedule(dynamic, 2)
+    for (int64_t item = 0; item < static_cast<int64_t>(blocks.size()); item++) {
+        const QueryBlock& block = blocks[item];
+        run(block, query, query_stride, keys, values, tables + block.seq * table_stride, block_size, kv_heads * dim,
+            group, dim, scale, window, cap, out, heads * dim);
     }
 }
 

@@ -136,7 +136,7 @@ void decode(const Shape& s, const LayerWeights* layers, const Batch& b, const vo
             char* space) {
     Workspace workspace{space};
     Buffers<T> to(s, b.rows, workspace);
-    const auto blocks = query_blocks(b.starts, b.lengths, b.num_seqs, static_cast<int>(s.heads / s.kv_heads));
+    const auto blocks = query_blocks(b.starts, b.lengths, b.num_seqs, s.heads, s.kv_heads, s.threads);
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1)
     {
         TileConfig tiles;

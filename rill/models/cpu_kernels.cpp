@@ -51,7 +51,7 @@ void attend_all(const T* query, int64_t query_stride, const T* keys, const T* va
                 int64_t table_stride, const int32_t* starts, const int32_t* lengths, int64_t num_seqs, int64_t heads,
                 int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window, float cap, T* out,
                 int threads) {
-    const auto blocks = query_blocks(starts, lengths, num_seqs, static_cast<int>(heads / kv_heads));
+    const auto blocks = query_blocks(starts, lengths, num_seqs, heads, kv_heads, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1 && starts[num_seqs] * heads > 8)
     attend(blocks, query, query_stride, keys, values, tables, table_stride, heads, kv_heads, dim, block_size, scale,
            window, cap, out);

@@ -136,22 +136,15 @@ struct TileConfig {
 };
 
 // results: [weight tile][row tile][16][16]
-// `ahead`: how many outputs further the next weights lie, fetched meanwhile; 0 when there are none.
 inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, const uint32_t* const panel[2], int64_t rows,
-                           int64_t depth_tiles, int64_t ahead, float* results) {
+                           int64_t depth_tiles, float* results) {
     const int64_t bytes = stride * 2;
-    auto fetch = [&](int64_t i) {
-        for (int t = 0; ahead && t < 2; t++)
-            for (int n = 0; n < EDGE; n++)
-                _mm_prefetch(reinterpret_cast<const char*>(w[t] + (ahead + n) * stride + i * 32), _MM_HINT_T1);
-    };
     _tile_zero(0);
     _tile_zero(2);
     if (rows > EDGE) {
         _tile_zero(1);
         _tile_zero(3);
         for (int64_t i = 0; i < depth_tiles; i++) {
-            fetch(i);
             _tile_loadd(4, w[0] + i * 32, bytes);
             _tile_loadd(6, panel[0] + i * TILE_WORDS, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -165,7 +158,6 @@ inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, cons
         _tile_stored(3, results + 3 * TILE_WORDS, 64);
     } else {
         for (int64_t i = 0; i < depth_tiles; i++) {
-            fetch(i);
             _tile_loadd(6, panel[0] + i * TILE_WORDS, 64);
             _tile_loadd(4, w[0] + i * 32, bytes);
             _tile_dpbf16ps(0, 4, 6);
@@ -186,8 +178,7 @@ inline bool bf16_products() {
 struct TileConfig {
     ~TileConfig() {}
 };
-inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, int64_t,
-                           float*) {}
+inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, float*) {}
 inline bool bf16_products() { return false; }
 #endif
 
@@ -243,7 +234,7 @@ __attribute__((noinline)) inline void multiply_few(const float* const w[2], int6
 }
 
 inline void multiply_tiles(const float* const w[2], int64_t stride, int64_t k, const uint32_t* const panel[2],
-                           int64_t rows, int64_t, int64_t, float* results) {
+                           int64_t rows, int64_t, float* results) {
     const float* p0 = reinterpret_cast<const float*>(panel[0]);
     const float* p1 = reinterpret_cast<const float*>(panel[1]);
     if (rows <= FEW) return multiply_few(w, stride, k, p0, rows, results);
@@ -281,7 +272,6 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
     const bool is_whole = n0 + EDGE <= a.n && n1 + EDGE <= b.n && (PER_WORD<T> == 1 || a.k == padded_k);
     Edge<T> edge;
     const T* w[2] = {a.data + n0 * a.k, b.data + n1 * b.k};
-    const int64_t next = a.data == b.data ? 2 * EDGE : EDGE, ahead = is_whole && n1 + next + EDGE <= b.n ? next : 0;
     if (!is_whole) {
         w[0] = edge.fill(a, n0, 0, padded_k);
         w[1] = edge.fill(b, n1, 1, padded_k);
@@ -291,8 +281,7 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
         const int64_t left = rows - tile * EDGE, count = last - tile >= 2 ? left : (left < EDGE ? left : EDGE);
         const uint32_t* p = panel + tile * depth_tiles * TILE_WORDS;
         const uint32_t* parts[2] = {p, p + depth_tiles * TILE_WORDS};
-        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, parts, count, depth_tiles, tile == first ? ahead : 0,
-                       results);
+        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, parts, count, depth_tiles, results);
         for (int i = 0; i < (count > EDGE ? 2 : 1); i++)
             out(tile + i, results + i * TILE_WORDS, results + (2 + i) * TILE_WORDS);
     }
