@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,3 +61,13 @@ def test_the_sample_moves_with_the_version_and_sees_large_damage() -> None:
     broken = data.clone()
     broken[: data.numel() // 2] = 0
     assert all(sampled_checksum(data, v) != sampled_checksum(broken, v) for v in range(10))
+
+
+@pytest.mark.parametrize("version", [1, 2, 99])
+def test_the_sample_sees_any_damage_as_long_as_its_stride(version: int) -> None:
+    data = random_bytes(1 << 16)
+    stride = 8 * max(1, (1 << 16) // module.SAMPLE_WORDS)
+    for start in (0, 8 * 777, data.numel() - stride):
+        broken = data.clone()
+        broken[start : start + stride] ^= 255
+        assert sampled_checksum(data, version) != sampled_checksum(broken, version), start
