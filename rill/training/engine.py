@@ -29,6 +29,7 @@ from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
 from rill.training.engine_config import EngineConfig
+from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
 from rill.training.offload import OffloadLevel, Shelf
 from rill.training.optim import Optimizer, Slot
@@ -60,6 +61,8 @@ class TrainEngine:
         self.num_skipped_steps = 0
         self._version = 0
         self._shelf = Shelf()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if config.lora is not None:
             add_lora(module.lm, config.lora)
         self._arrange()
