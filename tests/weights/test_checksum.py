@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.weights.checksum import COLUMNS, checksum, sampled_checksum
+from rill.weights.checksum import COLUMNS, SAMPLE_WORDS, checksum, sampled_checksum
 
 
 def random_bytes(words: int, seed: int = 0) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_the_sample_moves_with_the_version_and_sees_large_damage() -> None:
 @pytest.mark.parametrize("version", [1, 2, 99])
 def test_the_sample_sees_any_damage_as_long_as_its_stride(version: int) -> None:
     data = random_bytes(1 << 16)
-    stride = 8 * max(1, (1 << 16) // module.SAMPLE_WORDS)
+    stride = 8 * max(1, (1 << 16) // SAMPLE_WORDS)
     for start in (0, 8 * 777, data.numel() - stride):
         broken = data.clone()
         broken[start : start + stride] ^= 255
