@@ -7,8 +7,9 @@ supervised warm-up; behind every answer follows a tail of tokens of log-normal l
 sampled and trained through like the rest but stays out of the loss. Every lag starts from the same seed and runs the
 same steps. Prints JSON lines:
 
-    result    samples and tokens per second over the steps after --skip; busy: share of that time in which the engine
-              had something to sample (the trainer trained), from the trace; accuracy on held-out problems at the end
+    result    samples and tokens per second over the steps after --skip, without the last two: nothing is sampled for a
+              step that does not come. busy: share of that time in which the engine had something to sample (the trainer
+              trained), from the trace; accuracy on held-out problems at the end
     ratio     throughput at each lag over lag 0; the goal is 1.5 at lag 1, with the engine busy 90 % of the time
 """
 
@@ -70,9 +71,12 @@ def run(args: argparse.Namespace, lag: int, root: Path) -> dict[str, float]:
     reports: list[StepReport] = []
     ReasoningWorkflow(config, folder, [reports.append]).run()
     trace.shutdown()
-    steps = [r for r in reports if r.phase == "step" and r.step > args.skip]
+    last = args.steps - 2
+    steps = [r for r in reports if r.phase == "step" and args.skip < r.step <= last]
     spans = [e for e in trace.read_trace(folder.path) if e.kind in ("span", "open")]
-    timed = [e for e in spans if e.name == "step" and e.lane == "loop" and e.attributes["step"] >= args.skip]
+    timed = [
+        e for e in spans if e.name == "step" and e.lane == "loop" and args.skip <= e.attributes["step"] < last
+    ]
     start, end = min(e.at_ns for e in timed), max(e.at_ns + e.duration_ns for e in timed)
     seconds = (end - start) / 1e9
     return {
