@@ -2,7 +2,7 @@
 
 Hugging Face's modules stay the source of truth: `build_decoder` reads their structure, lets q/k/v and gate/up
 projections share one storage each (the modules' parameters become views of it, so an update through either is seen
-by both) and returns None for whatever it does not know. tests/inference/test_native_decoder.py holds its output
+by both) and returns None for whatever it does not know. tests/inference/test_native_models.py holds its output
 against the modules' own.
 
     embed ─► norm ─► qkv ─► [q, k norm] rope, write cache ─► attend ─► out ─┐
