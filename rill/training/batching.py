@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rill.algorithms.base import Metric
 from rill.errors import InvalidSampleError
-from rill.models.attention_packed import can_use_flash
+from rill.models.attention_packed import can_use_flash, copy_in
 from rill.training.packing import (
     Pack,
     PackSequence,
@@ -210,12 +210,13 @@ class Tally:
 
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    if not values:
-        return torch.zeros(0, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    on_device = [
-        v.detach().to(device=device, dtype=dtype).reshape(()) if isinstance(v, Tensor) else None
-        for v in values
-    ]
-    plain = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=dtype, device=device)
-    return torch.stack([t if t is not None else plain[i] for i, t in enumerate(on_device)])
+    if not values:
+        return torch.zeros(0, dtype=dtype, device=device)
+    plain = copy_in(np.array([0.0 if isinstance(v, Tensor) else v for v in values]), device).to(dtype)
+    return torch.stack(
+        [
+            v.detach().to(device=device, dtype=dtype).reshape(()) if isinstance(v, Tensor) else plain[i]
+            for i, v in enumerate(values)
+        ]
+    )
