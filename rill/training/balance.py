@@ -68,7 +68,7 @@ def partition(costs: Sequence[float] | Costs, num_ranks: int, equal_size: bool =
     best: list[list[int]] = []
     lowest = float("inf")
     for method in methods:
-        parts = _refine(method(values, num_ranks), values, equal_size)
+        parts = _refine(method(values, num_ranks), values, equal_size, bound * _CLOSE_ENOUGH)
         highest = max(float(values[part].sum()) for part in parts)
         if highest < lowest:
             best, lowest = parts, highest
@@ -221,14 +221,17 @@ def _block_differencing(values: Costs, num_ranks: int) -> list[list[int]]:
     return _difference(states, num_ranks)
 
 
-def _refine(parts: list[list[int]], values: Costs, equal_size: bool) -> list[list[int]]:
-    """Swap or move one item between the costliest and the cheapest rank while the gap shrinks."""
+def _refine(parts: list[list[int]], values: Costs, equal_size: bool, enough: float) -> list[list[int]]:
+    """Swap or move one item between the costliest and the cheapest rank while the gap shrinks and a rank costs more
+    than `enough`."""
     parts = [list(part) for part in parts]
     if len(parts) < 2:
         return parts
     totals = np.array([values[part].sum() for part in parts])
     for _ in range(_MAX_REFINEMENTS):
         high, low = int(totals.argmax()), int(totals.argmin())
+        if totals[high] <= enough:
+            break
         gap = float(totals[high] - totals[low])
         change = _best_exchange(parts[high], parts[low], values, gap, equal_size)
         if change is None:
@@ -251,27 +254,21 @@ def _best_exchange(
     """The (given, taken) whose difference is nearest to half the gap; None where none shrinks it by 0.1 %."""
     if not high:
         return None
-    ascending = sorted(low, key=lambda i: (values[i], i))
-    partners: list[int | None] = [*ascending]
-    partner_costs = values[ascending]
+    # Plain Python: ranks hold tens of items, for which numpy's calls cost more than they save.
+    partners: list[tuple[float, int | None]] = sorted((float(values[i]), i) for i in low)
     if not equal_size:
-        partners = [None, *ascending]
-        partner_costs = np.concatenate([[0.0], partner_costs])
+        partners.insert(0, (0.0, None))
     if not partners:
         return None
-    given_costs = values[high]
-    wanted = given_costs - gap / 2
-    place = np.searchsorted(partner_costs, wanted)
-    best: tuple[float, int, int] | None = None
-    for offset in (-1, 0):
-        at = np.clip(place + offset, 0, len(partners) - 1)
-        misses = np.abs(given_costs - partner_costs[at] - gap / 2)
-        position = int(misses.argmin())
-        if best is None or misses[position] < best[0]:
-            best = (float(misses[position]), position, int(at[position]))
-    assert best is not None
-    miss, position, partner = best
-    return (high[position], partners[partner]) if miss < gap / 2 * 0.999 else None
+    costs = [cost for cost, _ in partners]
+    best_miss, best = gap / 2 * 0.999, None
+    for given in high:
+        wanted = float(values[given]) - gap / 2
+        place = bisect_left(costs, wanted)
+        for at in (place - 1, place):
+            if 0 <= at < len(costs) and (miss := abs(wanted - costs[at])) < best_miss:
+                best_miss, best = miss, (given, partners[at][1])
+    return best
 
 
 def _spread(
