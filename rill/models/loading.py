@@ -21,6 +21,8 @@ from rill.models.tokenizer import build_char_tokenizer
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+CHARS = "chars"
+"""The name of the built-in character tokenizer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,9 +42,10 @@ class ModelConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _path_wins(cls, values: Any) -> Any:
-        """So that `model.path=…` on the command line replaces the fresh model of a recipe."""
-        if isinstance(values, dict) and values.get("path") and "shape" in values:
-            return {key: value for key, value in values.items() if key != "shape"}
+        """So that `model.path=…` on the command line replaces a recipe's fresh model, and its character tokenizer."""
+        if isinstance(values, dict) and values.get("path") and values.get("shape"):
+            replaced = {"shape", "tokenizer"} if values.get("tokenizer") == CHARS else {"shape"}
+            return {key: value for key, value in values.items() if key not in replaced}
         return values
 
     @model_validator(mode="after")
@@ -93,7 +96,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     source = config.tokenizer or config.path
-    if source == "chars":
+    if source == CHARS:
         return build_char_tokenizer()
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
