@@ -1,10 +1,16 @@
 """Claim: the server gives at least 90 % of the engine's own throughput.
 
-The same requests, on the same engine object in this process: submitted directly, then through HTTP (the token route,
-chat without and with streams), from an asyncio client in a process of its own. Prints one JSON line per way, with the
-ratio to the engine.
+The same requests, on the same engine: submitted directly, then through HTTP (the token route, completions whole and as
+streams), from an asyncio client in a process of its own. Prints one JSON line per way, with the ratio to the engine.
 
-    python benchmarks/server.py --requests 64 --tokens 128             CPU, tiny model
+`--isolate` gives the engine a process of its own, as `rill serve --isolate` does. HTTP, JSON and text then cost the
+engine nothing as long as they need less time per token than it does: `server_us_per_token` (CPU time of the serving
+process) against `engine_us_per_token`.
+
+`--instant` puts an engine in its place that needs no time: what is left is the server's own cost.
+
+    python benchmarks/server.py --requests 64 --tokens 128 --isolate           CPU, tiny model
+    python benchmarks/server.py --requests 256 --prompt 128 --tokens 256 --instant
     python benchmarks/server.py --shape qwen2.5-1.5b --requests 256 --prompt 128 --tokens 256 --isolate
 """
 
@@ -15,17 +21,19 @@ import asyncio
 import json
 import multiprocessing
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import numpy as np
 
-from rill.inference.base import Engine, Request
+from rill.inference.base import Completion, Delta, Engine, EngineStats, Feature, Request
 from rill.inference.native.engine import NativeEngine
 from rill.inference.replica import ReplicaEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.types import SamplingParams
+from rill.types import PolicyVersion, SamplingParams, StopReason
 
 TINY = {
     "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -40,6 +48,58 @@ QWEN_1_5B = {
 SHAPES = {"tiny": TINY, "qwen2.5-1.5b": QWEN_1_5B}
 
 
+class InstantEngine:
+    """Has every token at once, and tells of them one by one where somebody streams."""
+
+    features = frozenset({Feature.STREAM})
+    version = PolicyVersion(0)
+    max_context = 4096
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def submit(
+        self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
+    ) -> list[Future[Completion]]:
+        return [self._pool.submit(self._answer, request, on_delta) for request in requests]
+
+    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
+        return [future.result(timeout_s) for future in self.submit(requests)]
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Nothing is ever under way for long."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _answer(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Completion:
+        length = request.sampling.max_new_tokens
+        ids = (np.arange(length) % 90 + 8).astype(np.int32)
+        logprobs = np.linspace(-3.0, -0.1, length).astype(np.float32)
+        versions = np.zeros(length, np.int32)
+        for i in range(length if on_delta is not None else 0):
+            part = slice(i, i + 1)
+            assert on_delta is not None
+            on_delta(
+                Delta(
+                    request_id=request.id,
+                    token_ids=ids[part],
+                    logprobs=logprobs[part],
+                    versions=versions[part],
+                )
+            )
+        return Completion(
+            request_id=request.id,
+            token_ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            stop_reason=StopReason.LENGTH,
+        )
+
+
 def main() -> None:
     args = _arguments()
     model = (
@@ -48,17 +108,28 @@ def main() -> None:
         else ModelConfig(shape=SHAPES[args.shape], tokenizer="chars")
     )
     settings = NativeEngine.Config(model=model, max_num_seqs=args.requests, kv_memory_fraction=0.3)
-    engine: Engine = ReplicaEngine(settings, name="replica") if args.isolate else NativeEngine(settings)
+    if args.instant:
+        engine: Engine = InstantEngine()  # type: ignore[assignment]  # what a server asks while it answers
+    else:
+        engine = ReplicaEngine(settings, name="replica") if args.isolate else NativeEngine(settings)
     config = ServerConfig(port=0, model_name="bench")
     prompts = np.random.default_rng(0).integers(8, 100, size=(args.requests, args.prompt)).tolist()
     try:
         _direct(engine, prompts, args.tokens)  # warm up
         own = max(_direct(engine, prompts, args.tokens) for _ in range(args.repeats))
-        _report("engine", own, own, args)
-        with serve_in_thread(create_app(engine, load_tokenizer(model), config), config) as server:
+        _report("engine", own, own, 0.0, args)
+        # One client process for all: its start is not the server's work.
+        clients = multiprocessing.get_context("spawn").Pool(1)
+        app = create_app(engine, load_tokenizer(model), config)
+        with clients, serve_in_thread(app, config) as server:
             for way in ("tokens", "completions", "stream"):
-                rates = [_over_http(server.url, way, prompts, args.tokens) for _ in range(args.repeats)]
-                _report(way, max(rates), own, args)
+                clients.apply(_client, (server.url, way, prompts[:2], 2))  # warm up
+                rates, costs = [], []
+                for _ in range(args.repeats):
+                    before_s = _serving_cpu_s(server, args.isolate)
+                    rates.append(clients.apply(_client, (server.url, way, prompts, args.tokens)))
+                    costs.append(_serving_cpu_s(server, args.isolate) - before_s)
+                _report(way, max(rates), own, min(costs) / (args.requests * args.tokens) * 1e6, args)
     finally:
         engine.close()
 
@@ -74,12 +145,9 @@ def _direct(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
     return sum(len(c.token_ids) for c in done) / (time.perf_counter() - start)
 
 
-def _over_http(url: str, way: str, prompts: list[list[int]], num_tokens: int) -> float:
-    """In a process of its own: the client's work must not be counted as the server's."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        rate: float = pool.apply(_client, (url, way, prompts, num_tokens))
-    return rate
+def _serving_cpu_s(server: BackgroundServer, is_isolated: bool) -> float:
+    """All of this process where the engine has its own; else the thread that serves."""
+    return time.process_time() if is_isolated else server.cpu_s
 
 
 def _client(url: str, way: str, prompts: list[list[int]], num_tokens: int) -> float:
@@ -114,12 +182,14 @@ def _request(way: str, prompt: list[int], num_tokens: int) -> tuple[str, dict[st
     return "/v1/completions", body | {"stream": way == "stream"}
 
 
-def _report(way: str, rate: float, own: float, args: argparse.Namespace) -> None:
+def _report(way: str, rate: float, own: float, server_us: float, args: argparse.Namespace) -> None:
     line = {
         "benchmark": "server",
         "way": way,
         "tokens_per_s": round(rate, 1),
-        "ratio_to_engine": round(rate / own, 3),
+        "ratio_to_engine": None if args.instant else round(rate / own, 3),
+        "server_us_per_token": round(server_us, 2),
+        "engine_us_per_token": round(1e6 / own, 2),
         "isolated": args.isolate,
         "requests": args.requests,
         "prompt_tokens": args.prompt,
@@ -135,6 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a local folder; unset: --shape with random weights")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--isolate", action="store_true", help="the engine in a process of its own")
+    parser.add_argument("--instant", action="store_true", help="an engine that needs no time")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)

@@ -15,12 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rill.errors import WeightSyncError
 from rill.inference.native.engine import NativeEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server.target import ServerTarget
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion
-from rill.weights import open_publisher
+from rill.weights import Canary, ThreadedTargets, WeightSync, open_publisher
 from rill.weights.disk import DiskTransport, manifest_to_json
+from rill.weights.shm import ShmTransport
 
 MODEL = ModelConfig(
     shape={"model_type": "qwen2", "vocab_size": 104, "hidden_size": 32, "intermediate_size": 64,
@@ -30,16 +33,15 @@ MODEL = ModelConfig(
 )  # fmt: skip
 PROMPT = [40, 41, 42, 43]
 
+pytestmark = pytest.mark.timeout(300)  # a process imports torch before the first test
+
 TRAINER = """
 import sys
-from pathlib import Path
-import torch
-from rill.models.loading import load_model
 from rill.types import PolicyVersion
 from rill.weights import open_publisher
 from rill.weights.disk import DiskTransport, manifest_to_json
 from rill.weights.shm import ShmTransport
-from tests.inference.test_server_weights import MODEL, changed
+from tests.inference.test_server_weights import changed
 
 publishers = {
     "disk": open_publisher(DiskTransport.Config(folder=sys.argv[1], bucket_bytes=8192)),
@@ -61,14 +63,20 @@ def changed(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def scores(version: int | None) -> np.ndarray[Any, Any]:
-    """What a plain forward pass with the weights of that version says of the prompt (None: the first weights)."""
+def forward(weights: dict[str, torch.Tensor], tokens: Any) -> np.ndarray[Any, Any]:
+    """Log-probability of every token but the first, for which it is 0, by a plain forward pass."""
     model = load_model(MODEL, dtype=torch.float32)
-    if version is not None:
-        model.load_state_dict(changed(version), strict=False)
+    model.load_state_dict(weights, strict=False)
+    ids = torch.as_tensor(np.asarray(tokens, np.int64))
     with torch.no_grad():
-        logprobs_TV = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), dim=-1)
-    return logprobs_TV[torch.arange(3), torch.tensor(PROMPT[1:])].numpy()
+        logprobs_TV = torch.log_softmax(model(ids[None]).logits[0].float(), dim=-1)
+    taken = logprobs_TV[torch.arange(len(ids) - 1), ids[1:]]
+    return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)
+
+
+def scores(version: int) -> np.ndarray[Any, Any]:
+    """What the weights of that version say of the prompt."""
+    return forward(changed(version), PROMPT)[1:]
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +263,24 @@ def test_a_models_folder_is_checked_before_it_is_loaded(
     (tmp_path / "model.safetensors").write_bytes(whole)
     assert client.post("/update_weights", json={"weight_dir": str(tmp_path)}).json()["version"] == version + 1
     assert np.allclose(answer_of(client)[1], scores(3), atol=1e-4)
+
+
+def test_a_server_is_a_target_that_passes_the_canary_and_words_its_refusals(
+    client: httpx.Client, engine: NativeEngine
+) -> None:
+    publisher = open_publisher(ShmTransport.Config(bucket_bytes=8192))
+    target = ServerTarget("server", str(client.base_url))
+    sync = WeightSync(publisher, ThreadedTargets([target]), canary=Canary.random(104, length=8))
+    version = PolicyVersion(engine.version + 1)
+    weights = changed(int(version))
+    report = sync.sync(weights.items(), version, lambda sequences: [forward(weights, s) for s in sequences])
+    assert report.in_service == ("server",) and not report.failed
+    assert report.canary["server"] < 1e-4
+    others, version = changed(0), PolicyVersion(version + 1)
+    with pytest.raises(WeightSyncError, match="answers with other weights"):
+        sync.sync(weights.items(), version, lambda sequences: [forward(others, s) for s in sequences])
+    gone = publisher.publish(weights.items(), PolicyVersion(version + 1))
+    Path(gone.location, gone.buckets[0].source).unlink()
+    with pytest.raises(WeightSyncError, match="answered 502: .* is gone"):
+        target.pull(gone.seal())
+    publisher.close()

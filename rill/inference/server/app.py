@@ -82,7 +82,7 @@ def create_app(
             keys=KeyRing(config),
             admission=Admission(config.requests_per_minute, config.max_concurrent),
             metrics=metrics,
-            generation=Generation(engine, metrics, config.request_timeout_s),
+            generation=Generation(engine, metrics, config.request_timeout_s, config.stream_interval_s),
             model=model,
         )
         app.state.count_response = metrics.count_response

@@ -1,17 +1,20 @@
 """Between the event loop and the engine's thread.
 
         engine thread                                  event loop
-   on_delta(d) ──▶ pending ──┐ one call_soon_threadsafe  ┌──▶ stream A wakes once ──▶ SSE
-   on_delta(d) ──▶ pending ──┤ however many are pending  ├──▶ stream B wakes once ──▶ SSE
-   future done ──▶ pending ──┘                           └──▶ …
+   on_delta(d) ──▶ pending ──┐ one wake-up, however many   ┌──▶ stream A ──▶ one event for each sample
+   on_delta(d) ──▶ pending ──┤ are pending: at once for    ├──▶ stream B ──▶ …
+   future done ──▶ pending ──┘ first tokens and ends,      └──▶ …
+                               else every stream_interval_s
 
-A request that is not streamed costs the loop one wake-up, when it ends. A stream is woken at most once for each flush,
-and finds everything new there. Whoever stops waiting (disconnect, deadline, cancel) has its requests aborted.
+A request that is not streamed costs the loop one wake-up, when it ends. A stream sends everything new as one event for
+each sample: a loop that falls behind sends larger events, not later ones. Whoever stops waiting (disconnect, deadline,
+cancel) has its requests aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,10 +22,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from fastapi import Request as HttpRequest
 
 from rill.inference.base import Completion, Delta, Engine, Request
+from rill.inference.replica_process import merge_deltas
 from rill.inference.server.errors import ApiError
 from rill.inference.server.metrics import Metrics
 from rill.types import Floats, Ints, TokenIds
@@ -43,11 +46,11 @@ class Piece:
 class Generation:
     """Runs requests on the engine for the event loop that it was made on."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float, stream_interval_s: float) -> None:
         self._engine = engine
         self._metrics = metrics
         self._timeout_s = timeout_s or None
-        self._hub = _Hub(asyncio.get_running_loop())
+        self._hub = _Hub(asyncio.get_running_loop(), stream_interval_s)
 
     async def run(self, requests: Sequence[Request], http: HttpRequest) -> list[Completion]:
         """All completions, in the order of the requests."""
@@ -107,6 +110,8 @@ class SampleStream:
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
         self._is_closed = False
+        self.has_token = False
+        """Whether a token has come; set on the engine's thread."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -114,7 +119,7 @@ class SampleStream:
 
     def on_done(self, future: Future[Completion]) -> None:
         """Called on the engine's thread. The order with the last delta does not matter."""
-        self._owner._hub.push_for(self, future)
+        self._owner._hub.push_end(self, future)
 
     def deliver(self, news: list[Delta | Future[Completion]]) -> None:
         self._news.extend(news)
@@ -132,12 +137,15 @@ class SampleStream:
                 raise _gave_up(timeout_s) from None
             self._wake.clear()
             news, self._news = self._news, []
-            pieces = [piece for item in news if (piece := self._piece(item)) is not None]
+            ends = [item for item in news if not isinstance(item, Delta)]
+            pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
             if pieces and is_first:
                 is_first = False
                 self._owner._metrics.first_token_s.observe(time.perf_counter() - self._opened_at)
             if pieces:
                 yield pieces
+            for end in ends:
+                end.result()  # a sample that failed ends the stream, after what came before it
         self._owner._observe(self._requests, self._completions, time.perf_counter() - self._opened_at)
 
     def close(self) -> None:
@@ -148,22 +156,28 @@ class SampleStream:
         if len(self._completions) < len(self._requests):
             self._owner._give_up(self._requests)
 
-    def _piece(self, item: Delta | Future[Completion]) -> Piece | None:
-        if isinstance(item, Delta):
-            index = self._index[item.request_id]
-            if self._received[index] < 0:
-                return None  # overtaken by its completion, which held these tokens
-            self._received[index] += len(item.token_ids)
-            if len(item.token_ids) == 0:
-                return None
-            return Piece(
-                index=index,
-                token_ids=item.token_ids,
-                logprobs=item.logprobs,
-                versions=item.versions,
-                completion=None,
-            )
-        completion = item.result()
+    def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
+        """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
+        done = [end.result() for end in ends if end.exception() is None]
+        ended = {completion.request_id for completion in done}
+        grown = merge_deltas([d for d in deltas if d.request_id not in ended])
+        pieces = [self._grown(delta) for delta in grown if len(delta.token_ids)]
+        return [piece for piece in pieces if piece is not None] + [self._ended(c) for c in done]
+
+    def _grown(self, delta: Delta) -> Piece | None:
+        index = self._index[delta.request_id]
+        if self._received[index] < 0:
+            return None  # overtaken by its completion, which held these tokens
+        self._received[index] += len(delta.token_ids)
+        return Piece(
+            index=index,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            versions=delta.versions,
+            completion=None,
+        )
+
+    def _ended(self, completion: Completion) -> Piece:
         index = self._index[completion.request_id]
         rest = slice(self._received[index], None)
         self._received[index] = -1
@@ -178,13 +192,21 @@ class SampleStream:
 
 
 class _Hub:
-    """Carries deltas from the engine's thread to the streams of one event loop."""
+    """Carries deltas from the engine's thread to the streams of one event loop.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    A stream's first token and every end are urgent: everything pending goes with them. The rest waits until
+    `interval_s` after the last flush.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
+        self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._pending: list[tuple[SampleStream | None, Delta | Future[Completion]]] = []
+        self._pending: list[tuple[SampleStream, Delta | Future[Completion]]] = []
         self._is_scheduled = False
+        self._is_urgent = False
+        self._flushed_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._streams: dict[str, SampleStream] = {}
 
     def register(self, stream: SampleStream) -> None:
@@ -196,30 +218,44 @@ class _Hub:
             self._streams.pop(request_id, None)
 
     def push(self, delta: Delta) -> None:
-        self.push_for(None, delta)
+        """Engine thread: tokens of a request."""
+        stream = self._streams.get(delta.request_id)
+        if stream is None:
+            return  # nobody reads it any more
+        is_first, stream.has_token = not stream.has_token, True
+        self._push(stream, delta, is_urgent=is_first or self._interval_s == 0)
 
-    def push_for(self, stream: SampleStream | None, item: Delta | Future[Completion]) -> None:
+    def push_end(self, stream: SampleStream, future: Future[Completion]) -> None:
+        """Engine thread: a request has ended."""
+        self._push(stream, future, is_urgent=True)
+
+    def _push(self, stream: SampleStream, item: Delta | Future[Completion], *, is_urgent: bool) -> None:
         with self._lock:
             self._pending.append((stream, item))
-            if self._is_scheduled:
+            if self._is_urgent or (self._is_scheduled and not is_urgent):
                 return
+            self._is_urgent |= is_urgent
             self._is_scheduled = True
         try:
-            self._loop.call_soon_threadsafe(self._flush)
+            self._loop.call_soon_threadsafe(self._flush if is_urgent else self._flush_later)
         except RuntimeError:
             return  # the loop is closed: nobody reads any more
 
+    def _flush_later(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._flushed_at + self._interval_s, self._flush)
+
     def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         with self._lock:
             pending, self._pending = self._pending, []
-            self._is_scheduled = False
+            self._is_scheduled = self._is_urgent = False
+        self._flushed_at = self._loop.time()
         news: dict[int, tuple[SampleStream, list[Delta | Future[Completion]]]] = {}
         for stream, item in pending:
-            if stream is None:
-                assert isinstance(item, Delta)
-                stream = self._streams.get(item.request_id)
-            if stream is not None:
-                news.setdefault(id(stream), (stream, []))[1].append(item)
+            news.setdefault(id(stream), (stream, []))[1].append(item)
         for stream, items in news.values():
             stream.deliver(items)
 
@@ -236,5 +272,7 @@ def _gave_up(timeout_s: float | None) -> ApiError:
 
 def finite(logprobs: Floats) -> list[float]:
     """JSON has no infinities; clients need numbers."""
-    values: list[float] = np.nan_to_num(logprobs, nan=-9999.0, neginf=-9999.0, posinf=0.0).tolist()
-    return values
+    values: list[float] = logprobs.tolist()
+    if all(map(math.isfinite, values)):
+        return values
+    return [v if math.isfinite(v) else 0.0 if v > 0 else -9999.0 for v in values]

@@ -236,7 +236,7 @@ class ManifestBody(Body):
         return self
 
     def to_manifest(self) -> WeightManifest:
-        from rill.weights.base import BucketSpec, TensorSpec, WeightManifest
+        from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 
         fields = self.model_dump()
         tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in fields.pop("tensors"))

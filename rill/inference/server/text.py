@@ -38,6 +38,7 @@ class TextCodec:
         self._lock = threading.Lock()
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._decode = _plain_decode(tokenizer)
         self.token_text = lru_cache(maxsize=self.vocab_size)(self._token_text)
 
     @property
@@ -63,9 +64,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with self._lock:
-            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        assert isinstance(text, str)
-        return text
+            return self._decode(list(token_ids), skip_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
@@ -90,6 +89,28 @@ class TextCodec:
 
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+
+def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
+    """The tokenizer's own decode; without transformers' wrapper, which costs several times the work, where that adds
+    nothing."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and (kind.decode, kind._decode) == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        backend: Any = tokenizer.backend_tokenizer
+        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
+
+    def decode(ids: list[int], skip: bool) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=skip)
+        assert isinstance(text, str)
+        return text
+
+    return decode
 
 
 class TextStream:
