@@ -3,8 +3,9 @@
 A stamp is cleared before the first byte of a new version is written and set after the last. A reader looks before and
 after it uses a bucket, so it never mistakes bytes of a newer version for those it asked for.
 
-The owner holds a lock in the folder for as long as it lives. A publisher that was killed cannot clean up after itself,
-so the next one to start removes folders whose lock nobody holds.
+The owner holds a lock in the folder for as long as it lives. A publisher that was killed cannot clean up after itself:
+in a cluster its folder lies in the session's shared memory and goes with the session, however that ends; elsewhere the
+next publisher to start removes folders whose lock nobody holds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from rill.errors import WeightSyncError
+from rill.runtime import context as runtime_context
 from rill.types import PolicyVersion
 
 STAMP = struct.Struct("<q")
@@ -37,7 +39,7 @@ class SlotStamps:
     @classmethod
     def create(cls, parent: str = "") -> SlotStamps:
         """A new folder, removed when the stamps are closed or the process ends in order."""
-        place = parent or (str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else tempfile.gettempdir())
+        place = parent or _default_place()
         Path(place).mkdir(parents=True, exist_ok=True)
         _remove_orphans(Path(place))
         stamps = cls(tempfile.mkdtemp(prefix=PREFIX, dir=place))
@@ -77,6 +79,12 @@ class SlotStamps:
         except FileNotFoundError:
             return NOT_READABLE
         return int(STAMP.unpack(data)[0]) if len(data) == STAMP.size else NOT_READABLE
+
+
+def _default_place() -> str:
+    if runtime_context.is_set():
+        return str(runtime_context.current().shm_dir)
+    return str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else tempfile.gettempdir()
 
 
 def _remove_orphans(place: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from rill.errors import WeightSyncError
+from rill.runtime.cluster import Cluster
+from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
 from rill.weights.slots import OWNER, SlotStamps
 
@@ -50,3 +53,20 @@ def test_a_killed_owners_folder_is_removed_by_the_next_and_a_living_ones_is_not(
     assert Path(living.folder).is_dir() and strange.is_dir()
     living.close()
     assert not Path(living.folder).exists()
+
+
+class Publishing(Worker):
+    def publish(self) -> str:
+        self.stamps = SlotStamps.create()
+        Path(self.stamps.folder, "weights").write_bytes(b"x" * 1000)
+        return self.stamps.folder
+
+
+def test_in_a_cluster_a_killed_publishers_folder_goes_with_the_session() -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        publisher = Publishing.launch(cluster, name="publisher")
+        (folder,) = publisher.publish().wait(60)
+        assert Path(folder).parent == cluster.session.shm_dir
+        os.kill(publisher.addresses()[0].pid, signal.SIGKILL)
+        assert Path(folder, "weights").exists()
+    assert not Path(folder).exists()
