@@ -25,16 +25,9 @@ from typing import Any, Protocol
 
 import torch
 
+from rill.models.decode_work import DecodeWork
+
 ATTENTION_NAME = "rill_paged"
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
-    """The pieces of all decoding sequences' contexts, as rill.models.triton_decode lists them."""
-
-    entries: torch.Tensor  # int32 [entries, words]
-    runs: tuple[tuple[int, int, int], ...]
-    """(first sequence, first entry, number of entries), one launch each: buffers hold so many sequences at a time."""
 
 
 @dataclass(slots=True)

@@ -1,14 +1,8 @@
 """Decode attention over the paged cache, in one launch: one query per row, every key/value head read once.
 
-A short context is one piece of work; a long one is cut into pieces that run side by side. The pieces of all rows form
-one list, longest first, with one program per piece and key/value head:
-
-    rows    0 ────  1 ─────────────  2 ─        contexts
-    list    0.0  1.0  1.1  1.2  2.0  (empty …)  row.piece
-
-The program that finishes a row's last piece joins them, in the order of the pieces. The cut depends on a row's own
-length alone and so does the order of every sum: a row has the same bits whatever the batch. The list is data: a
-captured graph serves every mixture of lengths whose list fits its number of programs.
+There is one program for each entry of the work list (rill.models.decode_work) and key/value head. The program that
+finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch. The
+list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
 Axes: B row, H query head, K key/value head, D head dimension.
 """
@@ -17,45 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from rill.models.attention_paged import DecodeWork
+from rill.models.decode_work import MAX_PIECES, TILE, WORDS, DecodeWork
 from rill.models.triton_language import precision, tl, triton
-
-TILE = 64
-WHOLE = 512
-"""Tokens of the longest context that is one piece, and of a piece where a few are enough."""
-LONG = 1536
-PIECE = 256
-"""Tokens in a piece of contexts above LONG: they are what is left in the end, when few programs have work."""
-MAX_PIECES = 16
-WORDS = 8
-"""Of one entry of the list: row, piece, pieces, row of the block tables, first token, end, context length, spare."""
-
-Array = npt.NDArray[np.int32]
-
-
-def work_list(lengths_B: Array, table_rows_B: Array) -> Array:
-    """[entries, WORDS], for every piece of every row, those with most tokens first."""
-    lengths = lengths_B.astype(np.int64)
-    sizes = np.maximum(PIECE, -(-lengths // (MAX_PIECES * TILE)) * TILE)
-    sizes[lengths <= LONG] = WHOLE
-    counts = -(-lengths // sizes)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    pieces = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begins = pieces * sizes[rows]
-    ends = np.minimum(begins + sizes[rows], lengths[rows])
-    words: Array = np.zeros((len(rows), WORDS), dtype=np.int32)
-    words[:, 0] = rows
-    words[:, 1] = pieces
-    words[:, 2] = counts[rows]
-    words[:, 3] = table_rows_B[rows]
-    words[:, 4] = begins
-    words[:, 5] = ends
-    words[:, 6] = lengths[rows]
-    return words[np.argsort(begins - ends, kind="stable")]
 
 
 @triton.jit

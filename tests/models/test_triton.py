@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
-from rill.models.attention_paged import DecodeWork, attend_one
+from rill.models.attention_paged import attend_one
+from rill.models.decode_work import DecodeWork, work_in_runs
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_decode_attention_of_unequal_lengths(
     dtype: torch.dtype, window: int, softcap: float, max_rows: int
 ) -> None:
-    from rill.models.triton_decode import DecodeAttention, work_list
+    from rill.models.triton_decode import DecodeAttention
 
     generator = torch.Generator("cuda").manual_seed(0)
     heads, kv_heads, dim, block = 12, 2, 128, 16
@@ -46,14 +46,8 @@ def test_decode_attention_of_unequal_lengths(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=max_rows, device=torch.device("cuda")
     )
     rows = np.arange(len(lengths), dtype=np.int32)
-    lists: list[npt.NDArray[np.int32]] = []
-    runs: list[tuple[int, int, int]] = []
-    for start in range(0, len(lengths), max_rows):
-        part = work_list(lengths[start : start + max_rows], rows[start : start + max_rows])
-        part[:, 0] += start
-        runs.append((start, sum(len(p) for p in lists), len(part)))
-        lists.append(part)
-    work = DecodeWork(torch.from_numpy(np.concatenate(lists)).cuda(), tuple(runs))
+    entries, runs = work_in_runs(lengths, rows, max_rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
     found = []
     for _ in range(2):  # the second launch finds the counters as the first one left them
         out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")

@@ -28,11 +28,11 @@ from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.inference.native.upload import NUM_STAGING, Array, Upload
-from rill.models.attention_paged import DecodeWork, PagedBatch
+from rill.models.attention_paged import PagedBatch
+from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
 from rill.models.low_rank import NO_ADAPTER, LowRankBank
-from rill.models.triton_decode import MAX_PIECES, WORDS, work_list
 from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.types import Floats
 
@@ -244,7 +244,7 @@ class CudaRunner(ModelRunner):
             for offset in range(0, batch.chunks[row].length, PREFILL_TILE)
         ]
         flat_tiles = np.array(tiles, dtype=np.int32).reshape(-1)
-        work, runs = self._decode_work(lens[:num_decodes], slots[:num_decodes])
+        work, runs = work_in_runs(lens[:num_decodes], slots[:num_decodes], self.max_num_seqs)
         arrays = [
             batch.token_ids_N.astype(np.int32),
             batch.positions_N.astype(np.int32),
@@ -278,19 +278,6 @@ class CudaRunner(ModelRunner):
             prefill_tiles=tile_words.view(-1, 2) if tiles else None,
         )
         return paged, ids, positions, rows_S, columns
-
-    def _decode_work(self, lens: Array, table_rows: Array) -> tuple[Array, tuple[tuple[int, int, int], ...]]:
-        """The list for the attention kernel, and the runs of it that its buffers hold at a time."""
-        lists, runs, num_entries = [np.zeros((0, WORDS), dtype=np.int32)], [], 0
-        for start in range(0, len(lens), self.max_num_seqs):
-            part = work_list(
-                lens[start : start + self.max_num_seqs], table_rows[start : start + self.max_num_seqs]
-            )
-            part[:, 0] += start
-            lists.append(part)
-            runs.append((start, num_entries, len(part)))
-            num_entries += len(part)
-        return np.concatenate(lists), tuple(runs)
 
     def _push_tables(self, batch: StepBatch) -> None:
         if not batch.table_updates:

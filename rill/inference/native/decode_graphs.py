@@ -25,9 +25,9 @@ import torch
 from rill.inference.native.batch import StepBatch
 from rill.inference.native.sampler import SamplingBatch
 from rill.inference.native.upload import Array, Upload, aligned
-from rill.models.attention_paged import DecodeWork, PagedBatch
+from rill.models.attention_paged import PagedBatch
+from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, work_list
 from rill.models.low_rank import NO_ADAPTER
-from rill.models.triton_decode import MAX_PIECES, WORDS, work_list
 
 NUM_COLUMNS = 9
 SAMPLING_COLUMNS = range(4, 8)
