@@ -9,7 +9,7 @@ import pytest
 from rill.errors import RunError
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
-from tests.e2e.tiny import EXACT, INVARIANT, fingerprint, resume, start
+from tests.e2e.tiny import EXACT, INVARIANT, PPO, fingerprint, resume, start
 
 TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2")
 ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
@@ -29,11 +29,40 @@ def test_a_run_stopped_after_a_checkpoint_and_resumed_gives_the_same_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "placement",
+    [
+        ("cluster.devices=2", "placement.rollout=0-1", "placement.actor=1"),
+        ("cluster.devices=3", "placement.rollout=0-2", "placement.actor=0"),
+    ],
+    ids=["one of two engines beside the trainer", "one of three engines with the trainer"],
+)
+def test_hybrid_placement_gives_the_same_weights_as_shared_and_split(
+    whole: Run, tmp_path: Path, placement: tuple[str, ...]
+) -> None:
+    assert fingerprint(start(tmp_path, "hybrid", *EXACT, *placement)) == fingerprint(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ppo_with_four_models_gives_the_same_weights_twice_in_any_placement_and_resumed(
+    tmp_path: Path,
+) -> None:
+    settings = (*EXACT, *PPO)
+    shared = start(tmp_path, "shared", *settings)
+    apart = ("cluster.devices=4", "placement.rollout=0", "placement.actor=1", "placement.critic=2")
+    split = start(tmp_path, "split", *settings, *apart, "placement.reference=3")
+    assert fingerprint(split) == fingerprint(shared)
+    assert fingerprint(stopped_and_resumed(tmp_path, *settings)) == fingerprint(shared)
+
+
+@pytest.mark.slow
 def test_another_seed_gives_other_weights(whole: Run, tmp_path: Path) -> None:
     assert fingerprint(start(tmp_path, "other", *EXACT, "seed=4")) != fingerprint(whole)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_resumed_run_keeps_the_kl_coefficient_and_the_names_of_refilled_groups(tmp_path: Path) -> None:
     settings = (INVARIANT, "algorithm.filters.drop_equal_rewards=true", *ADAPTIVE)
     whole = start(tmp_path, "whole", *settings)
@@ -41,6 +70,7 @@ def test_a_resumed_run_keeps_the_kl_coefficient_and_the_names_of_refilled_groups
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("steps_ahead", [1, 2])
 def test_an_asynchronous_run_resumes_with_the_groups_it_had_begun(tmp_path: Path, steps_ahead: int) -> None:
     reports: list[StepReport] = []

@@ -16,7 +16,7 @@ import pytest
 
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
-from tests.e2e.tiny import EXACT, RECIPE, fingerprint
+from tests.e2e.tiny import EXACT, PPO, RECIPE, fingerprint, start
 
 DEADLINE_S = 100.0
 
@@ -128,3 +128,43 @@ def test_a_killed_engine_comes_back_in_every_placement(tmp_path: Path, placement
     rows = [row for row in read_metrics(run.path) if "groups/kept" in row.values]
     assert [row.values["groups/kept"] for row in rows] == [4.0] * 12
     assert rows[-1].values["sync/relaunches"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("worker", ["critic", "reference", "feeder"])
+def test_a_killed_critic_reference_or_feeder_is_named_and_the_resumed_run_gives_the_same_weights(
+    tmp_path: Path, worker: str
+) -> None:
+    settings = (*EXACT, *PPO)
+    undisturbed = start(tmp_path, "undisturbed", *settings)
+    hurt = Command(
+        tmp_path, str(RECIPE), *settings, "loop.checkpoint_every=1", "--name", "hurt", "--root", str(tmp_path)
+    )
+    hurt.wait_for_step(3)
+    hurt.kill(f"{worker}[0]")
+    assert hurt.wait() == 1, hurt.output
+    assert f"{worker}[0]" in hurt.output and "SIGKILL" in hurt.output
+    found = re.search(r"go on from step (\d+) with: rill train --resume (\S+)", hurt.output)
+    assert found and int(found[1]) >= 2, hurt.output
+    hurt.check_nobody_is_left()
+    again = Command(tmp_path, "--resume", found[2])
+    assert again.wait() == 0, again.output
+    assert fingerprint(Run.open("hurt", root=tmp_path)) == fingerprint(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_killed_reward_process_is_started_again_and_costs_no_group(tmp_path: Path) -> None:
+    pooled = ("rollout.env.reward.run_in=process", "loop.steps=8")
+    command = Command(tmp_path, str(RECIPE), *pooled, "--name", "hurt", "--root", str(tmp_path))
+    command.wait_for_step(2)
+    rewards = [
+        pid for pid, p in command.family.items() if p.is_running() and "reward" in " ".join(p.cmdline())
+    ]
+    assert rewards, [p.cmdline() for p in command.family.values() if p.is_running()]
+    for pid in rewards:
+        os.kill(pid, signal.SIGKILL)
+    assert command.wait() == 0, command.output
+    rows = [row for row in read_metrics(tmp_path / "hurt") if "groups/kept" in row.values]
+    assert [row.values["groups/kept"] for row in rows] == [4.0] * 8

@@ -10,9 +10,9 @@ from rill.cli.train import carry_out
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.telemetry.run import Run
-from rill.workflows import recipe_schema
+from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.assembly import RLConfig
 from rill.workflows.loop import Observer
-from rill.workflows.reasoning import ReasoningWorkflow
 
 RECIPE = Path(__file__).with_name("tiny.toml")
 STEPS = 8
@@ -22,10 +22,14 @@ CORRECTED = "algorithm.correction=tis"
 EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED)
 
 
-def resolved(recipe: Path, overrides: Sequence[str]) -> ReasoningWorkflow.Config:
+PPO = ("workflow=ppo", "algorithm.type=ppo")
+"""Four models: actor, critic, reference and a rule."""
+
+
+def resolved(recipe: Path, overrides: Sequence[str]) -> RLConfig:
     values = load_recipe(recipe, list(overrides))
     config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
-    assert isinstance(config, ReasoningWorkflow.Config)
+    assert isinstance(config, RLConfig)
     return config
 
 
@@ -33,7 +37,7 @@ def start(root: Path, name: str, *overrides: str, observers: Sequence[Observer] 
     config = resolved(RECIPE, overrides)
     run = Run.create(name, root=root, config_toml=dump_config(config))
     with run.running():
-        ReasoningWorkflow(config, run, observers).run()
+        WORKFLOWS.load(config.workflow)(config, run, observers).run()
     return run
 
 
@@ -41,7 +45,7 @@ def resume(run: Run, *overrides: str, observers: Sequence[Observer] = ()) -> Run
     config = resolved(run.config_path, overrides)
     run = Run.resume(run.path)
     with run.running():
-        ReasoningWorkflow(config, run, observers).run()
+        WORKFLOWS.load(config.workflow)(config, run, observers).run()
     return run
 
 

@@ -190,7 +190,7 @@ class Scene:
             group_size=group_size,
         )
         self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)  # type: ignore[arg-type]
-        self.run_folder = (
+        self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )
         self.reports: list[StepReport] = []

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
         cluster,
         name="killed-ahead",
         engines="0-1",
-        steps=6,
+        steps=14,
         groups_per_step=3,
         max_new_tokens=30,
         max_lag=2,
@@ -72,11 +73,22 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     scene.run()
     killing.join()
     check_conserved(scene)
-    check_once(scene, 6, 3)
+    check_once(scene, 14, 3)
     assert scene.fleet._relaunches == [0, 1]
-    versions = {record["versions"][-1] for records in scene.said().values() for record in records}
-    # The last batch is trained from version 6, and its tokens may be two versions older, no more.
-    assert max(versions) >= 6 - 2, "sampling went on with weights newer than those at the kill"
+    by_process: dict[int, list[dict[str, Any]]] = {}
+    for record in (record for records in scene.said().values() for record in records):
+        by_process.setdefault(record["engine"], []).append(record)
+    pids = [address.pid for address in scene.rollout.addresses()]
+    dead = set(by_process) - set(pids)
+    assert len(dead) == 1 and set(pids) <= set(by_process), (
+        "the dead one, its sibling and the one in its place spoke"
+    )
+    killed_at = max(record["at"] for record in by_process[dead.pop()])
+    back = by_process[pids[1]]
+    assert all(record["at"] > killed_at for record in back)
+    assert max(record["versions"][-1] for record in back) > 3, "with newer weights than those at the kill"
+    trained = {f"{s.trajectory.id}#0" for _, samples in scene.trained() for s in samples}
+    assert any(record["id"] in trained for record in back), "what it said was trained on"
     scene.close()
 
 
@@ -169,4 +181,17 @@ def test_an_engine_that_says_it_updated_and_did_not_is_named_by_the_canary(
     with pytest.raises(WeightSyncError, match="answers with other weights") as caught:
         scene.run()
     assert "rollout-stale[0]" in str(caught.value)
+    scene.close()
+
+
+def test_an_engine_whose_cache_outlives_its_version_is_started_again(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    stale = {"fault": "stale cache", "fault_from": 2}
+    scene = Scene(tmp_path, cluster, name="cached", steps=3, engine=stale)
+    with caplog.at_level(logging.WARNING, "rill"):
+        scene.run()
+    check_conserved(scene)
+    assert scene.fleet._relaunches == [1], "the new process has no cache"
+    assert "rollout-cached[0] says version 2 but answers with other weights" in caplog.text
     scene.close()

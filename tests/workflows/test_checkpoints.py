@@ -1,0 +1,85 @@
+"""Checkpoints of a whole run: whole or not at all; damaged ones are passed over by name."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rill.errors import CheckpointError, WorkerError
+from rill.runtime.call import Outcome
+from rill.telemetry.run import Run
+from rill.workflows.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
+
+
+class Done:
+    """A handle whose call is over."""
+
+    def __init__(self, error: WorkerError | None = None) -> None:
+        self._error = error
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        return [None]
+
+    def outcomes(self, timeout_s: float) -> list[Outcome]:
+        return [Outcome(None, self._error, 0.0, {})]
+
+
+class OneNumber:
+    """A group of one worker whose state is a number in a file."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def save(self, folder: str) -> Done:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "number").write_text(str(self.number))
+        return Done()
+
+    def load(self, folder: str) -> Done:
+        try:
+            self.number = int((Path(folder) / "number").read_text())
+        except (OSError, ValueError) as error:
+            failure = WorkerError("no number", group="one", rank=0, remote_traceback="")
+            failure.__cause__ = CheckpointError(f"{folder} cannot be read: {error}")
+            return Done(failure)
+        return Done()
+
+
+def saved(root: Path, *steps: int) -> tuple[Run, RunCheckpoints, OneNumber]:
+    run, group = Run.create("r", root=root), OneNumber()
+    checkpoints = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
+    for step in steps:
+        group.number = 10 * step
+        checkpoints.save(step)
+    return run, checkpoints, group
+
+
+def test_the_newest_whole_one_is_loaded_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    run, checkpoints, group = saved(tmp_path, 1, 2, 3, 4)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 3, 4]
+    (whole_checkpoints(run)[-1] / MANIFEST).unlink()
+    assert checkpoints.load_latest() == 3
+    assert group.number == 30
+
+
+def test_one_that_a_group_cannot_read_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, checkpoints, group = saved(tmp_path, 1, 2)
+    (whole_checkpoints(run)[-1] / "one" / "number").write_text("?")
+    with caplog.at_level(logging.WARNING, "rill"):
+        assert checkpoints.load_latest() == 1
+    assert group.number == 10
+    assert "step-000002" in caplog.text and "passed over" in caplog.text
+
+
+def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_step_0(tmp_path: Path) -> None:
+    run, checkpoints, _ = saved(tmp_path, 1)
+    (whole_checkpoints(run)[-1] / "one" / "number").unlink()
+    with pytest.raises(CheckpointError, match="all 1 checkpoints"):
+        checkpoints.load_latest()
+    fresh = RunCheckpoints(Run.create("fresh", root=tmp_path), {}, 1, 1.0)
+    assert fresh.load_latest() == 0
