@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from rill.runtime.agent_protocol import Event
 from rill.runtime.device import Device, Node, local_devices
 from rill.runtime.local import LocalNode, NodeClient
-from rill.runtime.process import Event
 from rill.runtime.session import Session, open_session
 
 

@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 
 from rill.errors import PlanError, RunError
 from rill.runtime import context as runtime_context
+from rill.runtime.agent_protocol import Event, Exited
 from rill.runtime.backend import Backend, LocalBackend
 from rill.runtime.call import CallBook
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
@@ -33,7 +34,7 @@ from rill.runtime.launcher import Launcher
 from rill.runtime.local import NodeClient
 from rill.runtime.mailbox import Mailbox
 from rill.runtime.placement import Placement, resolve, share_processes
-from rill.runtime.process import Event, Exited, allow_many_files
+from rill.runtime.process import allow_many_files
 from rill.runtime.session import open_session
 from rill.runtime.session_key import SessionKey
 from rill.runtime.supervisor import Supervisor, describe_exit

@@ -21,7 +21,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.grants import EPOCH_END, ITEMS
-from rill.runtime.hub_client import HubClient, Pending
+from rill.runtime.hub_answer import Pending
+from rill.runtime.hub_client import HubClient
 from rill.runtime.wire import decode
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from rill import errors
-from rill.errors import PeerDiedError, RillError, RunError, StuckError
+from rill.errors import PeerDiedError, RunError, StuckError
+from rill.runtime.hub_answer import Pending, as_error, set_if_open
 from rill.runtime.hub_machine import FAILURE, PUSH
 from rill.runtime.process_watch import ProcessWatch
 from rill.runtime.session_key import SessionKey
@@ -36,52 +36,6 @@ _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
 _PING_S = 0.2
 _HEARTBEAT_S = 1.0
-
-
-class Pending:
-    """An answer that is on its way."""
-
-    __slots__ = ("_lock", "_on_late", "callback", "error", "is_done", "seq", "value")
-    _mutex = threading.Lock()
-
-    def __init__(self, callback: Callable[[Pending], None] | None = None) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self._on_late: Callable[[Any], None] | None = None
-        self.callback = callback
-        self.is_done = False
-        self.value: Any = None
-        self.error: RillError | None = None
-        self.seq = 0
-        """The request's number, once it was sent."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the answer is there. Call once per timeout; the first that returns true ends the waiting."""
-        return self.is_done or self._lock.acquire(timeout=max(0.0, timeout_s)) or self.is_done
-
-    def result(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def abandon(self, on_late: Callable[[Any], None]) -> bool:
-        """Stop waiting. False: the answer is there after all; true: `on_late` gets its value if it still comes."""
-        with self._mutex:
-            if not self.is_done:
-                self._on_late = on_late
-            return not self.is_done
-
-    def finish(self, value: Any, error: RillError | None = None) -> None:
-        with self._mutex:
-            if self.is_done:
-                return
-            self.value, self.error, self.is_done = value, error, True
-        self._lock.release()
-        if self._on_late is not None:
-            if error is None:
-                self._on_late(value)
-        elif self.callback is not None:
-            self.callback(self)
 
 
 class _Sent:
@@ -181,7 +135,7 @@ class HubClient:
         def arrived(_: Pending) -> None:
             # The loop may have ended with its caller; its answer then finds nobody, and this thread must live on.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_set_if_open, future)
+                loop.call_soon_threadsafe(set_if_open, future)
 
         return Pending(arrived), future
 
@@ -387,9 +341,7 @@ class HubClient:
                 continue
             pending = self._pending.pop(ref, None)
             if pending is not None:
-                pending.finish(
-                    body if kind != FAILURE else None, _as_error(body) if kind == FAILURE else None
-                )
+                pending.finish(body if kind != FAILURE else None, as_error(body) if kind == FAILURE else None)
 
     def _resend(self, expected: int, socket: zmq.Socket[bytes]) -> None:
         """The hub lacks something that was sent before what it got: it died with it. Go back to there."""
@@ -427,15 +379,3 @@ class HubClient:
         self._sent.clear()
         for one in pending + queued + queries:
             one.finish(None, PeerDiedError(f"{self.identity} has no hub any more: {reason}"))
-
-
-def _set_if_open(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _as_error(body: Any) -> RillError:
-    kind, message = body
-    cls = vars(errors).get(kind, RunError)
-    assert isinstance(cls, type) and issubclass(cls, RillError)
-    return cls(message)

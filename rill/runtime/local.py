@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rill.errors import RunError
-from rill.runtime.device import Node
-from rill.runtime.process import (
+from rill.runtime.agent_protocol import (
     AgentSpec,
     Event,
     Exited,
@@ -26,10 +25,11 @@ from rill.runtime.process import (
     Shutdown,
     Start,
     Started,
-    bootstrap,
     receive_message,
     send_message,
 )
+from rill.runtime.device import Node
+from rill.runtime.process import bootstrap
 
 CLOSE_WAIT_S = 10.0
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rill.errors import RunError
 from rill.runtime.context import RuntimeContext, current, install_for_thread
-from rill.runtime.hub_client import Pending
+from rill.runtime.hub_answer import Pending
 from rill.runtime.report import stuck, waiting
 from rill.telemetry import trace
 

@@ -25,23 +25,32 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import importlib
 import os
-import pickle
 import resource
 import select
-import shutil
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rill.runtime.agent_protocol import (
+    AgentSpec,
+    Event,
+    Exited,
+    Kill,
+    Shutdown,
+    Start,
+    Started,
+    receive_message,
+    send_message,
+)
+from rill.runtime.session import hold_session, remove_session
 
 TICK_S = 1.0
 MAX_RESTARTS_PER_MINUTE = 120
@@ -54,95 +63,6 @@ NEEDS_FRESH_PROCESS = ("LD_", "PYTHON", "MALLOC_")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_LENGTH = struct.Struct("<I")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Request: start a process and call it `key`."""
-
-    key: str
-    entry: str
-    """"module:function", called with `payload`; or empty when `argv` is given."""
-    payload: bytes = b""
-    argv: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    log_path: str
-    restart: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """Request: send `signal_number` to the process group of `key`."""
-
-    key: str
-    signal_number: int = signal.SIGKILL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shutdown:
-    """Request: end everything, remove the session's folders, exit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """Event: the process runs."""
-
-    key: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exited:
-    """Event: the process ended."""
-
-    key: str
-    pid: int
-    exit_code: int
-    """Negative: killed by that signal."""
-    log_tail: str
-    restarted: bool
-
-
-Request = Start | Kill | Shutdown
-Event = Started | Exited
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSpec:
-    """What an agent needs to know from its start."""
-
-    session_id: str
-    session_dir: str
-    shm_dir: str
-    sys_path: list[str]
-    preload: tuple[str, ...] = ()
-    driver_pid: int
-
-
-def send_message(sock: socket.socket, message: object) -> None:
-    """One length-prefixed pickle. Both ends are ours and on one machine."""
-    data = pickle.dumps(message)
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive_message(sock: socket.socket) -> object:
-    """The next message; EOFError when the other end is closed."""
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    return pickle.loads(_receive_exactly(sock, length))
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        try:
-            part = sock.recv(num_bytes - len(data))
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise EOFError("the other end is closed")
-        data += part
-    return bytes(data)
 
 
 def allow_many_files() -> None:
@@ -339,7 +259,7 @@ def main(fd: int) -> None:
     spec = receive_message(control)
     assert isinstance(spec, AgentSpec)
     allow_many_files()
-    with hold_session(Path(spec.session_dir)):
+    with hold_session(Path(spec.session_dir), Path(spec.shm_dir)):
         Agent(spec, control).run()
 
 
@@ -385,23 +305,3 @@ def _tail(log_path: str) -> str:
             return log.read().decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-# --- the session's folders --------------------------------------------------------------------------------
-
-SESSION_PREFIX = "rill-session-"
-LOCK_NAME = "session.lock"
-
-
-@contextlib.contextmanager
-def hold_session(session_dir: Path) -> Iterator[None]:
-    """Hold the session's lock: a folder whose lock nobody holds is left over and may be swept."""
-    with open(session_dir / LOCK_NAME, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
-
-
-def remove_session(session_dir: Path, shm_dir: Path) -> None:
-    """Remove both folders, whatever is left in them."""
-    shutil.rmtree(shm_dir, ignore_errors=True)
-    shutil.rmtree(session_dir, ignore_errors=True)

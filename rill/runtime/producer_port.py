@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rill import errors
 from rill.errors import RillError, RunError
-from rill.runtime.hub_client import HubClient, Pending
+from rill.runtime.hub_answer import Pending
+from rill.runtime.hub_client import HubClient
 
 if TYPE_CHECKING:
     from rill.runtime.store import Store

@@ -17,7 +17,7 @@ from typing import Any
 
 from rill.errors import UserError
 from rill.runtime.call import Answers
-from rill.runtime.channel import finish_call, flush_puts
+from rill.runtime.channel_ends import finish_call, flush_puts
 from rill.runtime.context import RuntimeContext, install_for_thread
 from rill.runtime.worker import Seating, Worker, begin_call, build
 from rill.telemetry import trace

@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from rill.errors import MissingExtraError, RunError
+from rill.runtime.agent_protocol import Event, Start
 from rill.runtime.backend import Opened
 from rill.runtime.device import Device, Node, local_devices, num_own_cores
 from rill.runtime.local import LocalNode, NodeClient
-from rill.runtime.process import Event, Start
 from rill.runtime.session import Session, open_session
 
 START_WAIT_S = 120.0

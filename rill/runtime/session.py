@@ -1,27 +1,31 @@
-"""The folders of a session: made at its start, held by a lock, swept by the next session if nobody is left.
+"""The folders of a session: made at its start, held by locks, removed at its end or swept by the next session.
 
-A session has a folder for sockets and logs under the system's temporary directory, and one for shared memory
-under /dev/shm where that exists. Driver and agent each hold the lock file shared; a folder whose lock can be
-taken exclusively belongs to nobody, and `sweep` removes it.
+A session has a folder for sockets and logs under the system's temporary directory, and one for shared memory under
+/dev/shm where that exists. Each holds a lock file that driver and agent hold shared; a folder whose lock can be taken
+exclusively belongs to nobody, and `sweep` removes it, whichever of the two is left and whatever TMPDIR was then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from rill.errors import UserError
-from rill.runtime.process import LOCK_NAME, SESSION_PREFIX, remove_session
 
-_SHM_ROOT = Path("/dev/shm")
+SESSION_PREFIX = "rill-session-"
+LOCK_NAME = "session.lock"
 MAX_PATH_CHARS = 86
 """A Unix socket's path may have 107 characters; its name inside the folder needs the rest."""
+_SHM_ROOT = Path("/dev/shm")
 _NURSERY_AGE_S = 60.0
 
 
@@ -32,12 +36,13 @@ class Session:
     session_id: str
     session_dir: Path
     shm_dir: Path
-    _lock: IO[str] = field(repr=False)
+    _locks: list[IO[str]] = field(repr=False)
 
     def close(self) -> None:
-        """Let go and remove what is left."""
+        """Remove what is left and let go."""
         remove_session(self.session_dir, self.shm_dir)
-        self._lock.close()
+        for lock in self._locks:
+            lock.close()
 
 
 def open_session(session_id: str | None = None) -> Session:
@@ -51,16 +56,10 @@ def open_session(session_id: str | None = None) -> Session:
             f"the temporary directory {str(root)!r} is too long for the sockets inside it: "
             f"set TMPDIR to one of at most {MAX_PATH_CHARS - len(session_dir.name) - 1} characters"
         )
-    # Made under another name and renamed once locked, so that no sweep can see it unlocked.
-    nursery = root / f".{SESSION_PREFIX}{session_id}"
-    nursery.mkdir(mode=0o700)
-    lock = open(nursery / LOCK_NAME, "w")  # noqa: SIM115  held until close()
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    (nursery / "logs").mkdir()
-    nursery.rename(session_dir)
     shm_dir = shm_dir_of(session_dir)
-    shm_dir.mkdir(mode=0o700)
-    return Session(session_id, session_dir, shm_dir, lock)
+    locks = [_make_held(session_dir), _make_held(shm_dir)]
+    (session_dir / "logs").mkdir()
+    return Session(session_id, session_dir, shm_dir, locks)
 
 
 def shm_dir_of(session_dir: Path) -> Path:
@@ -69,18 +68,43 @@ def shm_dir_of(session_dir: Path) -> Path:
     return _SHM_ROOT / session_dir.name if usable else session_dir / "shm"
 
 
+@contextlib.contextmanager
+def hold_session(*folders: Path) -> Iterator[None]:
+    """Hold a session's folders: nobody sweeps them meanwhile."""
+    with contextlib.ExitStack() as held:
+        for folder in folders:
+            fcntl.flock(held.enter_context(open(folder / LOCK_NAME, "w")), fcntl.LOCK_SH)
+        yield
+
+
+def remove_session(session_dir: Path, shm_dir: Path) -> None:
+    """Remove both folders, whatever is left in them."""
+    shutil.rmtree(shm_dir, ignore_errors=True)
+    shutil.rmtree(session_dir, ignore_errors=True)
+
+
 def sweep(root: Path) -> list[str]:
-    """Remove the folders of sessions that nobody holds any more; returns their names."""
+    """Remove the folders of sessions that nobody holds any more, here and in shared memory; returns their names."""
     swept: list[str] = []
     young = time.time() - _NURSERY_AGE_S
-    for folder in root.glob(f"*{SESSION_PREFIX}*"):
+    for folder in [*root.glob(f"*{SESSION_PREFIX}*"), *_SHM_ROOT.glob(f"*{SESSION_PREFIX}*")]:
         try:
             if folder.name.startswith(".") and folder.stat().st_mtime > young:
                 continue  # its lock may be about to be taken
             with open(folder / LOCK_NAME) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_session(folder, shm_dir_of(folder))
+                shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
         except OSError:  # held, gone meanwhile, or another user's
             continue
     return swept
+
+
+def _make_held(folder: Path) -> IO[str]:
+    """Make a folder that this process holds. Under another name until it is locked: no sweep can see it unlocked."""
+    nursery = folder.with_name(f".{folder.name}")
+    nursery.mkdir(mode=0o700)
+    lock = open(nursery / LOCK_NAME, "w")  # noqa: SIM115  held until the session is closed
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    nursery.rename(folder)
+    return lock

@@ -18,8 +18,7 @@ from rill.errors import PeerDiedError, RunError, UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.cluster import Cluster
 from rill.runtime.device import Device
-from rill.runtime.process import LOCK_NAME, SESSION_PREFIX
-from rill.runtime.session import sweep
+from rill.runtime.session import LOCK_NAME, SESSION_PREFIX, sweep
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(90)

@@ -1,0 +1,100 @@
+"""What a driver and the agent of a node say to each other, over a socketpair: requests one way, events the other."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Request: start a process and call it `key`."""
+
+    key: str
+    entry: str
+    """"module:function", called with `payload`; or empty when `argv` is given."""
+    payload: bytes = b""
+    argv: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: str
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Request: send `signal_number` to the process group of `key`."""
+
+    key: str
+    signal_number: int = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Request: end everything, remove the session's folders, exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Event: the process runs."""
+
+    key: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """Event: the process ended."""
+
+    key: str
+    pid: int
+    exit_code: int
+    """Negative: killed by that signal."""
+    log_tail: str
+    restarted: bool
+
+
+Request = Start | Kill | Shutdown
+Event = Started | Exited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What an agent needs to know from its start."""
+
+    session_id: str
+    session_dir: str
+    shm_dir: str
+    sys_path: list[str]
+    preload: tuple[str, ...] = ()
+    driver_pid: int
+
+
+def send_message(sock: socket.socket, message: object) -> None:
+    """One length-prefixed pickle. Both ends are ours and on one machine."""
+    data = pickle.dumps(message)
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(sock: socket.socket) -> object:
+    """The next message; EOFError when the other end is closed."""
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return pickle.loads(_receive_exactly(sock, length))
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            part = sock.recv(num_bytes - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise EOFError("the other end is closed")
+        data += part
+    return bytes(data)
