@@ -37,7 +37,9 @@ def rill_serve(
     kill_late = threading.Timer(START_TIMEOUT_S, process.kill)
     kill_late.start()
     try:
-        yield process, _address(process)
+        address = _address(process)
+        kill_late.cancel()
+        yield process, address
     finally:
         kill_late.cancel()
         if process.poll() is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,7 +41,7 @@ LONG = {"prompt": "abc", "max_tokens": 600, "ignore_eos": True}
 def test_a_process_answers_the_official_client_and_drains(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     folder = write_scripted_model(tmp_path / "scripted", f"Sure. {CALL}", num_prompt_tokens=4)
-    with rill_serve(folder, "engine.num_kv_blocks=256") as (process, url):
+    with rill_serve(folder, "engine.num_kv_blocks=256", "server.stream_interval_s=0") as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         assert [card.id for card in client.models.list()] == ["scripted"]
         _chat_and_stream(client)
@@ -144,3 +147,75 @@ def _wait(check: Any, wait_s: float = 30.0) -> None:
     while not check():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -> None:
+    """Streams and plain requests run on both replicas when one process is killed: every answer is the one it would have
+    been, the server says meanwhile that one is missing, and then there are two again, with the weights of the other."""
+    model = ModelConfig(shape=SHAPE, tokenizer="chars")
+    load_model(model, dtype=torch.float32).save_pretrained(tmp_path)
+    load_tokenizer(model).save_pretrained(tmp_path)
+    settings = (
+        "--replicas",
+        "2",
+        "engine.num_kv_blocks=512",
+        "router.health_interval_s=0.5",
+        "router.load_gap=0",
+    )
+    with rill_serve(tmp_path, *settings) as (process, url):
+        assert httpx.post(f"{url}/reload_weights", timeout=60).json()["version"] == 1
+        bodies = [
+            {"prompt": "abc" + "xyz"[i % 3] * i, "max_tokens": 500, "ignore_eos": True, "seed": i, "stream": i % 2 == 0,
+             "return_token_ids": True}
+            for i in range(8)
+        ]  # fmt: skip
+        expected = [_tokens(url, body) for body in bodies]
+        found: dict[int, list[int]] = {}
+        asking = [
+            threading.Thread(target=lambda i=i, body=body: found.update({i: _tokens(url, body)}))
+            for i, body in enumerate(bodies)
+        ]
+        for thread in asking:
+            thread.start()
+        _wait(lambda: "rill_in_flight 8\n" in httpx.get(f"{url}/metrics", timeout=30).text)
+        time.sleep(0.3)
+        victim, *others = _replica_pids(process.pid)
+        os.kill(victim, signal.SIGKILL)
+        _wait(lambda: httpx.get(f"{url}/health", timeout=30).json()["replicas"] == 1.0)
+        for thread in asking:
+            thread.join(120)
+        assert [found.get(i) for i in range(8)] == expected
+        retried = re.search(
+            r"^rill_engine_extra_retried (\S+)", httpx.get(f"{url}/metrics", timeout=30).text, re.M
+        )
+        assert retried is not None and float(retried[1]) >= 1
+        _wait(lambda: httpx.get(f"{url}/health", timeout=30).json()["replicas"] == 2.0, 240)
+        assert set(others) < set(_replica_pids(process.pid)) and victim not in _replica_pids(process.pid)
+        both = [_tokens(url, body | {"seed": 100 + i}) for i, body in enumerate(bodies * 2)]
+        assert len(both) == 16 and httpx.get(f"{url}/health", timeout=30).json()["version"] == 1
+
+
+def _tokens(url: str, body: dict[str, Any]) -> list[int]:
+    """The answer's token ids, however it came; every one of version 1."""
+    if not body["stream"]:
+        choice = httpx.post(f"{url}/v1/completions", json=body, timeout=200).json()["choices"][0]
+        assert set(choice["token_versions"]) == {1}
+        return list(choice["token_ids"])
+    ids: list[int] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=200) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                assert set(choice["token_versions"]) <= {1}
+                ids += choice["token_ids"]
+    return ids
+
+
+def _replica_pids(parent: int) -> list[int]:
+    """Children that have a pipe to the server: multiprocessing's resource tracker has none."""
+    found = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
