@@ -1,6 +1,7 @@
 // Matrix products in bfloat16 on processors with AMX, for training. Built by cpu_build.py; plain pointers.
 //
 //     matmul        C[M, N]  = sum over parts of A_p[M, K_p] · op(B_p)   + bias + addend       bf16 in and out
+//     gated         act(x Gᵀ) · (x Uᵀ), and the gradients of both factors, without a pass over memory of their own
 //     weight_grad   C[N, K] (+)= G[T, N]ᵀ · X[T, K]                                            bf16 in, float out
 //
 // Sums are float, inside a tile register, and go over the inner dimension in order: a result depends neither on the
@@ -17,7 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cpu_vector.h"
+#include "cpu_activation.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 
@@ -175,31 +176,82 @@ inline __m512 from_bf16(const bf16* p) {
     return from_half(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// A block of sums on its way to the result, a few rows at a time. Rounds to bf16 where Hugging Face's modules do: after
-// the bias, and again after the addend.
-struct Pending {
-    const float* sums = nullptr;
-    const bf16 *bias = nullptr, *addend = nullptr;
-    bf16* c = nullptr;
-    int64_t stride = 0, addend_stride = 0, rows = 0, next = 0;
+// Where sums go: each of these writes 32 values of one row, at column n. Values are rounded to bf16 where Hugging Face's
+// modules round: after the bias, again after the addend, and after the activation.
 
-    void write(int64_t count) {
-        const int64_t end = std::min(rows, next + count);
-        for (; next < end; next++) {
-            __m512 low = _mm512_load_ps(sums + next * BLOCK), high = _mm512_load_ps(sums + next * BLOCK + 16);
-            if (bias) {
-                low = _mm512_add_ps(low, from_bf16(bias));
-                high = _mm512_add_ps(high, from_bf16(bias + 16));
-            }
-            __m512i out = to_bf16(low, high);
-            if (addend) {
-                const bf16* more = addend + next * addend_stride;
-                low = _mm512_add_ps(from_half(_mm512_castsi512_si256(out)), from_bf16(more));
-                high = _mm512_add_ps(from_half(_mm512_extracti64x4_epi64(out, 1)), from_bf16(more + 16));
-                out = to_bf16(low, high);
-            }
-            _mm512_storeu_si512(c + next * stride, out);
+struct LinearRow {
+    const bf16 *bias, *addend;
+    int64_t addend_stride;
+    bf16* c;
+    int64_t stride;
+
+    void operator()(int64_t row, int64_t n, const float* sums, const float*) const {
+        __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
+        if (bias) {
+            low = _mm512_add_ps(low, from_bf16(bias + n));
+            high = _mm512_add_ps(high, from_bf16(bias + n + 16));
         }
+        __m512i out = to_bf16(low, high);
+        if (addend) {
+            const bf16* more = addend + row * addend_stride + n;
+            low = _mm512_add_ps(from_half(_mm512_castsi512_si256(out)), from_bf16(more));
+            high = _mm512_add_ps(from_half(_mm512_extracti64x4_epi64(out, 1)), from_bf16(more + 16));
+            out = to_bf16(low, high);
+        }
+        _mm512_storeu_si512(c + row * stride + n, out);
+    }
+};
+
+inline void store_pair(bf16* to, const vec* v) {
+    _mm512_storeu_si512(to, to_bf16(reinterpret_cast<__m512>(v[0]), reinterpret_cast<__m512>(v[1])));
+}
+inline vec rounded_vec(vec v) {
+    return reinterpret_cast<vec>(from_half((__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v))));
+}
+
+// act(gate) · up; gate and up themselves are stored where the backward pass will need them.
+struct GatedRow {
+    bf16 *gate, *up, *out;
+    int64_t width;
+    bool gelu;
+
+    void operator()(int64_t row, int64_t n, const float* gates, const float* ups) const {
+        vec g[2], u[2], z[2];
+        for (int i = 0; i < 2; i++) {
+            g[i] = rounded_vec(load_vec(gates + i * LANES));
+            u[i] = rounded_vec(load_vec(ups + i * LANES));
+            z[i] = rounded_vec(gelu ? gelu_tanh(g[i]) : silu(g[i])) * u[i];
+        }
+        const int64_t at = row * width + n;
+        store_pair(out + at, z);
+        if (gate) {
+            store_pair(gate + at, g);
+            store_pair(up + at, u);
+        }
+    }
+};
+
+// The sums are the gradient of act(gate) · up. gate and up become their gradients, out the product itself.
+struct GatedGradRow {
+    bf16 *gate, *up, *out;
+    int64_t width;
+    bool gelu;
+
+    void operator()(int64_t row, int64_t n, const float* sums, const float*) const {
+        vec dg[2], du[2], z[2];
+        const int64_t at = row * width + n;
+        for (int i = 0; i < 2; i++) {
+            const vec d = rounded_vec(load_vec(sums + i * LANES)), u = load_vec(up + at + i * LANES);
+            vec act, slope;
+            activate(load_vec(gate + at + i * LANES), gelu, &act, &slope);
+            act = rounded_vec(act);
+            dg[i] = d * u * slope;
+            du[i] = d * act;
+            z[i] = act * u;
+        }
+        store_pair(gate + at, dg);
+        store_pair(up + at, du);
+        store_pair(out + at, z);
     }
 };
 
@@ -225,8 +277,46 @@ void pack_right(const Part* parts, int num_parts, int64_t total, bool by_columns
             }
 }
 
-void matmul(const Part* parts, int num_parts, bool by_columns, const bf16* bias, const bf16* addend,
-            int64_t addend_stride, bf16* c, int64_t stride, int64_t rows, int64_t width, int threads) {
+// 32 rows of every left operand: where they lie, or copied and filled up with zeros at the end.
+struct Band {
+    const bf16* left[8];
+    int64_t stride[8];
+
+    Band(const Part* parts, int num_parts, int64_t total, int64_t row, int64_t count) {
+        bf16* tail = count < BLOCK ? left_buffer.get(BLOCK * total) : nullptr;
+        if (tail) std::memset(static_cast<void*>(tail), 0, BLOCK * total * sizeof(bf16));
+        for (int p = 0; p < num_parts; p++) {
+            left[p] = parts[p].a + row * parts[p].a_stride;
+            stride[p] = parts[p].a_stride;
+            if (!tail) continue;
+            const int64_t inner = parts[p].inner;
+            for (int64_t r = 0; r < count; r++)
+                std::memcpy(static_cast<void*>(tail + r * inner), left[p] + r * stride[p], inner * sizeof(bf16));
+            left[p] = tail;
+            stride[p] = inner;
+            tail += BLOCK * inner;
+        }
+    }
+};
+
+// One block of sums on its way to the result, a few rows at a time while the next block is computed.
+template <class Row>
+struct Pending {
+    const Row& write_row;
+    const float* sums = nullptr;
+    int64_t row = 0, n = 0, count = 0, next = 0;
+
+    void write(int64_t rows) {
+        const int64_t end = std::min(count, next + rows);
+        for (; next < end; next++)
+            write_row(row + next, n, sums + next * BLOCK, sums + BLOCK * BLOCK + next * BLOCK);
+    }
+};
+
+// With `is_pair`, two parts are two products of one left operand, handed to write_row together; else parts are added.
+template <class Row>
+void matmul(const Part* parts, int num_parts, bool is_pair, bool by_columns, int64_t rows, int64_t width,
+            const Row& write_row, int threads) {
     int64_t total = 0;
     for (int p = 0; p < num_parts; p++) total += parts[p].inner;
     const int64_t num_panels = width / BLOCK, num_bands = (rows + BLOCK - 1) / BLOCK;
@@ -237,8 +327,8 @@ void matmul(const Part* parts, int num_parts, bool by_columns, const bf16* bias,
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * width * total > (1 << 22))
     {
         TileScope scope;
-        alignas(64) float sums[2][BLOCK * BLOCK];
-        Pending pending;
+        alignas(64) float sums[2][2 * BLOCK * BLOCK];
+        Pending<Row> pending{write_row};
         int64_t num_blocks = 0;
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < num_panels; panel++)
@@ -247,38 +337,28 @@ void matmul(const Part* parts, int num_parts, bool by_columns, const bf16* bias,
         for (int64_t first = 0; first < num_panels; first += group)
             for (int64_t band = 0; band < num_bands; band++) {
                 const int64_t row = band * BLOCK, count = std::min(BLOCK, rows - row);
-                const bf16* left[8];
-                int64_t left_stride[8];
-                for (int p = 0; p < num_parts; p++) {
-                    left[p] = parts[p].a + row * parts[p].a_stride;
-                    left_stride[p] = parts[p].a_stride;
-                }
-                if (count < BLOCK) {  // the last rows are copied, to not read past the end
-                    bf16* tail = left_buffer.get(BLOCK * total);
-                    std::memset(static_cast<void*>(tail), 0, BLOCK * total * sizeof(bf16));
-                    for (int64_t i = 0, at = 0; i < num_parts; at += BLOCK * parts[i].inner, i++) {
-                        for (int64_t r = 0; r < count; r++)
-                            std::memcpy(static_cast<void*>(tail + at + r * parts[i].inner), left[i] + r * left_stride[i],
-                                        parts[i].inner * sizeof(bf16));
-                        left[i] = tail + at;
-                        left_stride[i] = parts[i].inner;
-                    }
-                }
+                const Band left(parts, num_parts, total, row, count);
                 const int64_t last = std::min(first + group, num_panels);
                 for (int64_t panel = first; panel < last; panel++) {
                     const bf16* right = packed + panel * BLOCK * total;
+                    float* to = sums[num_blocks++ % 2];
                     zero_tiles();
                     for (int p = 0; p < num_parts; p++) {
-                        multiply(left[p], left[p] + 16 * left_stride[p], left_stride[p] * 2, 32, right,
+                        multiply(left.left[p], left.left[p] + 16 * left.stride[p], left.stride[p] * 2, 32, right,
                                  parts[p].inner / 32, [&] { pending.write(per_step); });
                         right += BLOCK * parts[p].inner;
+                        if (is_pair && p == 0) {
+                            store_tiles(to, BLOCK);
+                            zero_tiles();
+                        }
                     }
                     pending.write(BLOCK);
-                    const int64_t n = panel * BLOCK;
-                    float* to = sums[num_blocks++ % 2];
-                    store_tiles(to, BLOCK);
-                    pending = {to, bias ? bias + n : nullptr, addend ? addend + row * addend_stride + n : nullptr,
-                               c + row * stride + n, stride, addend_stride, count, 0};
+                    store_tiles(is_pair ? to + BLOCK * BLOCK : to, BLOCK);
+                    pending.sums = to;
+                    pending.row = row;
+                    pending.n = panel * BLOCK;
+                    pending.count = count;
+                    pending.next = 0;
                 }
             }
         pending.write(BLOCK);
@@ -353,8 +433,24 @@ extern "C" void matmul_bf16(const int64_t* parts, int num_parts, int by_columns,
     for (int p = 0; p < num_parts; p++, parts += 5)
         list[p] = {reinterpret_cast<const bf16*>(parts[0]), parts[1], reinterpret_cast<const bf16*>(parts[2]), parts[3],
                    parts[4]};
-    matmul(list, num_parts, by_columns, (const bf16*)bias, (const bf16*)addend, addend_stride, (bf16*)c, stride, rows,
-           width, threads);
+    matmul(list, num_parts, false, by_columns, rows, width,
+           LinearRow{(const bf16*)bias, (const bf16*)addend, addend_stride, (bf16*)c, stride}, threads);
+}
+
+// out = act(x Gᵀ) · (x Uᵀ), all contiguous; gate and up may be null.
+extern "C" void gated_bf16(const void* x, const void* gate_weight, const void* up_weight, void* gate, void* up, void* out,
+                           int64_t rows, int64_t width, int64_t inner, int gelu, int threads) {
+    const Part parts[2] = {{(const bf16*)x, inner, (const bf16*)gate_weight, inner, inner},
+                           {(const bf16*)x, inner, (const bf16*)up_weight, inner, inner}};
+    matmul(parts, 2, true, true, rows, width, GatedRow{(bf16*)gate, (bf16*)up, (bf16*)out, width, gelu != 0}, threads);
+}
+
+// The gradient of out is grad · D: gate and up become their gradients, out = act(gate) · up.
+extern "C" void gated_grad_bf16(const void* grad, const void* down_weight, void* gate, void* up, void* out, int64_t rows,
+                                int64_t width, int64_t inner, int gelu, int threads) {
+    const Part part = {(const bf16*)grad, inner, (const bf16*)down_weight, width, inner};
+    matmul(&part, 1, false, false, rows, width, GatedGradRow{(bf16*)gate, (bf16*)up, (bf16*)out, width, gelu != 0},
+           threads);
 }
 
 extern "C" void weight_grad_bf16(const void* g, int64_t g_stride, const void* x, int64_t x_stride, float* c,
@@ -369,6 +465,9 @@ extern "C" void weight_grad_bf16(const void* g, int64_t g_stride, const void* x,
 extern "C" int can_multiply() { return 0; }
 extern "C" void matmul_bf16(const int64_t*, int, int, const void*, const void*, int64_t, void*, int64_t, int64_t, int64_t,
                             int) {}
+extern "C" void gated_bf16(const void*, const void*, const void*, void*, void*, void*, int64_t, int64_t, int64_t, int,
+                           int) {}
+extern "C" void gated_grad_bf16(const void*, const void*, void*, void*, void*, int64_t, int64_t, int64_t, int, int) {}
 extern "C" void weight_grad_bf16(const void*, int64_t, const void*, int64_t, float*, int64_t, int64_t, int64_t, int64_t,
                                  int, int) {}
 

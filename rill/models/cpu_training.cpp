@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "cpu_vector.h"
+#include "cpu_activation.h"
 
 namespace {
 
@@ -128,25 +128,6 @@ void gated(const T* gate, const T* up, T* out, int64_t count, int gelu, int thre
             const float g = load(gate + i);
             store(out + i, rounded(gelu ? gelu_tanh(g) : silu(g), gate) * load(up + i));
         }
-    }
-}
-
-constexpr float GELU = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-
-inline vec logistic(vec v) { return inverse_vec(1.0f + exp_vec(-v)); }
-inline float logistic(float v) { return 1.0f / (1.0f + fast_exp(-v)); }
-
-// The activation is g · s with s a logistic function of g; `slope` is its derivative. V is vec or float.
-template <class V>
-inline void activate(V g, int gelu, V* act, V* slope) {
-    if (gelu) {
-        const V s = logistic(GELU * (g + 0.044715f * g * g * g));
-        *act = g * s;
-        *slope = s + *act * (1.0f - s) * GELU * (1.0f + 0.134145f * g * g);
-    } else {
-        const V s = logistic(g);
-        *act = g * s;
-        *slope = s + *act * (1.0f - s);
     }
 }
 

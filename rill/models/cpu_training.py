@@ -29,6 +29,8 @@ _ROWS_PER_SUM = 64
 
 _PRODUCTS: dict[str, list[Any]] = {
     "matmul_bf16": [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int64, c_void_p] + [c_int64] * 3 + [c_int],
+    "gated_bf16": [c_void_p] * 6 + [c_int64] * 3 + [c_int, c_int],
+    "gated_grad_bf16": [c_void_p] * 5 + [c_int64] * 3 + [c_int, c_int],
     "weight_grad_bf16": [c_void_p, c_int64] * 3 + [c_int64] * 3 + [c_int, c_int],
 }
 _SIGNATURES: dict[str, dict[str, list[Any]]] = {
@@ -92,9 +94,9 @@ class TrainingKernels:
                     call = library[f"{name}_{suffix}"]
                     call.argtypes, call.restype = arguments, None
                     self._calls[name, dtype] = call
-        self._matmul, self._weight_grad = (matmul[name] for name in _PRODUCTS)
-        for call, arguments in zip((self._matmul, self._weight_grad), _PRODUCTS.values(), strict=True):
-            call.argtypes, call.restype = arguments, None
+        self._products: dict[str, Any] = {name: matmul[name] for name in _PRODUCTS}
+        for name, arguments in _PRODUCTS.items():
+            self._products[name].argtypes, self._products[name].restype = arguments, None
         self._has_tiles = bool(matmul["can_multiply"]())
 
     # --- matrix products ----------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class TrainingKernels:
             place[0].add_(gradient) if place[1] else place[0].copy_(gradient)
             return None
         out, is_begun = place or (torch.empty(weight_OK.shape, dtype=torch.float32), False)
-        self._weight_grad(
+        self._products["weight_grad_bf16"](
             grad_NO.data_ptr(), grad_NO.stride(0), x_NK.data_ptr(), x_NK.stride(0), out.data_ptr(), out.stride(0),
             grad_NO.shape[0], *weight_OK.shape, is_begun, torch.get_num_threads(),
         )  # fmt: skip
@@ -164,7 +166,7 @@ class TrainingKernels:
         out: Tensor,
     ) -> None:
         numbers = [n for a, b, k in parts for n in (a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), k)]
-        self._matmul(
+        self._products["matmul_bf16"](
             (c_int64 * len(numbers))(*numbers), len(parts), by_columns, _pointer(bias), _pointer(addend),
             0 if addend is None else addend.stride(0), out.data_ptr(), out.stride(0), *out.shape,
             torch.get_num_threads(),
@@ -222,6 +224,37 @@ class TrainingKernels:
             gelu,
             torch.get_num_threads(),
         )
+
+    def gated_linear(
+        self, x_NK: Tensor, gate_FK: Tensor, up_FK: Tensor, *, gelu: bool, is_kept: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """act(x Gᵀ) · (x Uᵀ), and both factors where they are kept for gated_linear_grad_."""
+        if not self._multiplies(x_NK.dtype, *gate_FK.shape):
+            gate, up = functional.linear(x_NK, gate_FK), functional.linear(x_NK, up_FK)
+            return self.gated(gate, up, gelu=gelu), (gate, up) if is_kept else None
+        out = x_NK.new_empty(x_NK.shape[0], gate_FK.shape[0])
+        kept = (torch.empty_like(out), torch.empty_like(out)) if is_kept else None
+        gate_up = (None, None) if kept is None else (kept[0].data_ptr(), kept[1].data_ptr())
+        self._products["gated_bf16"](
+            x_NK.data_ptr(), gate_FK.data_ptr(), up_FK.data_ptr(), *gate_up, out.data_ptr(), *out.shape, x_NK.shape[1],
+            gelu, torch.get_num_threads(),
+        )  # fmt: skip
+        return out, kept
+
+    def gated_linear_grad_(
+        self, grad_NK: Tensor, down_KF: Tensor, gate_NF: Tensor, up_NF: Tensor, *, gelu: bool
+    ) -> Tensor:
+        """act(gate) · up again, for a gradient `grad` of its product with D; gate and up become their gradients."""
+        if not self._multiplies(grad_NK.dtype, *down_KF.shape):
+            out = grad_NK @ down_KF
+            self.gated_grad_(gate_NF, up_NF, out, gelu=gelu)
+            return out
+        out = torch.empty_like(gate_NF)
+        self._products["gated_grad_bf16"](
+            grad_NK.data_ptr(), down_KF.data_ptr(), gate_NF.data_ptr(), up_NF.data_ptr(), out.data_ptr(), *out.shape,
+            grad_NK.shape[1], gelu, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     # --- attention ----------------------------------------------------------------------------------------
 

@@ -287,12 +287,11 @@ class _MLP(torch.autograd.Function):
         up_weight: Tensor,
         down_weight: Tensor,
     ) -> Tensor:
-        gate, up = kernels.linear(x, gate_weight, None), kernels.linear(x, up_weight, None)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
-            ctx.kept = (gate, up)
-            ctx.kernels, ctx.sums, ctx.gelu = kernels, sums, gelu
-        return kernels.linear(kernels.gated(gate, up, gelu=gelu), down_weight, None, addend)
+        is_kept = any(ctx.needs_input_grad)
+        inner, ctx.kept = kernels.gated_linear(x, gate_weight, up_weight, gelu=gelu, is_kept=is_kept)
+        ctx.save_for_backward(x, gate_weight, up_weight, down_weight)
+        ctx.kernels, ctx.sums, ctx.gelu = kernels, sums, gelu
+        return kernels.linear(inner, down_weight, None, addend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -301,8 +300,7 @@ class _MLP(torch.autograd.Function):
         assert ctx.kept is not None, "this graph has been walked already"
         (gate, up), ctx.kept = ctx.kept, None
         grad = grads[0].contiguous()
-        inner = kernels.input_grad([grad], [down_weight])
-        kernels.gated_grad_(gate, up, inner, gelu=ctx.gelu)
+        inner = kernels.gated_linear_grad_(grad, down_weight, gate, up, gelu=ctx.gelu)
         needs_gate, needs_up, needs_down = ctx.needs_input_grad[5:]
         grad_down = kernels.weight_grad(grad, inner, down_weight, ctx.sums) if needs_down else None
         grad_x = kernels.input_grad([gate, up], [gate_weight, up_weight])
