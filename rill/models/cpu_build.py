@@ -1,7 +1,7 @@
 """Compiles C++ that lies beside this file, once per machine, and loads it into torch's process.
 
 `load_library("cpu_kernels")` builds cpu_kernels.cpp; the result lies in the user's cache folder under a name that
-hashes the source, the headers beside it, the compiler, the flags and the processor, so a change of any of them builds
+hashes the source, its own headers, the compiler, the flags and the processor, so a change of any of them builds
 again and nothing stale is ever loaded. Sources use plain pointers and no library headers: a build takes seconds and
 fits every version of torch. OpenMP is torch's own runtime, so both share one pool of threads.
 
@@ -16,9 +16,11 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
     "-fno-signed-zeros", "-freciprocal-math",
 )  # fmt: skip
-BUILD_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 300.0
 
 
 @functools.cache
@@ -48,6 +50,12 @@ def load_library(name: str) -> ctypes.CDLL | None:
         return None
 
 
+def load_libraries(*names: str) -> list[ctypes.CDLL | None]:
+    """Several at once: what has to be built is built side by side."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(load_library, names))
+
+
 @functools.cache
 def _compiler() -> str | None:
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -62,7 +70,7 @@ def _build(compiler: str, name: str) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S
     )
-    parts = [path.read_bytes() for path in (source, *sorted(FOLDER.glob("*.h")))]
+    parts = [path.read_bytes() for path in _with_headers(source)]
     identity = hashlib.sha256(b"".join(parts) + version.stdout + " ".join(flags).encode() + _cpu_identity())
     file_name = f"{name}-{identity.hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rill"
@@ -82,6 +90,16 @@ def _build(compiler: str, name: str) -> Path:
                 subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S)
             built.replace(library)  # atomic: processes that start together may all build it
     return library
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """A source and every file beside it that it includes, at any depth."""
+    found = [source]
+    for path in found:  # grows while it is read
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            if FOLDER / name not in found:
+                found.append(FOLDER / name)
+    return found
 
 
 def _cpu_identity() -> bytes:

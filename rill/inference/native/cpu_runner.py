@@ -16,6 +16,7 @@ from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
 from rill.inference.native.sampler import apply_edits
+from rill.models.cpu_build import load_libraries
 from rill.models.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
 from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.decoder import build_decoder
@@ -39,6 +40,9 @@ class CpuRunner(ModelRunner):
     ) -> None:
         super().__init__(model, device=torch.device("cpu"), block_size=block_size)
         self.batch_invariant = batch_invariant
+        load_libraries(
+            "cpu_kernels", "cpu_decoder"
+        )  # the first time each is compiled: not one after the other
         kernels = load_cpu_kernels()
         if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
             kernels = None
