@@ -189,15 +189,24 @@ def checked_key(channel: str, key: Any) -> Any:
     )
 
 
-def flush_puts(context: RuntimeContext) -> None:
-    """A call is about to answer: whoever hears of it, and ends the epoch say, finds in the channels what it put."""
-    for service in list(context.services.values()):
-        if isinstance(service, ChannelEnds) and service.producer.has_unconfirmed:
-            service.producer.flush(HUB_S)
+def settle_call(context: RuntimeContext) -> None:
+    """A call that ran in this thread is about to answer: it is done with what it took, and when this returns the broker
+    knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
+    lost or delivered again."""
+    finish_call(context)
+    ends = [service for service in list(context.services.values()) if isinstance(service, ChannelEnds)]
+    sending = [one.producer for one in ends if one.producer.has_unconfirmed]
+    for producer in sending:
+        producer.seal()
+    has_finished = [one.consumer.settle() for one in ends]
+    if sending or any(has_finished):
+        context.hub.call("registry", "sync", None, HUB_S)
+    for producer in sending:
+        producer.check()
 
 
 def finish_call(context: RuntimeContext) -> None:
-    """A call that ran in this thread has returned: it is done with everything it took. Its rank calls this."""
+    """A call that ran in this thread has ended, in whatever way: it is done with everything it took."""
     holder = threading.get_ident()
     for service in list(context.services.values()):
         if isinstance(service, ChannelEnds):

@@ -140,6 +140,11 @@ class ConsumerPort:
         with self._lock:
             self._finish(holder)
 
+    def settle(self) -> bool:
+        """Send what is finished now rather than with the next request; whether there was anything."""
+        with self._lock:
+            return self._settle()
+
     def finish_with(self, task: asyncio.Task[Any]) -> None:
         """The holder is a task: it is done with what it took when it ends."""
         if task not in self._tasks:
@@ -198,7 +203,7 @@ class ConsumerPort:
         elif answer[0] == EPOCH_END:
             self._hub.submit("broker.unend", self._name)
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
         self._unsettled_since_s = 0.0
         done, self._done = self._done, []
         released = []
@@ -206,6 +211,7 @@ class ConsumerPort:
             released.append(self._released.popleft())
         if done or released:
             self._hub.submit("broker.settle", [self._name, done, released, []])
+        return bool(done or released)
 
     def _tick(self, now_s: float) -> float:
         """On the io thread: send acknowledgements that found no request to travel with; return idle read-ahead."""

@@ -87,13 +87,17 @@ class ProducerPort:
         """Return when the broker has everything that was put."""
         self.seal()
         self._hub.call("registry", "sync", None, timeout_s)
-        if self._error is not None:
-            raise self._error
+        self.check()
 
     @property
     def has_unconfirmed(self) -> bool:
         """Whether anything that was put might not be with the broker yet."""
         return self._num_unconfirmed > 0
+
+    def check(self) -> None:
+        """Raise what the broker said against something that was put."""
+        if self._error is not None:
+            raise self._error
 
     # --- on the io thread ---------------------------------------------------------------------------------
 

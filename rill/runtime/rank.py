@@ -17,7 +17,7 @@ from typing import Any
 
 from rill.errors import UserError
 from rill.runtime.call import Answers
-from rill.runtime.channel_ends import finish_call, flush_puts
+from rill.runtime.channel_ends import finish_call, settle_call
 from rill.runtime.context import RuntimeContext, install_for_thread
 from rill.runtime.worker import Seating, Worker, begin_call, build
 from rill.telemetry import trace
@@ -68,7 +68,7 @@ class Rank:
         try:
             with trace.span(f"{self._seating.group_name}.{call.method}", lane=self.name):
                 value = self._invoke(call)
-            flush_puts(self.context)
+            settle_call(self.context)
             call.answers.value(call.index, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  the boundary of user code: every exception goes to the caller
             call.answers.error(call.index, error, time.perf_counter() - started_s, timers)

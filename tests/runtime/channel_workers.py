@@ -52,6 +52,11 @@ class Consumer(Worker):
             time.sleep(delay_s)
         return taken
 
+    def pass_on(self, channel: Channel, onwards: Channel) -> int:
+        number = int(channel.take(timeout_s=30))
+        onwards.put(number)
+        return number
+
     def consume_batches(self, channel: Channel) -> list[list[int]]:
         return [[_number(item) for item in batch] for batch in channel.batches()]
 

@@ -341,6 +341,21 @@ if __name__ == "__main__":
         time.sleep(0.05)
 
 
+def test_what_a_call_took_is_finished_when_it_answers(cluster: Cluster, channel: Channel) -> None:
+    """Killed at once afterwards: nothing it took comes back, and nothing it put is missing."""
+    doomed = Consumer.launch(cluster, name="prompt", placement="3")
+    onwards = Channel.create(cluster, "onwards")
+    for n in range(5):
+        channel.put(n)
+        assert doomed.pass_on(channel, onwards).wait(timeout_s=WAIT_S) == [n]
+        os.kill(doomed.addresses()[0].pid, signal.SIGKILL)
+        doomed.relaunch(0)
+    assert [onwards.take(timeout_s=WAIT_S) for _ in range(5)] == list(range(5))
+    stats = channel.stats()
+    assert (stats["depth"], stats["leased"]) == (0, 0)
+    doomed.close()
+
+
 def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
     """Producers and consumers that are killed and relaunched, and now and then the hub: every safely put item is
     finished, and none is finished twice unless its consumer died between finishing and saying so."""
