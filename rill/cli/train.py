@@ -81,7 +81,7 @@ def carry_out(config: RecipeConfig, run: Run) -> None:
     say(f"run folder: {run.path}")
 
     def record(report: StepReport) -> None:
-        metrics.write(report.step, report.metrics)
+        metrics.write(logged_step(report), report.metrics)
 
     watch = GuardWatch(run.path, config.guards())
 
@@ -102,6 +102,11 @@ def carry_out(config: RecipeConfig, run: Run) -> None:
             metrics.close()
             trace.flush()
     _summarise(run, progress, write_report(run), watch.findings)
+
+
+def logged_step(report: StepReport) -> int:
+    """Where a report stands in the log: a warm-up counts up to 0, where RL begins, so that no step stands for two."""
+    return report.step if report.phase == "step" else report.step - report.num_steps
 
 
 def _how_to_go_on(run: Run) -> str:

@@ -17,7 +17,7 @@ from rill.telemetry.run import Run, write_atomically
 
 DRAWN = (
     ("eval/accuracy", "held-out accuracy"),
-    ("reward/mean", "reward of sampled answers"),
+    ("reward/mean", "reward"),
     ("length/response", "tokens per answer"),
     ("sft/loss", "loss"),
     ("eval/loss", "held-out loss"),

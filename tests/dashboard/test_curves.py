@@ -26,13 +26,13 @@ def test_the_picture_is_small_well_formed_and_tells_first_and_last_value(tmp_pat
     target = write_curves(run_with(tmp_path, rows), tmp_path / "curves.svg")
     root = ElementTree.fromstring(target.read_text(encoding="utf-8"))
     titles = [e.text for e in root.iter() if e.get("class") == "t"]
-    assert titles == ["held-out accuracy: 0.25 → 0.75", "reward of sampled answers: 0 → 0.999"]
+    assert titles == ["held-out accuracy: 0.25 → 0.75", "reward: 0 → 0.999"]
     assert target.stat().st_size < 8_000
 
 
 def test_a_figure_with_fewer_than_two_values_is_not_drawn(tmp_path: Path) -> None:
     run = run_with(tmp_path, [{"reward/mean": 0.5, "eval/accuracy": 0.5}, {"reward/mean": 0.6}])
-    assert [curve.title for curve in curves_of(read_metrics(run.path))] == ["reward of sampled answers"]
+    assert [curve.title for curve in curves_of(read_metrics(run.path))] == ["reward"]
 
 
 def test_a_run_without_figures_is_refused_in_words(tmp_path: Path) -> None:
