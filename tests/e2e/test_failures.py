@@ -18,7 +18,7 @@ from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run, RunStatus
 from tests.e2e.tiny import EXACT, PPO, RECIPE, fingerprint, start
 
-DEADLINE_S = 100.0
+DEADLINE_S = 240.0
 
 
 class Command:
@@ -131,7 +131,7 @@ def test_a_killed_engine_comes_back_in_every_placement(tmp_path: Path, placement
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("worker", ["critic", "reference", "feeder"])
 def test_a_killed_critic_reference_or_feeder_is_named_and_the_resumed_run_gives_the_same_weights(
     tmp_path: Path, worker: str
@@ -154,7 +154,7 @@ def test_a_killed_critic_reference_or_feeder_is_named_and_the_resumed_run_gives_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_killed_reward_process_is_started_again_and_costs_no_group(tmp_path: Path) -> None:
     pooled = ("rollout.env.reward.run_in=process", "loop.steps=8")
     command = Command(tmp_path, str(RECIPE), *pooled, "--name", "hurt", "--root", str(tmp_path))
