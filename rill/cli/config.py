@@ -16,7 +16,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=T
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes, e.g. trainer.lr=1e-5", metavar="KEY=VALUE")
+    list[str] | None, typer.Argument(help="Changes, e.g. loop.steps=20", metavar="KEY=VALUE")
 ]
 
 
@@ -27,7 +27,7 @@ def config() -> None:
     \b
     Examples:
       rill config show demo                       the resolved configuration
-      rill config show demo trainer.lr=1e-5       with a change from the command line
+      rill config show demo loop.steps=20         with a change from the command line
       rill config check recipes/mine.toml         is it valid?
       rill config keys demo                       every key it could have, with its meaning
     """
@@ -44,7 +44,7 @@ def show(
     \b
     Examples:
       rill config show demo
-      rill config show demo trainer.lr=1e-5 rollout.engine.type=vllm
+      rill config show demo loop.steps=20 rollout.group_size=16
       rill config show demo > recipes/mine.toml       a file that gives the same run
     """
     loaded, resolved = load_and_resolve(recipe, overrides)

@@ -102,7 +102,7 @@ def root(
     Examples:
       rill doctor                                 is this machine ready?
       rill recipes                                which runs can be started
-      rill config show demo trainer.lr=1e-5       what exactly a run would do
+      rill config show demo loop.steps=20         what exactly a run would do
       rill runs                                   how the runs stand
     """
 

@@ -41,7 +41,7 @@ class RecipeValues:
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RecipeValues:
-    """Read a recipe by name or path with what it includes, and lay overrides such as `trainer.lr=1e-5` on top."""
+    """Read a recipe by name or path with what it includes, and lay overrides such as `loop.steps=20` on top."""
     path = find_recipe(recipe)
     layer = _load_file(path, ())
     if overrides:
@@ -192,7 +192,7 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
     parts = _KEY_PART.findall(key)
     if not equals or not parts or ".".join(parts) != key.strip():
-        raise ConfigError(f"command line: {override!r} is not KEY=VALUE, such as trainer.lr=1e-5")
+        raise ConfigError(f"command line: {override!r} is not KEY=VALUE, such as loop.steps=20")
     return [part.strip("\"'") for part in parts], _parse_value(override, text.strip())
 
 
