@@ -80,6 +80,7 @@ class Feeder(Worker):
             group_size=group_size,
             in_admission_order=config.order == "admission",
             max_returns=config.max_returns,
+            max_dropped=config.max_refills * config.groups_per_step,
         )
         self._changed = threading.Condition()
         self._is_open = False

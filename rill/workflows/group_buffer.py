@@ -12,6 +12,7 @@ first, under their old names, and goes on with what was said of them when they w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,16 @@ class GroupBuffer:
         group_size: int,
         in_admission_order: bool,
         max_returns: int = 0,
+        max_dropped: int = 0,
     ) -> None:
-        """A group that was put back `max_returns` times is waited for."""
+        """A group that was put back `max_returns` times is waited for. A batch that is not full when filters have
+        dropped `max_dropped` groups is given up (0: never)."""
         self.admission = admission
         self.source = source
         self._group_size = group_size
         self._in_admission_order = in_admission_order
         self._max_returns = max_returns
+        self._max_dropped = max_dropped
         self._next_index = 0
         self._to_repeat: list[GroupJob] = []
         self._running: dict[int, GroupJob] = {}
@@ -81,6 +85,7 @@ class GroupBuffer:
             self._finished[outcome.index] = job
         else:
             self._dropped.append(outcome)
+            self._check_dropped()
         if isinstance(self.source, CurriculumSource):
             self.source.learn(job, outcome)
         return True
@@ -133,6 +138,18 @@ class GroupBuffer:
         self.source.load_state(state["source"])
         self._next_index = state["next_index"]
         self._to_repeat = list(begun)
+
+    def _check_dropped(self) -> None:
+        if not 0 < self._max_dropped <= len(self._dropped) or self.is_ready:
+            return
+        reasons = Counter(outcome.dropped for outcome in self._dropped)
+        said = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+        raise RunError(
+            f"filters dropped {len(self._dropped)} groups ({said}) and kept {len(self._kept)} of the "
+            f"{self.admission.batch_groups} that step {self.admission.version} needs. The task may be too hard or too "
+            "easy for this model, or the reward may not see the answer: look at the rollouts, loosen "
+            "algorithm.filters, or raise loop.max_refills"
+        )
 
     def _ready(self) -> Sequence[Outcome]:
         """A whole batch of kept outcomes, or nothing."""

@@ -73,6 +73,9 @@ class LoopConfig(Config):
     stopped; they keep their tokens and go on, under newer weights, with the next batch. 0: off."""
     max_returns: int = Field(8, ge=1)
     """With overprovision: a group that was stopped so many times is waited for. Bounds the lag of its oldest tokens."""
+    max_refills: int = Field(20, ge=0)
+    """Batches' worth of groups that filters may drop while one batch comes together; then the run ends and says why.
+    0: no limit but step_timeout_s."""
     interrupt: bool = True
     """New weights interrupt running sequences, which continue under them (partial rollout). Off: engines finish
     what runs before they take new weights. Matters only where max_lag > 0."""

@@ -47,6 +47,7 @@ class Bench:
         max_lag: int = 0,
         extra: int = 0,
         max_returns: int = 8,
+        max_dropped: int = 0,
         in_order: bool = False,
         size: int = 10_000,
         steps: int = 1000,
@@ -55,7 +56,12 @@ class Bench:
             batch_groups=batch, max_lag=max_lag, max_concurrent=100, extra_groups=extra, num_steps=steps
         )
         self.buffer = GroupBuffer(
-            self.admission, Numbers(size), group_size=1, in_admission_order=in_order, max_returns=max_returns
+            self.admission,
+            Numbers(size),
+            group_size=1,
+            in_admission_order=in_order,
+            max_returns=max_returns,
+            max_dropped=max_dropped,
         )
         self.jobs: dict[int, GroupJob] = {}
         self.admitted: list[int] = []
@@ -253,3 +259,16 @@ def test_every_group_begun_is_trained_on_or_dropped_once_however_often_it_was_pu
         bench.buffer.trained()
     assert len(set(trained)) == len(trained) == steps * batch
     assert set(bench.admitted) == {*trained, *dropped}, "nothing begun is left over at the end"
+
+
+def test_a_batch_that_filters_never_let_come_together_is_an_error_with_the_reasons() -> None:
+    bench = Bench(batch=2, max_dropped=6)
+    first, _ = bench.admit()
+    bench.finish(first)
+    with pytest.raises(
+        RunError, match=r"dropped 6 groups \(too_hard: 4, equal_rewards: 2\) and kept 1 of the 2"
+    ) as end:
+        for number in range(10):
+            index = max(bench.jobs) if number == 0 else bench.admit()[0]
+            bench.finish(index, dropped="equal_rewards" if number < 2 else "too_hard")
+    assert "loop.max_refills" in str(end.value)
