@@ -104,6 +104,7 @@ def _main(argv: Sequence[str]) -> None:
     import importlib
 
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     folder, rank, world_size, target = Path(argv[0]), int(argv[1]), int(argv[2]), argv[3]
@@ -115,6 +116,8 @@ def _main(argv: Sequence[str]) -> None:
         rendezvous, pickle.loads((folder / "arguments.pkl").read_bytes())
     )
     (folder / f"result-{rank}.pkl").write_bytes(pickle.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()  # gloo's threads, alive at the interpreter's end, abort the process now and then
 
 
 if __name__ == "__main__":
