@@ -139,7 +139,7 @@ void decode(const Shape& s, const LayerWeights* layers, const Batch& b, const vo
     const auto blocks = query_blocks(b.starts, b.lengths, b.num_seqs, s.heads, s.kv_heads, s.threads);
 #pragma omp parallel num_threads(s.threads) if (s.threads > 1)
     {
-        TileConfig tiles;
+        TileScope tiles;
         add_norm_pack<T>(s, hidden, nullptr, nullptr, layers[0].input_norm, to.normed, b.rows, to.narrow);
         for (int64_t i = 0; i < s.num_layers; i++) {
             run_layer(s, layers[i], b, blocks, hidden, to);
@@ -156,7 +156,7 @@ void linear(const T* x, int64_t rows, int64_t k, const T* weight, const T* bias,
             int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        TileConfig tiles;
+        TileScope tiles;
         pack_all(x, rows, k, panel);
         product(panel, rows, Weight<T>{weight, bias, n, k}, out, n);
     }

@@ -19,12 +19,9 @@
 #include <cstring>
 
 #include "cpu_activation.h"
+#include "cpu_tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(RILL_AMX) && defined(__AVX512BF16__)
 
 namespace {
 
@@ -32,34 +29,6 @@ constexpr int64_t BLOCK = 32;          // rows and columns of the result kept in
 constexpr int64_t TILE = 512;          // values in a tile of 1 KiB
 constexpr int64_t PANELS_BYTES = 3 << 18;         // of one operand, used again and again from the second-level cache
 constexpr int64_t SUMS_IN_CACHE_BYTES = 4 << 20;  // of weight_grad's result
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 0, start_row = 0;
-    uint8_t reserved[14] = {};
-    uint16_t columns_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Other libraries in this process use the tiles too: what they had configured is put back.
-struct TileScope {
-    TileConfig before;
-    TileScope() {
-        _tile_storeconfig(&before);
-        TileConfig mine;
-        mine.palette = 1;
-        for (int i = 0; i < 8; i++) {
-            mine.columns_bytes[i] = 64;
-            mine.rows[i] = 16;
-        }
-        _tile_loadconfig(&mine);
-    }
-    ~TileScope() {
-        if (before.palette)
-            _tile_loadconfig(&before);
-        else
-            _tile_release();
-    }
-};
 
 struct Buffer {
     void* data = nullptr;
@@ -75,30 +44,6 @@ struct Buffer {
     ~Buffer() { std::free(data); }
 };
 thread_local Buffer left_buffer, right_buffer;
-
-inline void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
 
 // 16 dwords, each the values (even[i], odd[i]) of two rows; rows at or past `count` are zero.
 inline __m512i pair_rows(const bf16* even, int64_t stride, int64_t count) {
@@ -421,10 +366,7 @@ void weight_grad(const bf16* g, int64_t g_stride, const bf16* x, int64_t x_strid
 }  // namespace
 
 // 1 when this process may use the tiles.
-extern "C" int can_multiply() {
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
+extern "C" int can_multiply() { return may_use_tiles(); }
 
 // `parts` are (a, a_stride, b, b_stride, inner) one after another, at most 8 of them.
 extern "C" void matmul_bf16(const int64_t* parts, int num_parts, int by_columns, const void* bias, const void* addend,

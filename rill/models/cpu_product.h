@@ -17,14 +17,10 @@
 #define RILL_PRODUCTS 1
 
 #include <immintrin.h>
-#if defined(__AMX_BF16__) && defined(__linux__)
-#define RILL_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <new>
 
+#include "cpu_tiles.h"
 #include "cpu_vector.h"
 
 namespace {
@@ -40,30 +36,6 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <class T>
 int64_t panel_words(int64_t rows, int64_t k) {
     return ceil_div(rows, EDGE) * ceil_div(k, DEPTH<T>) * TILE_WORDS;
-}
-
-inline void transpose(__m512i r[EDGE]) {
-    __m512i t[EDGE];
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
-    }
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
-    }
 }
 
 inline __m512i load_words(const float* x, int64_t left) {
@@ -121,20 +93,7 @@ struct Weight {
 };
 
 #ifdef RILL_AMX
-// Tiles 0 to 3 hold results, 4 and 5 weights, 6 and 7 panels, all 16 rows of 64 bytes. Per thread.
-struct TileConfig {
-    TileConfig() {
-        alignas(64) uint8_t config[64] = {};
-        config[0] = 1;
-        for (int i = 0; i < 8; i++) {
-            config[16 + 2 * i] = 64;
-            config[48 + i] = EDGE;
-        }
-        _tile_loadconfig(config);
-    }
-    ~TileConfig() { _tile_release(); }
-};
-
+// Tiles 0 to 3 hold results, 4 and 5 weights, 6 and 7 panels.
 // results: [weight tile][row tile][16][16]
 inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, const uint32_t* const panel[2], int64_t rows,
                            int64_t depth_tiles, float* results) {
@@ -169,14 +128,10 @@ inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, cons
     _tile_stored(2, results + 2 * TILE_WORDS, 64);
 }
 
-inline bool bf16_products() {
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux hands tile registers out on request
-    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return granted;
-}
+inline bool bf16_products() { return may_use_tiles(); }
 #else
-struct TileConfig {
-    ~TileConfig() {}
+struct TileScope {
+    ~TileScope() {}
 };
 inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, float*) {}
 inline bool bf16_products() { return false; }

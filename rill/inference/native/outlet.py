@@ -83,6 +83,6 @@ class CallerOutlet:
         assert seq.on_delta is not None
         try:
             seq.on_delta(delta)
-        except Exception:
+        except Exception:  # boundary: a caller's own code; neither its request nor the engine ends with it
             logger.exception("on_delta of request %s failed and will not be called again", seq.id)
             seq.on_delta = None
