@@ -24,6 +24,7 @@ import numpy as np
 from rill.errors import EngineError, PeerDiedError, RequestError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, Request
 from rill.inference.flight import Flight
+from rill.inference.tally import Tally
 from rill.types import PolicyVersion, StopReason
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class RemoteFlights:
         self._flights: dict[str, Flight] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_held = False
-        self._num_finished = self._num_prompt = self._num_cached = self._num_generated = 0
+        self._tally = Tally()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{where}-client", daemon=True)
         self._thread.start()
@@ -93,13 +94,9 @@ class RemoteFlights:
 
     def stats(self) -> EngineStats:
         num_running = len(self._tasks)
-        return EngineStats(
+        return self._tally.stats(
             num_running=num_running,
             num_waiting=max(0, len(self._flights) - num_running),
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt,
-            num_cached_tokens=self._num_cached,
-            num_generated_tokens=self._num_generated,
             version=self.version,
         )
 
@@ -179,7 +176,7 @@ class RemoteFlights:
 
     def _delta(self, request_id: str, chunk: Chunk) -> Delta:
         versions = [self.version] * len(chunk.token_ids) if chunk.versions is None else chunk.versions
-        self._num_generated += len(chunk.token_ids)
+        self._tally.grow(len(chunk.token_ids))
         return Delta(
             request_id=request_id,
             token_ids=np.asarray(chunk.token_ids, dtype=np.int32),
@@ -202,9 +199,7 @@ class RemoteFlights:
             return
         self._tasks.pop(flight.request.id, None)
         if isinstance(outcome, Completion):
-            self._num_finished += 1
-            self._num_prompt += len(flight.request.token_ids)
-            self._num_cached += outcome.num_cached_tokens
+            self._tally.end(num_prompt=len(flight.request.token_ids), num_cached=outcome.num_cached_tokens)
         flight.finish(outcome)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from rill.errors import EngineError, RequestError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, PauseMode
 from rill.inference.flight import Flight
+from rill.inference.tally import Tally
 from rill.inference.vllm_words import VllmWords, completion_of, delta_of, scores_of
 from rill.types import PolicyVersion
 
@@ -59,9 +60,8 @@ class VllmLoop:
         self.jobs: dict[str, Job] = {}
         self.running: dict[str, Job] = {}
         self._held: list[Job] = []
-        self._num_attempts = self._num_finished = self._num_prompt = self._num_cached = (
-            self._num_generated
-        ) = 0
+        self._num_attempts = 0
+        self._tally = Tally()
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="rill-vllm-engine", daemon=True)
@@ -93,14 +93,8 @@ class VllmLoop:
             raise StuckError(f"vllm: {what} was not done within {timeout_s} s") from None
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self.running),
-            num_waiting=len(self._held),
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt,
-            num_cached_tokens=self._num_cached,
-            num_generated_tokens=self._num_generated,
-            version=self.version,
+        return self._tally.stats(
+            num_running=len(self.running), num_waiting=len(self._held), version=self.version
         )
 
     def close(self) -> None:
@@ -207,7 +201,7 @@ class VllmLoop:
                 self._end(job, scores_of(request, output.prompt_logprobs))
             return
         delta = delta_of(request, output, self.version)
-        self._num_generated += len(delta.token_ids)
+        self._tally.grow(len(delta.token_ids))
         job.parts.append(delta)
         job.flight.record(delta)
         if output.finished:
@@ -220,7 +214,7 @@ class VllmLoop:
         if job in self._held:
             self._held.remove(job)
         if isinstance(outcome, Completion) and not job.is_score:
-            self._num_finished += 1
-            self._num_prompt += len(job.flight.request.token_ids)
-            self._num_cached += outcome.num_cached_tokens
+            self._tally.end(
+                num_prompt=len(job.flight.request.token_ids), num_cached=outcome.num_cached_tokens
+            )
         job.flight.finish(outcome)

@@ -30,6 +30,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.tally import Tally
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
@@ -76,7 +77,7 @@ class FakeEngine:
         self._paused: PauseMode | None = None
         self._released: MemoryLevel | None = None
         self._is_closed = False
-        self._num_finished = self._num_generated = 0
+        self._tally = Tally()
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
@@ -169,12 +170,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            return EngineStats(
-                num_running=len(self._running),
-                num_finished=self._num_finished,
-                num_generated_tokens=self._num_generated,
-                version=self._version,
-            )
+            return self._tally.stats(num_running=len(self._running), num_waiting=0, version=self._version)
 
     def close(self) -> None:
         with self._lock:
@@ -217,7 +213,7 @@ class FakeEngine:
             token = random.Random(f"{sampling.seed}/{position}").randrange(40, self.config.vocab_size)
         running.ids.append(token)
         running.versions.append(self._version)
-        self._num_generated += 1
+        self._tally.grow(1)
         reason = self._reason(running, token)
         if running.on_delta is not None:
             running.on_delta(
@@ -246,7 +242,7 @@ class FakeEngine:
         return next((s for s in running.request.sampling.stop if s in text), None)
 
     def _finish(self, running: _Running, reason: StopReason) -> None:
-        self._num_finished += 1
+        self._tally.end(num_prompt=len(running.request.token_ids), num_cached=0)
         if not running.future.set_running_or_notify_cancel():
             return
         running.future.set_result(

@@ -20,6 +20,7 @@ from rill.inference.native.model_runner import ModelRunner, PendingStep
 from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import NeedsResults, Scheduler
 from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.inference.tally import Tally
 from rill.types import PolicyVersion, StopReason
 
 
@@ -51,7 +52,7 @@ class EngineCore:
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
         self._check_every_step = check_every_step
         self._pending: tuple[StepBatch, PendingStep] | None = None
-        self._finished = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._tally = Tally()
         self._steps = self._sampled_tokens = 0
 
     @property
@@ -129,14 +130,10 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Any thread: each number is right, though not all of one instant."""
         scheduler = self.scheduler
-        return EngineStats(
+        return self._tally.stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_finished=self._finished,
             num_preempted=scheduler.num_preempted,
-            num_prompt_tokens=self._prompt_tokens,
-            num_cached_tokens=self._cached_tokens,
-            num_generated_tokens=self._generated_tokens,
             num_kv_blocks=scheduler.blocks.num_usable,
             num_free_kv_blocks=scheduler.blocks.num_free,
             version=self.version,
@@ -162,6 +159,7 @@ class EngineCore:
             elif len(seq.tokens) % blocks.block_size < 2:  # a block has just become known, or computed
                 blocks.publish(seq)
             news.append(News(seq, reason))
+        self._tally.grow(len(news))
         self.outlet.deliver(news)
         for scored, values in zip(batch.scored, result.scores, strict=True):
             seq = scored.chunk.seq
@@ -178,10 +176,7 @@ class EngineCore:
         self.scheduler.finish(seq)
         del self.live[seq.id]
         if not seq.is_scored:
-            self._finished += 1
-            self._prompt_tokens += seq.num_prompt
-            self._cached_tokens += seq.num_cached
-            self._generated_tokens += seq.num_generated
+            self._tally.end(num_prompt=seq.num_prompt, num_cached=seq.num_cached)
 
     def _root_key(self, seq: Sequence) -> bytes:
         adapter = self.runner.adapters.identity(seq.request.adapter)

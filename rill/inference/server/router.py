@@ -33,6 +33,7 @@ from rill.inference.base import (
 from rill.inference.flight import Flight
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
+from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
 
@@ -156,15 +157,10 @@ class Router:
 
         slots = self._replicas.ready()
         self._replicas.each(ask, [(s,) for s in slots], PeerDiedError, StuckError)
-        totals = {
-            name: sum(getattr(s, name) for s in found)
-            for name in EngineStats.__dataclass_fields__
-            if name.startswith("num_")
-        }
         with self._lock:
             extra = {"replicas": float(len(slots)), "retried": float(self._num_retried)}
             extra["waiting_for_replica"] = float(len(self._waiting))
-        return EngineStats(**totals, version=self.version, extra=extra)
+        return total(found, version=self.version, extra=extra)
 
     def close(self) -> None:
         self._replicas.close()
