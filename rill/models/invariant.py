@@ -11,26 +11,19 @@ products, and `invariant_linear` makes those fixed too:
     CUDA  a Triton product with one tile shape and no split along the summed axis
 
 The engine runs on these with batch_invariant=true. A trainer that wants the very same numbers scores with
-`PackedScorer`; one that wants them inside autograd calls `invariant_linear`, whose backward is an ordinary one.
+rill.models.packed_scorer; one that wants them inside autograd calls `invariant_linear`, whose backward is ordinary.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from rill.errors import UnsupportedError
-from rill.models.attention_paged import KVCache, PagedBatch
-from rill.models.cpu_decoder import FusedDecoder, load_fused_kernels
-from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
-from rill.models.decoder import FastPath, build_decoder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from rill.models.cpu_decoder import load_fused_kernels
 
 ROW_SIZES = (16, 32, 64, 128, 256)
 """Rows of one product on the CPU. The last is always allowed: a product of one constant shape."""
@@ -112,78 +105,3 @@ def _row_sizes(num_out: int, num_in: int, dtype: torch.dtype, num_threads: int) 
         for size in ROW_SIZES
         if all(torch.equal(x[at : at + size] @ weight.T, full[at : at + size]) for at in (0, largest - size))
     )
-
-
-class PackedScorer:
-    """Log-probabilities of packed sequences with the engine's own functions: bit-identical to what it reports.
-
-    For recomputation in a trainer (no gradients). The model's parameters are read in place and never moved.
-    """
-
-    def __init__(self, model: PreTrainedModel, *, max_len: int, rows_at_once: int = 256) -> None:
-        config = model.config
-        kernels = load_cpu_kernels() if model.device.type == "cpu" else None
-        fused = load_fused_kernels() if model.device.type == "cpu" else None
-        decoder: FastPath | None = None
-        self._fused_decoder: FusedDecoder | None = None
-        if fused is not None:
-            decoder = self._fused_decoder = fused.decoder(model, max_len=max_len)
-        if decoder is None and kernels is not None and CpuKernels.supports(model.dtype, config.head_dim or 0):
-            decoder = build_decoder(model, kernels, fuse=False, max_len=max_len, linear=invariant_linear)
-        if decoder is None:
-            raise UnsupportedError(
-                f"no batch-invariant path for {config.model_type!r} in {model.dtype} on {model.device.type}"
-            )
-        self._decoder = decoder
-        self._head: Any = model.get_output_embeddings()
-        self._config = config
-        self._rows_at_once = rows_at_once
-        self._softcap: float = config.to_dict().get("final_logit_softcapping") or 0.0
-
-    @torch.no_grad()
-    def __call__(self, sequences: Sequence[torch.Tensor], temperature: float = 1.0) -> list[torch.Tensor]:
-        """One float32 tensor per sequence: log p of each token given those before it, 0 at position 0."""
-        kernels = load_cpu_kernels()
-        assert kernels is not None
-        if self._fused_decoder is not None:
-            self._fused_decoder.rebind()  # the trainer may have moved its parameters since the last call
-        lengths = [len(s) for s in sequences]
-        ids_N = torch.cat([s.to(torch.int64) for s in sequences])
-        hidden_NE = self._hidden(ids_N, lengths)
-        results, start = [], 0
-        for sequence, length in zip(sequences, lengths, strict=True):
-            scores = torch.zeros(length)
-            for at in range(0, length - 1, self._rows_at_once):
-                stop = min(at + self._rows_at_once, length - 1)
-                logits = invariant_linear(hidden_NE[start + at : start + stop], self._head.weight)
-                if self._softcap:
-                    logits = torch.tanh(logits.float() / self._softcap) * self._softcap
-                targets = sequence[at + 1 : stop + 1].to(torch.int64).contiguous()
-                scores[at + 1 : stop + 1] = kernels.score(
-                    logits, targets, torch.full((stop - at,), temperature)
-                )
-            results.append(scores)
-            start += length
-        return results
-
-    def _hidden(self, ids_N: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        config, count = self._config, len(ids_N)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        starts[1:] = torch.tensor(lengths).cumsum(0)
-        longest = max(lengths)
-        # Keys and values lie flat, one token to a block: the table of a sequence counts from its first token.
-        tables = (starts[:-1, None] + torch.arange(longest, dtype=torch.int32)).contiguous()
-        size = (count, 1, config.num_key_value_heads, config.head_dim)
-        keys, values = (torch.empty(size, dtype=self._head.weight.dtype) for _ in range(2))
-        batch = PagedBatch(
-            slots_N=torch.arange(count),
-            query_starts_B1=starts,
-            context_lens_B=torch.tensor(lengths, dtype=torch.int32),
-            block_tables_BM=tables,
-            num_decodes=0,
-            max_query_len=longest,
-            max_context_len=longest,
-        )
-        layers = config.num_hidden_layers
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        return self._decoder(ids_N, positions, batch, KVCache([keys] * layers, [values] * layers))

@@ -30,7 +30,7 @@ from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError
 from rill.models.attention_packed import copy_in
-from rill.models.invariant import PackedScorer
+from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig
 from rill.training.module import Distill, PolicyOutput

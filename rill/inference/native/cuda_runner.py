@@ -34,6 +34,7 @@ from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
 from rill.models.low_rank import NO_ADAPTER, LowRankBank
 from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
+from rill.models.triton_logprob import token_logprobs
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -327,9 +328,8 @@ class CudaRunner(ModelRunner):
         for start in range(0, len(scored.rows), SCORE_ROWS):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)
             targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS]).to(self.device)
-            logits_SV = self._raw_logits(hidden_NE[rows]).float()
-            logits_SV /= scored.temperature or 1.0
-            parts.append(logits_SV.gather(1, targets[:, None])[:, 0] - logits_SV.logsumexp(dim=-1))
+            inverse = 1.0 / torch.full((len(rows),), scored.temperature or 1.0, device=self.device)
+            parts.append(token_logprobs(self._raw_logits(hidden_NE[rows]), targets, inverse))
         return torch.cat(parts)
 
     def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:

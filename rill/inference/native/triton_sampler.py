@@ -1,7 +1,7 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
     cut    (only with top-k, top-p or min-p) bisects each row's threshold to its exact value
-    chunks the vocabulary is cut into chunks; each reduces to (max, Σexp, Σexp above the cut, argmax)
+    chunks each chunk of the vocabulary reduces to a few numbers (rill.models.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
 
 The meaning is that of rill.inference.native.sampler.sample; every row depends on its own logits alone.
@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 
 from rill.models.triton_language import tl, triton
-
-CHUNK = 4096
+from rill.models.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob_of, row_stats
 
 
 @triton.jit
@@ -92,27 +91,6 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _chunks(  # type: ignore[no-untyped-def]
-    logits_ptr, inv_t_ptr, cut_ptr, stats_ptr, argmax_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    x = x * tl.load(inv_t_ptr + row)
-    top = tl.max(x, axis=0)
-    top = tl.where(top == float("-inf"), -1e30, top)
-    weight = tl.exp(x - top)
-    out = row * num_chunks + chunk
-    tl.store(stats_ptr + out * 3, top)
-    tl.store(stats_ptr + out * 3 + 1, tl.sum(weight, axis=0))
-    if HAS_CUT:
-        weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
-    tl.store(stats_ptr + out * 3 + 2, tl.sum(weight, axis=0))
-    tl.store(argmax_ptr + out, chunk * CHUNK + tl.argmax(x, axis=0))
-
-
-@triton.jit
 def _pick(  # type: ignore[no-untyped-def]
     logits_ptr, inv_t_ptr, greedy_ptr, uniform_ptr, cut_ptr, stats_ptr, argmax_ptr, token_ptr, logprob_ptr, last_ptr,
     slot_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -120,12 +98,8 @@ def _pick(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     real = c < num_chunks
-    base = stats_ptr + (row * num_chunks + c) * 3
-    tops = tl.load(base, mask=real, other=-1e30)
-    sums = tl.load(base + 1, mask=real, other=0.0)
-    kept = tl.load(base + 2, mask=real, other=0.0)
-    top = tl.max(tops, axis=0)
-    total = tl.sum(sums * tl.exp(tops - top), axis=0)
+    tops, top, total = row_stats(stats_ptr, row, num_chunks, CHUNKS)
+    kept = tl.load(stats_ptr + (row * num_chunks + c) * 3 + 2, mask=real, other=0.0)
     inv_t = tl.load(inv_t_ptr + row)
     if tl.load(greedy_ptr + row) != 0:
         best = tl.min(tl.where(real & (tops == top), c, CHUNKS), axis=0)
@@ -149,9 +123,8 @@ def _pick(  # type: ignore[no-untyped-def]
         inner = tl.cumsum(weight, axis=0) + before
         final = tl.max(tl.where(weight > 0.0, at, 0), axis=0)
         token = tl.minimum(tl.min(tl.where((inner > target) & (weight > 0.0), at, vocab), axis=0), final)
-    x = tl.load(logits_ptr + row * vocab + token).to(tl.float32) * inv_t
     tl.store(token_ptr + row, token)
-    tl.store(logprob_ptr + row, x - top - tl.log(total))
+    tl.store(logprob_ptr + row, logprob_of(logits_ptr, row, vocab, token, inv_t, top, total))
     tl.store(last_ptr + tl.load(slot_ptr + row), token)
 
 
@@ -159,10 +132,7 @@ class TritonSampler:
     """Buffers for up to max_rows rows, made once so that graphs can refer to them."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
-        self.vocab = vocab
-        self.num_chunks = triton.cdiv(vocab, CHUNK)
-        self._stats = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
-        self._argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)
+        self._stats = ChunkStats(max_rows, vocab, device)
         self._cut = torch.empty(max_rows, dtype=torch.float32, device=device)
 
     def __call__(
@@ -179,15 +149,14 @@ class TritonSampler:
     ) -> None:
         """Writes tokens_S and logprobs_S, and last_tokens at each row's slot. filters: top_k, top_p, min_p."""
         rows, vocab = logits_SV.shape
+        cut_S = None
         if filters is not None:
-            _cut[(rows,)](logits_SV, inv_temperature_S, *filters, self._cut, vocab, BLOCK=8192, num_warps=16)
-        has_cut = filters is not None
-        _chunks[(rows, self.num_chunks)](
-            logits_SV, inv_temperature_S, self._cut, self._stats, self._argmax, vocab, self.num_chunks,
-            HAS_CUT=has_cut, CHUNK=CHUNK, num_warps=8,
-        )  # fmt: skip
+            cut_S = self._cut
+            _cut[(rows,)](logits_SV, inv_temperature_S, *filters, cut_S, vocab, BLOCK=8192, num_warps=16)
+        stats = self._stats
+        stats.fill(logits_SV, inv_temperature_S, cut_S)
         _pick[(rows,)](
-            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, self._cut, self._stats, self._argmax, tokens_S,
-            logprobs_S, last_tokens, slots_S, vocab, self.num_chunks, HAS_CUT=has_cut, CHUNK=CHUNK,
-            CHUNKS=triton.next_power_of_2(self.num_chunks), num_warps=8,
+            logits_SV, inv_temperature_S, is_greedy_S, uniform_S, cut_S, stats.values, stats.argmax, tokens_S,
+            logprobs_S, last_tokens, slots_S, vocab, stats.num_chunks, HAS_CUT=cut_S is not None, CHUNK=CHUNK,
+            CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS,
         )  # fmt: skip
