@@ -21,11 +21,9 @@ documentation and its code, and the tests speak to a server made after them. doc
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -40,6 +38,7 @@ from rill.inference.parameters import checked, expected_shapes
 from rill.inference.remote import RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
+from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 _TAGS = {
@@ -185,10 +184,10 @@ class SglangEngine(RemoteEngine):
         return np.array([0.0, *(entry[0] for entry in entries[1:])], np.float32)
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
-        with tempfile.TemporaryDirectory(prefix="rill-weights-", dir=self.config.exchange_folder) as folder:
+        with ScratchFolder("weights", self.config.exchange_folder) as folder:
             weights = checked(tensors, self._expected, partial=partial)
-            Checkpoint.write(weights, Path(folder) / "model.safetensors")
-            body = {"model_path": folder, "flush_cache": True, "weight_version": str(version)}
+            Checkpoint.write(weights, folder.path / "model.safetensors")
+            body = {"model_path": str(folder.path), "flush_cache": True, "weight_version": str(version)}
             await self._while_paused("/update_weights_from_disk", body)
 
     async def _while_paused(self, path: str, body: dict[str, Any]) -> None:

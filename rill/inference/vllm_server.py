@@ -13,10 +13,8 @@ The development routes have no keys of their own in vLLM: keep the server on a p
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -32,6 +30,7 @@ from rill.inference.parameters import checked, expected_shapes
 from rill.inference.remote import RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
+from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
 
 
@@ -122,8 +121,8 @@ class VllmServerEngine(RemoteEngine):
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
         if partial:
             raise UnsupportedError("vLLM's reload needs all parameters; publish whole weights")
-        with tempfile.TemporaryDirectory(prefix="rill-weights-", dir=self.config.exchange_folder) as folder:
-            path = Path(folder) / f"{version}.safetensors"
+        with ScratchFolder("weights", self.config.exchange_folder) as folder:
+            path = folder.path / f"{version}.safetensors"
             Checkpoint.write(checked(tensors, self._expected), path)
             await self._http.post("/collective_rpc", {"method": "rill_load_weights", "args": [str(path)]})
         await self._flush()

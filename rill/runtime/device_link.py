@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import pickle
-import queue
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rill.errors import PeerDiedError
 from rill.runtime.context import WorkerAddress
+from rill.runtime.lanes import Lanes
 from rill.runtime.mailbox import Frames
 from rill.runtime.pending import Pending
 from rill.runtime.service import name_of
@@ -84,8 +84,8 @@ class DeviceLinks:
         """What comes over a link comes one after the other, in the order it was asked for."""
         self._awaited: dict[str, set[Pending[list[Any]]]] = {}
         """What is on its way here, by the identity of its sender."""
-        self._pulls: queue.SimpleQueue[tuple[int, str, str, int] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lanes = Lanes("rill-link")
+        """What receivers asked for, by receiver: one that is slow, or dead before its link is open, holds up itself."""
         context.mailbox.on(PULL, self._on_pull)
         context.directory.on_death(self.peer_died)
 
@@ -137,7 +137,6 @@ class DeviceLinks:
         self._drop(identity)
 
     def close(self) -> None:
-        self._pulls.put(None)
         for identity, _ in list(self._links):
             self._drop(identity)
 
@@ -150,27 +149,22 @@ class DeviceLinks:
 
     def _on_pull(self, frames: Frames) -> None:
         """On the inbox thread, which must not wait for the peer."""
-        self._pulls.put(pickle.loads(frames[0]))
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve_pulls, name="rill-link", daemon=True)
-                self._thread.start()
+        number, receiver, host, port = pickle.loads(frames[0])
+        self._lanes.submit(receiver, lambda: self._serve_pull(number, receiver, host, port))
 
-    def _serve_pulls(self) -> None:
-        while (order := self._pulls.get()) is not None:
-            number, receiver, host, port = order
-            with self._lock:
-                parts = self._offers.pop(number, None)
-            if parts is None:
-                continue  # its send has given up; the receiver's wait ends with its deadline
-            try:
-                distributed = importlib.import_module("torch.distributed")
-                store = distributed.TCPStore(host, port, timeout=timedelta(seconds=LINK_WAIT_S))
-                link = self._link(receiver, _SENDER, self.backend, store)
-                for part in parts:
-                    link.send([part], _RECEIVER, 0).wait()
-            except RuntimeError:
-                self._drop(receiver)  # the send that waits hears of the death, or of its deadline
+    def _serve_pull(self, number: int, receiver: str, host: str, port: int) -> None:
+        with self._lock:
+            parts = self._offers.pop(number, None)
+        if parts is None:
+            return  # its send has given up; the receiver's wait ends with its deadline
+        try:
+            distributed = importlib.import_module("torch.distributed")
+            store = distributed.TCPStore(host, port, timeout=timedelta(seconds=LINK_WAIT_S))
+            link = self._link(receiver, _SENDER, self.backend, store)
+            for part in parts:
+                link.send([part], _RECEIVER, 0).wait()
+        except RuntimeError:
+            self._drop(receiver)  # the send that waits hears of the death, or of its deadline
 
     # --- the receiving side -------------------------------------------------------------------------------
 

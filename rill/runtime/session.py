@@ -25,7 +25,7 @@ SESSION_PREFIX = "rill-session-"
 LOCK_NAME = "session.lock"
 MAX_PATH_CHARS = 86
 """A Unix socket's path may have 107 characters; its name inside the folder needs the rest."""
-_SHM_ROOT = Path("/dev/shm")
+SHM_ROOT = Path("/dev/shm")
 _NURSERY_AGE_S = 60.0
 
 
@@ -57,15 +57,18 @@ def open_session(session_id: str | None = None) -> Session:
             f"set TMPDIR to one of at most {MAX_PATH_CHARS - len(session_dir.name) - 1} characters"
         )
     shm_dir = shm_dir_of(session_dir)
-    locks = [_make_held(session_dir), _make_held(shm_dir)]
+    locks = [make_held(session_dir), make_held(shm_dir)]
     (session_dir / "logs").mkdir()
     return Session(session_id, session_dir, shm_dir, locks)
 
 
 def shm_dir_of(session_dir: Path) -> Path:
     """Where a session keeps its shared memory: beside /dev/shm's other files, else inside its own folder."""
-    usable = _SHM_ROOT.is_dir() and os.access(_SHM_ROOT, os.W_OK)
-    return _SHM_ROOT / session_dir.name if usable else session_dir / "shm"
+    return SHM_ROOT / session_dir.name if is_shm_usable() else session_dir / "shm"
+
+
+def is_shm_usable() -> bool:
+    return SHM_ROOT.is_dir() and os.access(SHM_ROOT, os.W_OK)
 
 
 @contextlib.contextmanager
@@ -87,7 +90,7 @@ def sweep(root: Path) -> list[str]:
     """Remove the folders of sessions that nobody holds any more, here and in shared memory; returns their names."""
     swept: list[str] = []
     young = time.time() - _NURSERY_AGE_S
-    for folder in [*root.glob(f"*{SESSION_PREFIX}*"), *_SHM_ROOT.glob(f"*{SESSION_PREFIX}*")]:
+    for folder in [*root.glob(f"*{SESSION_PREFIX}*"), *SHM_ROOT.glob(f"*{SESSION_PREFIX}*")]:
         try:
             if folder.name.startswith(".") and folder.stat().st_mtime > young:
                 continue  # its lock may be about to be taken
@@ -100,7 +103,7 @@ def sweep(root: Path) -> list[str]:
     return swept
 
 
-def _make_held(folder: Path) -> IO[str]:
+def make_held(folder: Path) -> IO[str]:
     """Make a folder that this process holds. Under another name until it is locked: no sweep can see it unlocked."""
     nursery = folder.with_name(f".{folder.name}")
     nursery.mkdir(mode=0o700)

@@ -45,7 +45,8 @@ class Envelope(NamedTuple):
     """The sender's."""
     reply_to: str
     """The sender's mailbox."""
-    num_bytes: int
+    number: int
+    """Of the sender's objects; the receipt names it."""
     offer: OfferOnWire | None
     """Its GPU tensors, where they come by a link of their own."""
 

@@ -25,14 +25,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rill.errors import PeerDiedError, RillError, StuckError, UserError
+from rill.errors import PeerDiedError, RillError, RunError, StuckError, UserError
 from rill.runtime import wire
 from rill.runtime.context import WorkerAddress
 from rill.runtime.cuda_ipc import Exporter
 from rill.runtime.device_link import DeviceLinks, Offer, arrived
 from rill.runtime.directory import Directory, remaining_s
+from rill.runtime.lanes import Lanes
 from rill.runtime.mailbox import Frames
 from rill.runtime.pending import DEFAULT_WAIT_S, FillingPending, Pending
 from rill.runtime.routes import TensorRoute, tensor_route
@@ -41,6 +42,8 @@ from rill.runtime.window import Windows
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
+
+T = TypeVar("T")
 
 TRANSFER, RECEIPT, STREAM, CREDIT = b"xfer", b"rcpt", b"strm", b"cred"
 _TOKEN_BYTES = 16
@@ -68,8 +71,8 @@ class Transfer:
         self._windows = Windows(self._me.name)
         self._streams: dict[bytes, Incoming] = {}
         """By the token that the sender announced and every chunk must show."""
-        self._async_sends: deque[tuple[Pending[None], Callable[[], None]]] = deque()
-        self._sender: threading.Thread | None = None
+        self._lanes = Lanes("rill-send")
+        """Asynchronous sends: one lane for each receiver and tag, so that they wait for nobody but themselves."""
         self._routes: dict[str, int] = {}
         self.links = DeviceLinks(context)
         for kind, handler in (
@@ -88,21 +91,39 @@ class Transfer:
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
     ) -> None:
         """Send `obj`; returns when it may be changed again."""
-        if self._async_sends:  # keep the order of what was sent before
+        if self._lanes.is_busy((group, rank, tag)):  # keep the order of what was sent before
             self.send_async(obj, group, rank, tag=tag).wait(timeout_s)
             return
         self._send(obj, group, rank, tag, time.monotonic() + timeout_s)
 
     def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Pending[None]:
         """As `send`, from another thread; `obj` must not be changed before the result says it is sent."""
-        pending: Pending[None] = Pending(f"{self._me.name}: send to {group}[{rank}]", f"{group}[{rank}]")
+        what = f"{self._me.name}: send to {group}[{rank}]"
         deadline_s = time.monotonic() + DEFAULT_WAIT_S
-        with self._changed:
-            self._async_sends.append((pending, lambda: self._send(obj, group, rank, tag, deadline_s)))
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_queued, name="rill-send", daemon=True)
-                self._sender.start()
-            self._changed.notify_all()
+        return self._later(
+            (group, rank, tag),
+            what,
+            f"{group}[{rank}]",
+            lambda: self._send(obj, group, rank, tag, deadline_s),
+        )
+
+    def _later(self, lane: Source, what: str, on: str, act: Callable[[], T]) -> Pending[T]:
+        """Do it in a lane."""
+        pending: Pending[T] = Pending(what, on)
+
+        def run() -> None:
+            try:
+                value = act()
+            except RillError as error:
+                pending.fail(error)
+            except Exception as error:  # noqa: BLE001  the boundary of the thread: whoever waits raises it
+                failure = RunError(f"{what} failed: {error!r}")
+                failure.__cause__ = error
+                pending.fail(failure)
+            else:
+                pending.fulfil(lambda: value)
+
+        self._lanes.submit(lane, run)
         return pending
 
     def broadcast(
@@ -124,16 +145,15 @@ class Transfer:
             if rank != source
         ]
         encoded = wire.encode(obj)
+        envelopes = {peer: self._envelope(peer, _BROADCAST, encoded, deadline_s) for peer in peers}
         near = [peer for peer in peers if peer.node_id == self._context.node_id]
-        for peer in peers:
-            self._windows.enter(peer, encoded.num_bytes, deadline_s)
         if near:
             frames = self._context.parcels.pack(encoded, near)
             for peer in near:
-                self._post(peer, self._envelope(peer, _BROADCAST, encoded), frames)
+                self._post(peer, envelopes[peer], frames)
         for peer in peers:
             if peer.node_id != self._context.node_id:
-                self._stream(peer, self._envelope(peer, _BROADCAST, encoded), encoded, deadline_s)
+                self._stream(peer, envelopes[peer], encoded, deadline_s)
         return obj
 
     def _send(self, obj: Any, group: str, rank: int, tag: str, deadline_s: float) -> None:
@@ -144,8 +164,7 @@ class Transfer:
         peer = self._directory.find(group, rank, remaining_s(deadline_s))
         exporter = self._exporter_for(peer)
         encoded = wire.encode(obj, device_hook=exporter)
-        self._windows.enter(peer, encoded.num_bytes, deadline_s)
-        envelope = self._envelope(peer, tag, encoded)
+        envelope = self._envelope(peer, tag, encoded, deadline_s)
         if exporter is None or not exporter.num_exported:
             self._carry(peer, envelope, encoded, deadline_s)
             return
@@ -155,13 +174,13 @@ class Transfer:
             envelope = envelope._replace(offer=offer)
             try:
                 self._carry(peer, envelope, encoded, deadline_s)
-                self._windows.wait_empty(peer, deadline_s)
+                self._windows.wait_received(peer, envelope.number, deadline_s)
             finally:
                 self.links.withdraw(offer[0])
             self._count(self.links.backend)
         else:
             self._carry(peer, envelope, encoded, deadline_s)
-            self._windows.wait_empty(peer, deadline_s)
+            self._windows.wait_received(peer, envelope.number, deadline_s)
             self._count("cuda_ipc")
 
     def _exporter_for(self, peer: WorkerAddress) -> Exporter | Offer | None:
@@ -173,11 +192,11 @@ class Transfer:
             return Exporter(self._me, peer)
         return self.links.new_offer() if route is TensorRoute.NCCL else None
 
-    def _envelope(self, peer: WorkerAddress, tag: str, encoded: wire.Encoded) -> Envelope:
+    def _envelope(self, peer: WorkerAddress, tag: str, encoded: wire.Encoded, deadline_s: float) -> Envelope:
+        """What to write on an object, once `peer` has room for it."""
         me = self._me
-        return Envelope(
-            me.group, me.rank, tag, me.identity, self._reply_endpoint(peer), encoded.num_bytes, None
-        )
+        number = self._windows.enter(peer, encoded.num_bytes, deadline_s)
+        return Envelope(me.group, me.rank, tag, me.identity, self._reply_endpoint(peer), number, None)
 
     def _carry(
         self, peer: WorkerAddress, envelope: Envelope, encoded: wire.Encoded, deadline_s: float
@@ -199,32 +218,27 @@ class Transfer:
         token = secrets.token_bytes(_TOKEN_BYTES)
         sizes = [buffer.nbytes for buffer in encoded.buffers]
         endpoint = peer.endpoint_from(self._context.node_id)
-        # Chunks take another connection: they may go once the receiver knows their token.
-        self._windows.take_credit(peer, deadline_s)
-        meta = pickle.dumps((token, tuple(envelope), sizes))
-        self._context.mailbox.post(endpoint, [STREAM, meta, encoded.header])
-        self._windows.wait_all_credits(peer, deadline_s)
 
         def post_chunk(index: int, offset: int, chunk: memoryview) -> None:
-            self._windows.take_credit(peer, deadline_s)
+            self._windows.take_credit(peer, token, deadline_s)
             self._context.mailbox.post_raw(peer.raw_endpoint, [token, pack_place(index, offset), chunk])
 
-        send_chunks(encoded.buffers, post_chunk)
-        self._windows.wait_all_credits(peer, deadline_s)  # the chunks were views of the caller's memory
-
-    def _send_queued(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._async_sends))
-                pending, send = self._async_sends[0]
-            try:
-                send()
-            except RillError as error:
-                pending.fail(error)
-            else:
-                pending.fulfil(lambda: None)
-            with self._changed:
-                self._async_sends.popleft()
+        self._windows.begin_stream(peer, token)
+        try:
+            # Chunks take another connection: they may go once the receiver knows their token.
+            self._windows.take_credit(peer, token, deadline_s)
+            meta = pickle.dumps((token, tuple(envelope), sizes))
+            self._context.mailbox.post(endpoint, [STREAM, meta, encoded.header])
+            self._windows.wait_all_credits(peer, token, deadline_s)
+            send_chunks(encoded.buffers, post_chunk)
+            self._windows.wait_all_credits(
+                peer, token, deadline_s
+            )  # the chunks were views of the caller's memory
+        except StuckError:
+            self._windows.leave(peer, envelope.number)
+            raise
+        finally:
+            self._windows.end_stream(peer, token)
 
     # --- receiving ----------------------------------------------------------------------------------------
 
@@ -311,7 +325,7 @@ class Transfer:
         else:
             with arrived(self.links.pull(envelope.identity, envelope.reply_to, envelope.offer)):
                 value = decode()
-        receipt = pickle.dumps((self._me.identity, envelope.num_bytes))
+        receipt = pickle.dumps((self._me.identity, envelope.number))
         self._context.mailbox.post(envelope.reply_to, [RECEIPT, receipt])
         return value
 
@@ -334,7 +348,7 @@ class Transfer:
     def _after_chunk(self, token: bytes) -> None:
         incoming = self._streams[token]
         envelope = incoming.envelope
-        self._context.mailbox.post(envelope.reply_to, [CREDIT, pickle.dumps(self._me.identity)])
+        self._context.mailbox.post(envelope.reply_to, [CREDIT, pickle.dumps((self._me.identity, token))])
         if incoming.is_complete:
             del self._streams[token]
             device = self._context.torch_device
@@ -346,7 +360,7 @@ class Transfer:
             )
 
     def _on_credit(self, frames: Frames) -> None:
-        self._windows.credited(pickle.loads(frames[0]))
+        self._windows.credited(*pickle.loads(frames[0]))
 
     def _on_death(self, identity: str, reason: str) -> None:
         name, _, _ = identity.rpartition("#")

@@ -1,13 +1,15 @@
-"""How far a sender may run ahead of each of its peers: bytes not yet received, and chunks not yet taken.
+"""How far a sender may run ahead of each of its peers: objects not yet received, and chunks not yet taken.
 
-One per process, shared by all its sends. Thread-safe; `transfer.py` feeds it receipts, credits and deaths.
+One per process, shared by all its sends. Thread-safe; `transfer.py` feeds it receipts, credits and deaths. Every object
+and every stream has a count of its own, so sends to one peer wait for their own receipts and not for each other's.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rill.errors import PeerDiedError, StuckError
 from rill.runtime.context import WorkerAddress
@@ -17,13 +19,20 @@ from rill.runtime.waits import waiting
 WINDOW_BYTES = 256 * 1024 * 1024
 """A sender runs ahead of its peer's receives by at most this much, or by one object."""
 CHUNKS_IN_FLIGHT = 8
+"""Of one stream."""
 
 
 @dataclass(slots=True)
 class _Window:
+    unreceived: dict[int, int] = field(default_factory=dict)
+    """Bytes by the object's number."""
     unreceived_bytes: int = 0
-    credits: int = CHUNKS_IN_FLIGHT
+    credits: dict[bytes, int] = field(default_factory=dict)
+    """Chunks that may still go, by the stream's token."""
     death: str | None = None
+
+    def forget(self, number: int) -> None:
+        self.unreceived_bytes -= self.unreceived.pop(number, 0)
 
 
 class Windows:
@@ -33,51 +42,72 @@ class Windows:
         self._owner = owner
         self._changed = threading.Condition()
         self._windows: dict[str, _Window] = {}
+        self._numbers = itertools.count(1)
 
-    def enter(self, peer: WorkerAddress, num_bytes: int, deadline_s: float) -> None:
-        """Wait until `num_bytes` more may be on their way to `peer`, and count them."""
+    def enter(self, peer: WorkerAddress, num_bytes: int, deadline_s: float) -> int:
+        """Wait until `num_bytes` more may be on their way to `peer`; gives the object's number."""
         with self._changed:
             window = self._of(peer)
             self._wait(
                 window,
                 peer,
-                lambda: window.unreceived_bytes == 0 or window.unreceived_bytes + num_bytes <= WINDOW_BYTES,
+                lambda: not window.unreceived or window.unreceived_bytes + num_bytes <= WINDOW_BYTES,
                 deadline_s,
                 "to receive what was sent before",
             )
+            number = next(self._numbers)
+            window.unreceived[number] = num_bytes
             window.unreceived_bytes += num_bytes
+            return number
 
-    def wait_empty(self, peer: WorkerAddress, deadline_s: float) -> None:
-        """Wait until `peer` has received everything."""
+    def wait_received(self, peer: WorkerAddress, number: int, deadline_s: float) -> None:
+        """Wait until `peer` has received the object of that number."""
         with self._changed:
             window = self._of(peer)
-            self._wait(window, peer, lambda: window.unreceived_bytes == 0, deadline_s, "to receive")
+            self._wait(window, peer, lambda: number not in window.unreceived, deadline_s, "to receive")
 
-    def take_credit(self, peer: WorkerAddress, deadline_s: float) -> None:
-        """Wait until one more chunk may be on its way to `peer`, and count it."""
+    def leave(self, peer: WorkerAddress, number: int) -> None:
+        """The object of that number did not get away."""
+        self.received(peer.identity, number)
+
+    def begin_stream(self, peer: WorkerAddress, token: bytes) -> None:
+        """A stream of chunks to `peer`; end it in any case."""
+        with self._changed:
+            self._of(peer).credits[token] = CHUNKS_IN_FLIGHT
+
+    def end_stream(self, peer: WorkerAddress, token: bytes) -> None:
+        with self._changed:
+            self._of(peer).credits.pop(token, None)
+
+    def take_credit(self, peer: WorkerAddress, token: bytes, deadline_s: float) -> None:
+        """Wait until one more chunk of the stream may be on its way to `peer`, and count it."""
         with self._changed:
             window = self._of(peer)
-            self._wait(window, peer, lambda: window.credits > 0, deadline_s, "to take a chunk")
-            window.credits -= 1
+            self._wait(window, peer, lambda: window.credits[token] > 0, deadline_s, "to take a chunk")
+            window.credits[token] -= 1
 
-    def wait_all_credits(self, peer: WorkerAddress, deadline_s: float) -> None:
-        """Wait until `peer` has taken every chunk."""
+    def wait_all_credits(self, peer: WorkerAddress, token: bytes, deadline_s: float) -> None:
+        """Wait until `peer` has taken every chunk of the stream."""
         with self._changed:
             window = self._of(peer)
             self._wait(
-                window, peer, lambda: window.credits == CHUNKS_IN_FLIGHT, deadline_s, "to take the last chunk"
+                window,
+                peer,
+                lambda: window.credits[token] == CHUNKS_IN_FLIGHT,
+                deadline_s,
+                "to take the last chunk",
             )
 
-    def received(self, identity: str, num_bytes: int) -> None:
+    def received(self, identity: str, number: int) -> None:
         with self._changed:
             if identity in self._windows:
-                self._windows[identity].unreceived_bytes -= num_bytes
+                self._windows[identity].forget(number)
                 self._changed.notify_all()
 
-    def credited(self, identity: str) -> None:
+    def credited(self, identity: str, token: bytes) -> None:
         with self._changed:
-            if identity in self._windows:
-                self._windows[identity].credits += 1
+            if identity in self._windows and token in self._windows[identity].credits:
+                self._windows[identity].credits[token] += 1
                 self._changed.notify_all()
 
     def peer_died(self, identity: str, reason: str) -> None:

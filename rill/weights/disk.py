@@ -26,6 +26,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from rill.errors import WeightSyncError
+from rill.runtime.scratch import ScratchFolder
 from rill.types import PolicyVersion
 from rill.weights import delta
 from rill.weights.base import Publisher, Receiver, TransportConfig
@@ -68,8 +69,8 @@ class DiskPublisher(Publisher):
     def __init__(self, config: FileConfig, folder: str = "") -> None:
         super().__init__(config)
         self.config = config
-        self._is_own_folder = not folder
-        self.folder = Path(folder).expanduser() if folder else Path(tempfile.mkdtemp(prefix="rill-weights-"))
+        self._scratch = None if folder else ScratchFolder("weights", tempfile.gettempdir())
+        self.folder = self._scratch.path if self._scratch else Path(folder).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writing = self.folder
         self._buffers: list[Tensor] = []
@@ -115,8 +116,8 @@ class DiskPublisher(Publisher):
         return manifest
 
     def close(self) -> None:
-        if self._is_own_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _write_buckets(self, manifest: WeightManifest) -> WeightManifest:
         is_full = (

@@ -3,50 +3,34 @@
 A stamp is cleared before the first byte of a new version is written and set after the last. A reader looks before and
 after it uses a bucket, so it never mistakes bytes of a newer version for those it asked for.
 
-The owner holds a lock in the folder for as long as it lives. A publisher that was killed cannot clean up after itself:
-in a cluster its folder lies in the session's shared memory and goes with the session, however that ends; elsewhere the
-next publisher to start removes folders whose lock nobody holds.
+A publisher that was killed cannot clean up after itself: its folder is a scratch folder of the runtime, which goes with
+the cluster's session, or is swept by the next that is opened in its place.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 import struct
-import tempfile
-import time
-import weakref
 from pathlib import Path
-from typing import IO
 
 from rill.errors import WeightSyncError
-from rill.runtime import context as runtime_context
+from rill.runtime.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
 STAMP = struct.Struct("<q")
 NOT_READABLE = -1
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX, OWNER = "rill-weights-", "owner.lock"
-ORPHAN_AGE_S = 60.0
 
 
 class SlotStamps:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, scratch: ScratchFolder | None = None) -> None:
+        """Of a folder that another process owns; `create` makes one."""
         self.folder = folder
-        self._lock: IO[bytes] | None = None
+        self._scratch = scratch
 
     @classmethod
     def create(cls, parent: str = "") -> SlotStamps:
-        """A new folder, removed when the stamps are closed or the process ends in order."""
-        place = parent or _default_place()
-        Path(place).mkdir(parents=True, exist_ok=True)
-        _remove_orphans(Path(place))
-        stamps = cls(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        stamps._lock = Path(stamps.folder, OWNER).open("wb")  # noqa: SIM115  held for as long as the owner lives
-        fcntl.flock(stamps._lock, fcntl.LOCK_EX)
-        weakref.finalize(stamps, shutil.rmtree, stamps.folder, ignore_errors=True)
-        return stamps
+        """A new folder, removed when the stamps are closed or the process ends, in whatever way."""
+        scratch = ScratchFolder("weights", parent or None)
+        return cls(str(scratch.path), scratch)
 
     def clear(self, slot: int) -> None:
         self._write(slot, NOT_READABLE)
@@ -66,9 +50,8 @@ class SlotStamps:
 
     def close(self) -> None:
         """The owner's side: remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _write(self, slot: int, value: int) -> None:
         Path(self.folder, f"slot{slot}.stamp").write_bytes(STAMP.pack(value))
@@ -79,21 +62,3 @@ class SlotStamps:
         except FileNotFoundError:
             return NOT_READABLE
         return int(STAMP.unpack(data)[0]) if len(data) == STAMP.size else NOT_READABLE
-
-
-def _default_place() -> str:
-    if runtime_context.is_set():
-        return str(runtime_context.current().shm_dir)
-    return str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else tempfile.gettempdir()
-
-
-def _remove_orphans(place: Path) -> None:
-    """Folders whose owner is dead. Young ones are left alone: their owner may be about to take its lock."""
-    for folder in place.glob(f"{PREFIX}*"):
-        try:
-            with (folder / OWNER).open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(file.fileno()).st_mtime > ORPHAN_AGE_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # held by a living owner, somebody else's, or gone already
