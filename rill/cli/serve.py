@@ -17,7 +17,7 @@ from rill.cli.console import complain, say
 from rill.config import Config, OneOf, PartConfig, resolve
 from rill.config.files import parse_override
 from rill.errors import ConfigError
-from rill.inference.base import ENGINES, Engine
+from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
@@ -41,6 +41,8 @@ class ServeConfig(Config):
     """Give a single engine a process of its own too: HTTP and tokenizing then cost it no time."""
     tokenizer: str | None = None
     """A tokenizer folder, or "chars". Unset: the model's own."""
+    adapters: dict[str, str] = {}
+    """LoRA adapters to serve from the start: name -> PEFT folder. More come through /v1/load_lora_adapter."""
     chat_template: str | None = None
     """A Jinja file used in place of the tokenizer's template."""
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
@@ -69,6 +71,7 @@ def serve_model(
     Examples:
       rill serve models/Qwen2.5-0.5B-Instruct
       rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
+      rill serve models/tiny adapters.math=adapters/math
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
     """
     config = build_config(
@@ -129,6 +132,7 @@ def run(config: ServeConfig) -> None:
     template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
     engine = _build_engine(config)
     try:
+        _load_adapters(engine, config.adapters)
         application = create_app(engine, tokenizer, config.server, model=model, chat_template=template)
         name = config.server.model_name
         serve(
@@ -146,6 +150,14 @@ def _build_engine(config: ServeConfig) -> Engine:
         return Router(config.engine, config.router)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     return engine
+
+
+def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
+    if adapters and not (Feature.LORA in engine.features and isinstance(engine, AdapterEngine)):
+        raise ConfigError(f"adapters: this engine serves none, and {', '.join(adapters)} was asked for")
+    for name, folder in adapters.items():
+        assert isinstance(engine, AdapterEngine)
+        engine.load_adapter(name, folder)
 
 
 def _model(config: ServeConfig) -> ModelConfig:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rill.registry import Registry
 from rill.types import Floats, Ints, PolicyVersion, SamplingParams, StopReason, TokenIds
@@ -145,6 +146,11 @@ class Engine(Protocol):
     @property
     def max_context(self) -> int: ...
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this. None: the engine is elsewhere and did not say."""
+        ...
+
     def submit(
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
@@ -197,3 +203,25 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What a LoRA adapter's folder holds, as PEFT writes it."""
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """What an engine that serves LoRA adapters beside the base model has besides; see Request.adapter."""
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Those that are loaded, by name."""
+        ...
+
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        """From a folder in PEFT's format, in place of one of the same name. ModelError: it does not fit the model."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that still use it are aborted. A name that is not loaded is no error."""
+        ...

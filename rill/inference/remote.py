@@ -14,15 +14,13 @@ A subclass gives `_stream` and, where its server can, `_load_weights`, `_score_o
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 import httpx
 
-from rill.errors import EngineError, RequestError, StuckError, UnsupportedError, WeightSyncError
+from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -36,7 +34,7 @@ from rill.inference.base import (
 from rill.inference.flight import Flight
 from rill.inference.remote_flights import Chunk, RemoteFlights
 from rill.inference.remote_http import ServerHttp
-from rill.inference.requests import check_request
+from rill.inference.requests import check_fits, check_request, wait_for_all
 from rill.types import Floats, PolicyVersion, TokenIds
 
 T = TypeVar("T")
@@ -115,18 +113,18 @@ class RemoteEngine:
             )
         for request in requests:
             check_request(request, max_context=self.max_context, vocab_size=self.vocab_size)
+            check_fits(request, self.max_context)
         flights = [Flight(request, on_delta) for request in requests]
         self._flights.submit(flights)
         return [flight.future for flight in flights]
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        futures = self.submit(requests)
-        try:
-            return [f.result(max(0.0, deadline - time.monotonic())) for f in futures]
-        except FutureTimeoutError:
-            self.abort([r.id for r in requests])
-            raise StuckError(f"{self.name}: generate did not end within {timeout_s} s") from None
+        return wait_for_all(
+            self.submit(requests),
+            timeout_s,
+            what=f"{self.name}: generate",
+            abort=lambda: self.abort([r.id for r in requests]),
+        )
 
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0

@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,7 +29,8 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.replica_process import End, replica_main
+from rill.inference.replica_process import End, EngineFacts, replica_main
+from rill.inference.requests import wait_for_all
 from rill.types import Floats, PolicyVersion, TokenIds
 
 _CALL_TIMEOUT_S = 120.0
@@ -65,12 +65,14 @@ class ReplicaEngine:
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_dead = False
-        self._features, self._max_context, self._version = self._await_ready(start_timeout_s)
+        self._facts = self._await_ready(start_timeout_s)
+        self._version = self._facts.version
+        self._adapters: frozenset[str] = frozenset()
         threading.Thread(target=self._read, name=f"{name}-reader", daemon=True).start()
 
     @property
     def features(self) -> frozenset[Feature]:
-        return self._features
+        return self._facts.features
 
     @property
     def version(self) -> PolicyVersion:
@@ -78,7 +80,15 @@ class ReplicaEngine:
 
     @property
     def max_context(self) -> int:
-        return self._max_context
+        return self._facts.max_context
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._facts.vocab_size
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return self._adapters
 
     @property
     def is_dead(self) -> bool:
@@ -107,13 +117,12 @@ class ReplicaEngine:
         return futures
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        futures = self.submit(requests)
-        try:
-            return [f.result(max(0.0, deadline - time.monotonic())) for f in futures]
-        except FutureTimeoutError:
-            self.abort([r.id for r in requests])
-            raise StuckError(f"{self.name}: generate did not end within {timeout_s} s") from None
+        return wait_for_all(
+            self.submit(requests),
+            timeout_s,
+            what=f"{self.name}: generate",
+            abort=lambda: self.abort([r.id for r in requests]),
+        )
 
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
@@ -148,6 +157,14 @@ class ReplicaEngine:
         finally:
             spill.unlink(missing_ok=True)
 
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        self._call("load_adapter", _UPDATE_TIMEOUT_S, name, str(source))
+        self._adapters |= {name}
+
+    def unload_adapter(self, name: str) -> None:
+        self._call("unload_adapter", _CALL_TIMEOUT_S, name)
+        self._adapters -= {name}
+
     def flush(self) -> None:
         self._call("flush", _CALL_TIMEOUT_S)
 
@@ -177,7 +194,7 @@ class ReplicaEngine:
     def _update(self, checkpoint: Checkpoint, version: PolicyVersion, partial: bool) -> None:
         self._call("update_weights", _UPDATE_TIMEOUT_S, checkpoint, version, partial=partial)
 
-    def _await_ready(self, timeout_s: float) -> tuple[frozenset[Feature], int, PolicyVersion]:
+    def _await_ready(self, timeout_s: float) -> EngineFacts:
         try:
             if not self._connection.poll(timeout_s):
                 self._process.kill()
@@ -186,8 +203,8 @@ class ReplicaEngine:
         except (EOFError, OSError) as error:
             raise PeerDiedError(f"{self.name}: the process ended while loading its engine") from error
         match message:
-            case ("ready", features, max_context, version):
-                return frozenset(Feature(f) for f in features), max_context, PolicyVersion(version)
+            case ("ready", EngineFacts() as facts):
+                return facts
             case ("failed", reason):
                 self._process.join(10.0)
                 raise EngineError(f"{self.name}: the engine could not be loaded: {reason}")

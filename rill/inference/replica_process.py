@@ -17,13 +17,15 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from rill.errors import EngineError, RillError
-from rill.inference.base import ENGINES, Completion, Delta, Engine, Request
+from rill.inference.base import ENGINES, Completion, Delta, Engine, Feature, Request
+from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,26 @@ _STREAM_WAIT_S = 0.002
 """How long a streamed delta may wait for company."""
 _RECORD_WAIT_S = 0.1
 """How long a delta that nobody streams may wait: at most this much work is lost with the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the parent answers for the engine without asking it again."""
+
+    features: frozenset[Feature]
+    max_context: int
+    vocab_size: int | None
+    version: PolicyVersion
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineFacts:
+        return cls(
+            features=engine.features,
+            max_context=engine.max_context,
+            vocab_size=engine.vocab_size,
+            version=engine.version,
+        )
+
 
 End = Completion | tuple[str, Exception]
 """How a request ended: with a completion, or (its id, why not)."""
@@ -46,7 +68,7 @@ def replica_main(connection: Connection, config: dict[str, Any], environment: di
     except Exception as error:  # noqa: BLE001 - boundary: the parent reports what kept the engine from starting
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", sorted(engine.features), engine.max_context, int(engine.version)))
+    connection.send(("ready", EngineFacts.of(engine)))
     outbox = _Outbox(connection)
     calls = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica-call")
     is_closed = _serve(connection, engine, outbox, calls)

@@ -1,27 +1,100 @@
-"""What makes a request malformed for any engine; adapters ask before they hand a request on."""
+"""What makes a request malformed for any engine, and how generate() waits, in one place for all of them."""
 
 from __future__ import annotations
 
-from rill.errors import RequestError
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+import numpy as np
+
+from rill.errors import RequestError, StuckError
 from rill.inference.base import Request
+from rill.types import SamplingParams
+
+T = TypeVar("T")
+
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "max_new_tokens": lambda v: v >= 1,
+    "min_new_tokens": lambda v: v >= 0,
+    "temperature": lambda v: math.isfinite(v) and v >= 0,
+    "top_k": lambda v: v >= 0,
+    "top_p": lambda v: 0 < v <= 1,
+    "min_p": lambda v: 0 <= v <= 1,
+    "repetition_penalty": lambda v: math.isfinite(v) and v > 0,
+    "presence_penalty": math.isfinite,
+    "frequency_penalty": math.isfinite,
+}
+assert all(hasattr(SamplingParams(), name) for name in _RANGES)
 
 
-def check_request(request: Request, *, max_context: int, vocab_size: int | None) -> None:
-    """Raises RequestError. `vocab_size` None: unknown here, the server will refuse ids it does not have."""
-    length, sampling = len(request.token_ids), request.sampling
-    who = f"request {request.id!r}"
-    if length == 0 or int(request.token_ids.min()) < 0:
-        raise RequestError(f"{who}: needs at least one token, and no negative ids")
-    if vocab_size is not None and int(request.token_ids.max()) >= vocab_size:
-        raise RequestError(f"{who}: token ids must be below {vocab_size}, got {int(request.token_ids.max())}")
-    if sampling.max_new_tokens < 1 or length + sampling.max_new_tokens > max_context:
+def check_request(
+    request: Request, *, max_context: int, vocab_size: int | None, adapters: Collection[str] | None = None
+) -> None:
+    """Raises RequestError. `vocab_size`, `adapters` None: unknown here, whoever runs the request will refuse."""
+    who, params = f"request {request.id}", request.sampling
+    check_tokens(request, max_tokens=max_context - 1, vocab_size=vocab_size)
+    for name, is_right in _RANGES.items():
+        value = getattr(params, name)
+        if not is_right(value):
+            raise RequestError(f"{who}: {name} cannot be {value!r}")
+    if params.min_new_tokens > params.max_new_tokens:
         raise RequestError(
-            f"{who}: {length} prompt tokens and max_new_tokens={sampling.max_new_tokens} do not fit the context of"
+            f"{who}: min_new_tokens is {params.min_new_tokens}, max_new_tokens only {params.max_new_tokens}"
+        )
+    if "" in params.stop:
+        raise RequestError(f"{who}: an empty stop string would match at once")
+    for token in (*params.stop_token_ids, *params.logit_bias):
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise RequestError(f"{who}: token id {token} is not in the vocabulary of {vocab_size}")
+    if request.adapter is not None and adapters is not None and request.adapter not in adapters:
+        loaded = ", ".join(sorted(adapters)) or "none"
+        raise RequestError(f"{who}: there is no adapter {request.adapter!r}: loaded are {loaded}")
+
+
+def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -> None:
+    """The prompt alone: integers of the vocabulary, at least one and at most `max_tokens`."""
+    ids, who = np.asarray(request.token_ids), f"request {request.id}"
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise RequestError(f"{who}: token_ids must be a non-empty list of integers")
+    if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+        raise RequestError(
+            f"{who}: token ids run from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
+        )
+    if ids.size > max_tokens:
+        raise RequestError(
+            f"{who}: {ids.size} tokens, and at most {max_tokens} fit here: shorten the prompt, or raise the engine's"
+            " max_context or KV cache"
+        )
+
+
+def check_fits(request: Request, max_context: int) -> None:
+    """For servers that refuse what the context could cut short."""
+    length, wanted = len(request.token_ids), request.sampling.max_new_tokens
+    if length + wanted > max_context:
+        raise RequestError(
+            f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted} do not fit the context of"
             f" {max_context}"
         )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-        raise RequestError(f"{who}: temperature must be at least 0, top_p in (0, 1] and min_p in [0, 1]")
-    if sampling.top_k < 0 or sampling.repetition_penalty <= 0:
-        raise RequestError(f"{who}: top_k must be at least 0 and repetition_penalty above 0")
-    if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
-        raise RequestError(f"{who}: min_new_tokens must lie between 0 and max_new_tokens")
+
+
+def wait_for_all(
+    futures: Sequence[Future[T]],
+    timeout_s: float,
+    *,
+    what: str,
+    abort: Callable[[], None],
+    describe: Callable[[], str] = lambda: "",
+) -> list[T]:
+    """The results, in order. What is late is aborted, and StuckError says how many; `describe` adds the state."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+    except FutureTimeoutError:
+        num_left, state = sum(not f.done() for f in futures), describe()
+        abort()
+        message = f"{what}: {num_left} of {len(futures)} requests had not ended after {timeout_s} s"
+        raise StuckError(message + (f" ({state})" if state else "")) from None

@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +47,7 @@ from rill.inference.base import (
 )
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import check_request
+from rill.inference.requests import check_fits, check_request, wait_for_all
 from rill.inference.vllm_loop import Job, VllmLoop
 from rill.inference.vllm_words import VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
@@ -93,7 +92,7 @@ class VllmEngine:
         self._engine.collective_rpc(report_before_truncation)
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
         self._max_context = int(self._engine.model_config.max_model_len)
-        self._vocab_size = int(self._engine.model_config.get_vocab_size())
+        self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loop = VllmLoop(self._engine, self._words)
 
     @property
@@ -133,7 +132,12 @@ class VllmEngine:
         return [job.flight.future for job in jobs]
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return self._results("generate", [r.id for r in requests], self.submit(requests), timeout_s)
+        return wait_for_all(
+            self.submit(requests),
+            timeout_s,
+            what="vllm: generate",
+            abort=lambda: self.abort([r.id for r in requests]),
+        )
 
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
@@ -153,7 +157,12 @@ class VllmEngine:
             jobs.append(Job(Flight(request, None), is_score=True))
         self._loop.post(lambda: self._loop.add(jobs))
         flights = [job.flight for job in jobs]
-        done = self._results("score", [f.request.id for f in flights], [f.future for f in flights], timeout_s)
+        done = wait_for_all(
+            [f.future for f in flights],
+            timeout_s,
+            what="vllm: score",
+            abort=lambda: self.abort([f.request.id for f in flights]),
+        )
         return [completion.logprobs for completion in done]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -242,18 +251,9 @@ class VllmEngine:
         loop.version, loop.unavailable = version, None
         loop.put_back()
 
-    def _results(
-        self, what: str, ids: Sequence[str], futures: Sequence[Future[Completion]], timeout_s: float
-    ) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        try:
-            return [f.result(max(0.0, deadline - time.monotonic())) for f in futures]
-        except FutureTimeoutError:
-            self.abort(ids)
-            raise StuckError(f"vllm: {what} did not end within {timeout_s} s") from None
-
     def _check(self, request: Request) -> None:
-        check_request(request, max_context=self._max_context, vocab_size=self._vocab_size)
+        check_request(request, max_context=self._max_context, vocab_size=self.vocab_size)
+        check_fits(request, self._max_context)
         if request.adapter is not None or request.multimodal is not None:
             raise UnsupportedError("vllm: adapters and multimodal inputs are not wired up")
         try:

@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from rill.config import PartConfig
-from rill.errors import EngineError, RequestError, StuckError, WeightSyncError
+from rill.errors import EngineError, ModelError, RequestError, StuckError, WeightSyncError
 from rill.inference.base import (
+    ADAPTER_FILES,
     Completion,
     Delta,
     EngineStats,
@@ -30,6 +32,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.requests import check_request
 from rill.inference.tally import Tally
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
@@ -60,17 +63,20 @@ class FakeEngine:
         vocab_size: int = 103
         answer: str | None = None
         """What every request is answered with; unset: seeded tokens up to max_new_tokens."""
+        refused_token: int | None = None
+        """Prompts that hold this token are refused: a mistake that only the engine can know."""
         die_file: str | None = None
         """When this file exists, the process removes it and ends at the next step: a crash on demand."""
 
     features = frozenset({Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS,
-                          Feature.RELEASE_MEMORY, Feature.SEEDED})  # fmt: skip
+                          Feature.RELEASE_MEMORY, Feature.SEEDED, Feature.LORA})  # fmt: skip
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or self.Config()
         self.updates: list[dict[str, tuple[int, ...]]] = []
         self.calls: list[str] = []
         self.seen: list[Request] = []
+        self.adapters: frozenset[str] = frozenset()
         self._version = PolicyVersion(0)
         self._lock = threading.Condition()
         self._running: list[_Running] = []
@@ -94,16 +100,22 @@ class FakeEngine:
     def max_context(self) -> int:
         return self.config.max_context
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
     def submit(
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
         for request in requests:
-            if len(request.token_ids) == 0 or int(request.token_ids.max()) >= self.config.vocab_size:
-                raise RequestError(
-                    f"request {request.id}: token ids must be in [0, {self.config.vocab_size})"
-                )
-            if any(key >= self.config.vocab_size for key in request.sampling.logit_bias):
-                raise RequestError("logit_bias names a token that the vocabulary does not have")
+            check_request(
+                request,
+                max_context=self.max_context,
+                vocab_size=self.vocab_size,
+                adapters=self.adapters,
+            )
+            if self.config.refused_token in request.token_ids:
+                raise RequestError(f"request {request.id}: token {self.config.refused_token} is not for you")
         with self._lock:
             if self._is_closed:
                 raise EngineError("the engine is closed")
@@ -165,6 +177,14 @@ class FakeEngine:
             self.updates.append(shapes)
             self._version = version
 
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        if not (Path(source) / ADAPTER_FILES[0]).is_file():
+            raise ModelError(f"{source} holds no adapter")
+        self.adapters |= {name}
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapters -= {name}
+
     def flush(self) -> None:
         self.calls.append("flush")
 
@@ -210,7 +230,10 @@ class FakeEngine:
         if running.script:
             token = running.script[len(running.ids)]
         else:
-            token = random.Random(f"{sampling.seed}/{position}").randrange(40, self.config.vocab_size)
+            adapter = running.request.adapter or ""
+            token = random.Random(f"{adapter}{sampling.seed}/{position}").randrange(
+                40, self.config.vocab_size
+            )
         running.ids.append(token)
         running.versions.append(self._version)
         self._tally.grow(1)

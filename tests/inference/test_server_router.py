@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from rill.errors import EngineError, PeerDiedError, RequestError, WeightSyncError
-from rill.inference.base import Delta, PauseMode, Request
+from rill.errors import EngineError, ModelError, PeerDiedError, RequestError, WeightSyncError
+from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
 from rill.inference.replica import ReplicaEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.prefix_index import PrefixIndex
@@ -25,6 +26,8 @@ from rill.inference.server.router import Router
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
+
+REFUSED = 10  # below what the fake engine generates: a continued request has its tokens as prompt
 
 
 def request(name: str, length: int = 20, seed: int = 7, prompt: int = 4, first: int = 40) -> Request:
@@ -35,7 +38,7 @@ def request(name: str, length: int = 20, seed: int = 7, prompt: int = 4, first: 
 @pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
     settings = RouterConfig(num_replicas=2, health_interval_s=0.2, health_timeout_s=5.0)
-    router = Router(FakeEngine.Config(step_s=0.01), settings)
+    router = Router(FakeEngine.Config(step_s=0.01, refused_token=REFUSED), settings)
     yield router
     router.close()
 
@@ -149,12 +152,57 @@ def test_samples_of_one_prompt_go_to_one_replica_and_prompts_spread(router: Rout
     assert all(len(slots) == 1 for slots in used) and used[0] != used[1]
 
 
-def test_a_malformed_request_fails_alone(router: Router) -> None:
-    wait_for(lambda: ready(router) == 2)
+def test_a_malformed_request_is_refused_before_anything_is_queued(router: Router) -> None:
     wrong = replace(request("bad"), token_ids=np.array([40, 10**6], np.int32))
-    bad, good = router.submit([wrong, replace(request("good"), token_ids=wrong.token_ids[:1])])
+    with pytest.raises(RequestError, match="vocabulary"):
+        router.submit([request("fine"), wrong])
+    with pytest.raises(RequestError, match="no adapter"):
+        router.submit([replace(request("bad"), adapter="none")])
+    assert "fine" not in router._flights
+
+
+def test_what_only_the_engine_refuses_fails_alone(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    refused = replace(request("bad"), token_ids=np.array([40, REFUSED], np.int32))
+    bad, good = router.submit([refused, replace(request("good"), token_ids=refused.token_ids[:1])])
     assert isinstance(bad.exception(10), RequestError)
     assert len(good.result(10).token_ids) == 20
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/tokens", "/inference/v1/generate"])
+def test_a_refusal_by_a_replica_is_a_status_and_not_an_event(router: Router, path: str) -> None:
+    wait_for(lambda: ready(router) == 2)
+    config = ServerConfig(port=0)
+    with serve_in_thread(create_app(router, build_char_tokenizer(), config), config) as server:
+        for wrong in (REFUSED, 5000):
+            ids = [40, wrong]
+            body = {"prompt": ids, "tokens": ids, "token_ids": ids, "stream": True}
+            answer = httpx.post(server.url + path, json=body, timeout=20)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
+
+
+def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router, tmp_path: Path) -> None:
+    wait_for(lambda: ready(router) == 2)
+    for name in ADAPTER_FILES:
+        (tmp_path / name).write_text("{}")
+    router.load_adapter("math", tmp_path)
+    shutil.rmtree(tmp_path)  # a late replica reads the router's own copy
+    engine = router._slots[1].engine
+    assert engine is not None and engine.adapters == {"math"}
+    engine.kill()
+    wait_for(lambda: ready(router) == 1)
+    wait_for(lambda: ready(router) == 2)
+    assert [slot.running.adapters for slot in router._slots] == [{"math"}, {"math"}]
+    requests = [replace(request(f"a{i}", first=40 + 7 * i), adapter="math") for i in range(4)]
+    plain = [replace(r, id=f"{r.id}-plain", adapter=None) for r in requests]
+    done = router.generate([*requests, *plain], 30.0)
+    assert all(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(done[:4], done[4:], strict=True))
+    with pytest.raises(ModelError, match="holds no PEFT adapter"):
+        router.load_adapter("other", tmp_path)
+    router.unload_adapter("math")
+    assert not router.adapters and not list(Path(router._replicas._spill.name).glob("adapter-*"))
 
 
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rill.errors import ModelError
+from rill.inference.base import ADAPTER_FILES
 from rill.models.decoder import Layer
 from rill.models.low_rank import LowRankBank
 
@@ -35,16 +36,20 @@ _ENDS = {
 
 def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     """State dict and scale (alpha / rank) from PEFT's two files."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(folder)
+    description_file, tensors_file = (Path(folder) / name for name in ADAPTER_FILES)
     try:
-        description = json.loads((path / "adapter_config.json").read_text())
-        tensors = load_file(path / "adapter_model.safetensors")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} holds no PEFT adapter that can be read: {error}") from error
-    rank, alpha = float(description["r"]), float(description["lora_alpha"])
-    return tensors, alpha / (rank**0.5 if description.get("use_rslora") else rank)
+        description = json.loads(description_file.read_text())
+        rank, alpha = float(description["r"]), float(description["lora_alpha"])
+        scale = alpha / (rank**0.5 if description.get("use_rslora") else rank)
+        tensors = load_file(tensors_file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{folder} holds no PEFT adapter that can be read: {error}") from error
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{description_file} does not give a rank and lora_alpha: {error!r}") from error
+    return tensors, scale
 
 
 class AdapterStore:
@@ -83,7 +88,9 @@ class AdapterStore:
                 raise ModelError(f"adapter {name!r} has only {'A' if 'A' in half else 'B'} of {module}")
             down, up = half["A"], half["B"]
             if (
-                down.shape[1] != weight.shape[1]
+                down.ndim != 2
+                or up.ndim != 2
+                or down.shape[1] != weight.shape[1]
                 or up.shape[0] != weight.shape[0]
                 or down.shape[0] != up.shape[1]
             ):

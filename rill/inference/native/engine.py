@@ -50,6 +50,7 @@ from rill.inference.native.core import EngineCore
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.outlet import CallerOutlet
 from rill.inference.native.runners import build_runner
+from rill.inference.requests import wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -154,6 +155,14 @@ class NativeEngine:
     def max_context(self) -> int:
         return self._max_context
 
+    @property
+    def vocab_size(self) -> int:
+        return self._admission.vocab_size
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return self._admission.adapters
+
     # --- requests ----------------------------------------------------------------------------------------
 
     def submit(
@@ -166,16 +175,13 @@ class NativeEngine:
         return [seq.future for seq in sequences]
 
     def generate(self, requests: Sequence_[Request], timeout_s: float = 600.0) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        futures = self.submit(requests)
-        try:
-            return [future.result(timeout=max(0.0, deadline - time.monotonic())) for future in futures]
-        except FutureTimeoutError:
-            num_left, state = sum(not f.done() for f in futures), self._control.describe()
-            self.abort([request.id for request in requests])
-            raise StuckError(
-                f"generate: {num_left} of {len(futures)} requests had not ended after {timeout_s} s ({state})"
-            ) from None
+        return wait_for_all(
+            self.submit(requests),
+            timeout_s,
+            what="generate",
+            abort=lambda: self.abort([request.id for request in requests]),
+            describe=self._control.describe,
+        )
 
     def score(
         self, sequences: Sequence_[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
@@ -185,14 +191,15 @@ class NativeEngine:
             raise EngineError(
                 f"the engine's memory is released ({self._control.released}): call restore() before score()"
             )
-        deadline = time.monotonic() + timeout_s
         scored = [self._admission.scored_sequence(tokens, temperature) for tokens in sequences]
         self._commands.post("score", lambda: self._core.add(scored))
-        try:
-            return [seq.scored.result(timeout=max(0.0, deadline - time.monotonic())) for seq in scored]
-        except FutureTimeoutError:
-            self.abort([seq.id for seq in scored])
-            raise StuckError(f"score: not done after {timeout_s} s ({self._control.describe()})") from None
+        return wait_for_all(
+            [seq.scored for seq in scored],
+            timeout_s,
+            what="score",
+            abort=lambda: self.abort([seq.id for seq in scored]),
+            describe=self._control.describe,
+        )
 
     def abort(self, request_ids: Sequence_[str] | None = None) -> None:
         ids = None if request_ids is None else list(request_ids)

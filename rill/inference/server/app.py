@@ -12,7 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rill import __version__
 from rill.inference.base import Engine
-from rill.inference.server import routes_admin, routes_chat, routes_completions, routes_tokens
+from rill.inference.server import (
+    routes_admin,
+    routes_chat,
+    routes_completions,
+    routes_models,
+    routes_tokens,
+)
 from rill.inference.server.auth import KeyRing
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import install_error_handlers
@@ -99,7 +105,7 @@ def create_app(
         redoc_url=None,
     )
     install_error_handlers(app)
-    for module in (routes_completions, routes_chat, routes_tokens, routes_admin):
+    for module in (routes_completions, routes_chat, routes_tokens, routes_models, routes_admin):
         app.include_router(module.routes)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
     app.add_middleware(CountResponses, owner=app)

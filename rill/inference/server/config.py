@@ -16,8 +16,6 @@ class ServerConfig(Config):
     """0: the system picks a free port."""
     model_name: str = "model"
     """The name clients ask for, and that /v1/models lists."""
-    adapters: list[str] = []
-    """LoRA adapters of the engine that clients may ask for by name. Empty: none."""
     api_keys: list[SecretStr] = []
     """Keys clients may use. Empty: clients need none."""
     admin_key: SecretStr | None = None

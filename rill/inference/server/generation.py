@@ -73,17 +73,38 @@ class Generation:
         self._observe(requests, completions, time.perf_counter() - started)
         return completions
 
-    def open(self, requests: Sequence[Request]) -> SampleStream:
-        """Submit now, so that a refusal is still an HTTP status, and iterate later."""
+    async def open(self, requests: Sequence[Request], http: HttpRequest) -> SampleStream:
+        """Submit now, iterate later. Returns with the first token: what goes wrong before that is an HTTP status, which
+        clients know how to retry, and not an event of a stream that began well."""
         stream = SampleStream(self, requests)
         self._hub.register(stream)
         try:
-            for future in self._engine.submit(requests, self._hub.push):
-                future.add_done_callback(stream.on_done)
+            futures = self._engine.submit(requests, self._hub.push)
         except BaseException:
             self._hub.unregister(stream)
             raise
+        for future in futures:
+            future.add_done_callback(stream.on_done)
+        try:
+            await self._first_news(stream, http)
+        except BaseException:
+            stream.close()
+            raise
         return stream
+
+    async def _first_news(self, stream: SampleStream, http: HttpRequest) -> None:
+        gone = asyncio.ensure_future(_disconnected(http))
+        begun = asyncio.ensure_future(stream.begun())
+        try:
+            done, _ = await asyncio.wait(
+                (begun, gone), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if begun not in done:
+                raise _gave_up(self._timeout_s) if gone not in done else ApiError(499, "the client went away")
+            begun.result()
+        finally:
+            gone.cancel()
+            begun.cancel()
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         self._metrics.num_aborted += len(requests)
@@ -124,6 +145,13 @@ class SampleStream:
     def deliver(self, news: list[Delta | Future[Completion]]) -> None:
         self._news.extend(news)
         self._wake.set()
+
+    async def begun(self) -> None:
+        """Waits for the first news; raises where they are that a sample failed."""
+        await self._wake.wait()
+        for item in self._news:
+            if not isinstance(item, Delta):
+                item.result()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         timeout_s = self._owner._timeout_s

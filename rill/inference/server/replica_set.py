@@ -3,14 +3,15 @@
     caretaker thread: asks every replica for its stats, ends those that do not answer, starts dead ones again
     on_all:           the same call on every ready replica at once; one that dies meanwhile catches up when it is back
 
-What is the same for all (weights, pause, released memory) is remembered, so that a replica that comes late can be
-brought to where the others are before it takes a request.
+What is the same for all (weights, adapters, pause, released memory) is remembered, so that a replica that comes late
+can be brought to where the others are before it takes a request.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,8 +24,8 @@ from typing import Any
 from pydantic import Field
 
 from rill.config import Config, PartConfig
-from rill.errors import EngineError, PeerDiedError, RillError, StuckError, WeightSyncError
-from rill.inference.base import Feature, MemoryLevel, NamedTensors, PauseMode
+from rill.errors import EngineError, ModelError, PeerDiedError, RillError, StuckError, WeightSyncError
+from rill.inference.base import ADAPTER_FILES, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica import ReplicaEngine
 from rill.types import PolicyVersion
@@ -84,6 +85,8 @@ class _Control:
     release: MemoryLevel | None = None
     updates: list[tuple[Checkpoint, PolicyVersion, bool]] = field(default_factory=list)
     """The last whole update and the partial ones after it."""
+    adapters: dict[str, Path] = field(default_factory=dict)
+    """Adapters by name, each a copy: its source may be gone or changed by then."""
 
 
 class ReplicaSet:
@@ -106,9 +109,12 @@ class ReplicaSet:
         self._changed = threading.Condition(self.lock)
         self.slots = [Slot(index) for index in range(config.num_replicas)]
         self._control = _Control()
+        self._telling = threading.Lock()
+        """Held while all are told something, and while a late joiner is told everything: it misses nothing."""
         self.version = PolicyVersion(0)
         self.features: frozenset[Feature] = frozenset()
         self.max_context = 0
+        self.vocab_size: int | None = None
         self.is_closed = False
         self._spill = tempfile.TemporaryDirectory(
             prefix="rill-weights-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -120,6 +126,10 @@ class ReplicaSet:
     def start_caretaker(self) -> None:
         """Once the owner is ready for the callbacks."""
         self._caretaker.start()
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return frozenset(self._control.adapters)
 
     @property
     def is_hopeless(self) -> bool:
@@ -158,20 +168,24 @@ class ReplicaSet:
     # --- control -----------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
-        self._control.pause = mode
-        self.on_all(lambda engine: engine.pause(mode, timeout_s))
+        with self._telling:
+            self._control.pause = mode
+            self.on_all(lambda engine: engine.pause(mode, timeout_s))
 
     def resume(self) -> None:
-        self._control.pause = None
-        self.on_all(lambda engine: engine.resume())
+        with self._telling:
+            self._control.pause = None
+            self.on_all(lambda engine: engine.resume())
 
     def release(self, level: MemoryLevel) -> None:
-        self.on_all(lambda engine: engine.release(level))
-        self._control.release = level
+        with self._telling:
+            self.on_all(lambda engine: engine.release(level))
+            self._control.release = level
 
     def restore(self) -> None:
-        self._control.release = None
-        self.on_all(lambda engine: engine.restore())
+        with self._telling:
+            self._control.release = None
+            self.on_all(lambda engine: engine.restore())
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """All replicas read the same files at once. The files stay until the next whole update, for late joiners."""
@@ -180,16 +194,43 @@ class ReplicaSet:
         checkpoint = tensors
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.write(tensors, Path(self._spill.name) / f"{version}.safetensors")
-        update = (checkpoint, version, partial)
-        self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
-        with self.lock:
+        with self._telling:
+            self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
             dropped = [] if partial else self._control.updates
-            self._control.updates = [*(self._control.updates if partial else []), update]
+            kept = self._control.updates if partial else []
+            self._control.updates = [*kept, (checkpoint, version, partial)]
             self.version = version
         for old, _, _ in dropped:
             for shard in old.shards:
                 if shard.parent == Path(self._spill.name):
                     shard.unlink(missing_ok=True)
+
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        """All replicas read one copy, which stays for late joiners."""
+        copy = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._spill.name))
+        try:
+            for file in ADAPTER_FILES:
+                shutil.copyfile(Path(source) / file, copy / file)
+        except (OSError, ValueError) as error:
+            shutil.rmtree(copy)
+            raise ModelError(f"{source} holds no PEFT adapter that can be read: {error}") from error
+        with self._telling:
+            try:
+                self.on_all(lambda engine: engine.load_adapter(name, copy))
+            except BaseException:
+                shutil.rmtree(copy)
+                raise
+            self._forget_adapter(name)
+            self._control.adapters[name] = copy
+
+    def unload_adapter(self, name: str) -> None:
+        with self._telling:
+            self.on_all(lambda engine: engine.unload_adapter(name))
+            self._forget_adapter(name)
+
+    def _forget_adapter(self, name: str) -> None:
+        if (copy := self._control.adapters.pop(name, None)) is not None:
+            shutil.rmtree(copy)
 
     # --- care --------------------------------------------------------------------------------------------
 
@@ -205,6 +246,7 @@ class ReplicaSet:
         engines = [slot.running for slot in self.slots]
         self.features = frozenset.intersection(*(e.features for e in engines))
         self.max_context = min(e.max_context for e in engines)
+        self.vocab_size = engines[0].vocab_size
         self.version = engines[0].version
         for slot in self.slots:
             slot.state = SlotState.READY
@@ -254,7 +296,11 @@ class ReplicaSet:
     def _restart(self, slot: Slot) -> None:
         try:
             self._start(slot)
-            self._catch_up(slot)
+            with self._telling:
+                self._catch_up(slot)
+                with self.lock:
+                    slot.state = SlotState.READY
+                    slot.num_failed_starts = 0
         except RillError as error:
             slot.num_failed_starts += 1
             log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
@@ -263,17 +309,16 @@ class ReplicaSet:
                 slot.state = SlotState.GIVEN_UP if given_up else SlotState.DEAD
                 self._changed.notify_all()
             return
-        with self.lock:
-            slot.state = SlotState.READY
-            slot.num_failed_starts = 0
         log.info("replica %d is back", slot.index)
         self._on_ready()
 
     def _catch_up(self, slot: Slot) -> None:
-        """Make a fresh replica like the others: weights first, then pause and released memory."""
+        """Make a fresh replica like the others: weights and adapters first, then pause and released memory."""
         engine = slot.running
         for checkpoint, version, partial in self._control.updates:
             engine.update_weights(checkpoint, version, partial=partial)
+        for name, folder in self._control.adapters.items():
+            engine.load_adapter(name, folder)
         if engine.version != self.version:
             raise WeightSyncError(f"the replica has version {engine.version}, the others {self.version}")
         if self._control.pause is not None:

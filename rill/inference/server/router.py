@@ -7,8 +7,8 @@
 
 A continued request has the tokens so far as prompt, the same seed and what is left of its length. Engines that draw
 by (seed, position), as the native one does, then give the very tokens that the dead replica would have given;
-penalties that count generated tokens only (presence, frequency) start anew at the break. A replica refuses a malformed
-request through its future, not in submit().
+penalties that count generated tokens only (presence, frequency) start anew at the break. Malformed requests are refused
+here; what only the replica's engine can know to be wrong comes through the request's future.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 
 from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, StuckError
@@ -31,6 +31,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.flight import Flight
+from rill.inference.requests import check_request, wait_for_all
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.tally import total
@@ -69,11 +70,26 @@ class Router:
     def max_context(self) -> int:
         return self._replicas.max_context
 
+    @property
+    def vocab_size(self) -> int | None:
+        return self._replicas.vocab_size
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        return self._replicas.adapters
+
     # --- requests ----------------------------------------------------------------------------------------
 
     def submit(
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
     ) -> list[Future[Completion]]:
+        for request in requests:
+            check_request(
+                request,
+                max_context=self.max_context,
+                vocab_size=self.vocab_size,
+                adapters=self.adapters,
+            )
         flights = [Flight(request, on_delta) for request in requests]
         with self._lock:
             if self._replicas.is_closed:
@@ -84,13 +100,12 @@ class Router:
         return [flight.future for flight in flights]
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        futures = self.submit(requests)
-        try:
-            return [f.result(max(0.0, deadline - time.monotonic())) for f in futures]
-        except FutureTimeoutError:
-            self.abort([r.id for r in requests])
-            raise StuckError(f"router: generate did not end within {timeout_s} s") from None
+        return wait_for_all(
+            self.submit(requests),
+            timeout_s,
+            what="router: generate",
+            abort=lambda: self.abort([r.id for r in requests]),
+        )
 
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
@@ -142,6 +157,12 @@ class Router:
         self._replicas.update_weights(tensors, version, partial=partial)
         with self._lock:
             self._prefixes.forget()
+
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        self._replicas.load_adapter(name, source)
+
+    def unload_adapter(self, name: str) -> None:
+        self._replicas.unload_adapter(name)
 
     def flush(self) -> None:
         with self._lock:

@@ -74,7 +74,7 @@ async def _respond(
             result = json_response(answer.whole(completions))
             state.admission.leave()
             return result
-        stream = state.generation.open(requests)
+        stream = await state.generation.open(requests, request)
     except BaseException:
         state.admission.leave()
         raise

@@ -55,7 +55,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
             result = json_response(await answer.whole(completions))
             state.admission.leave()
             return result
-        stream = state.generation.open(requests)
+        stream = await state.generation.open(requests, request)
     except BaseException:
         state.admission.leave()
         raise
@@ -128,7 +128,7 @@ class _Answer:
 
     async def scored(self) -> dict[str, Any]:
         """max_tokens 0 with echo: the prompt and its log-probabilities, nothing generated."""
-        resolve_model(self._body.model, self._state.config)
+        resolve_model(self._body.model, self._state.engine, self._state.config)
         choices: list[dict[str, Any]] = [
             {"index": i, "text": "", "finish_reason": "length", "logprobs": None, "stop_reason": None}
             for i in range(len(self._prompts))

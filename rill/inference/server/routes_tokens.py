@@ -55,7 +55,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             answer = _answer(body, request_id, completions) | {"prompt_logprobs": prompt_logprobs}
             state.admission.leave()
             return json_response(answer)
-        stream = state.generation.open(requests)
+        stream = await state.generation.open(requests, request)
     except BaseException:
         state.admission.leave()
         raise
@@ -71,7 +71,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     state = state_of(request)
     state.keys.check_client(request)
-    resolve_model(body.model, state.config)
+    resolve_model(body.model, state.engine, state.config)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -100,7 +100,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     state = state_of(request)
     state.keys.check_client(request)
-    resolve_model(body.model, state.config)
+    resolve_model(body.model, state.engine, state.config)
     if wrong := next((t for t in body.tokens if t >= state.codec.vocab_size), None):
         raise bad_request(f"token {wrong} is not in the vocabulary of {state.codec.vocab_size}", "tokens")
     return json_response({"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)})

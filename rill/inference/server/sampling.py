@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rill.inference.base import Engine, Feature, Request
+from rill.inference.base import AdapterEngine, Engine, Request
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.schemas import GenerationBody, SamplingBody
@@ -22,15 +22,24 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def resolve_model(name: str | None, config: ServerConfig) -> str | None:
+def served_names(engine: Engine, config: ServerConfig) -> list[str]:
+    """What clients may ask for: the base model, then the adapters that are loaded now."""
+    adapters = sorted(engine.adapters) if isinstance(engine, AdapterEngine) else []
+    return [config.model_name, *adapters]
+
+
+def resolve_model(name: str | None, engine: Engine, config: ServerConfig) -> str | None:
     """The adapter that a model name stands for; None is the base model."""
     if name is None or name == config.model_name:
         return None
-    if name in config.adapters:
+    served = served_names(engine, config)
+    if name in served:
         return name
-    served = ", ".join([config.model_name, *config.adapters])
     raise ApiError(
-        404, f"there is no model {name!r}: served are {served}", param="model", code="model_not_found"
+        404,
+        f"there is no model {name!r}: served are {', '.join(served)}",
+        param="model",
+        code="model_not_found",
     )
 
 
@@ -68,11 +77,7 @@ def build_requests(
     priority: int | None = None,
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
-    adapter = resolve_model(body.model if model is None else model, config)
-    if adapter is not None and Feature.LORA not in engine.features:
-        raise bad_request(
-            f"model {adapter!r} is an adapter and the engine serves none", "model", "unsupported"
-        )
+    adapter = resolve_model(body.model if model is None else model, engine, config)
     num_samples = body.n or 1
     if num_samples * len(prompts) > config.max_samples:
         raise bad_request(

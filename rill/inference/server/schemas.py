@@ -274,6 +274,25 @@ class UpdateWeightsBody(Body):
     """A model's folder may lack parameters."""
 
 
+AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f]*$")]
+
+
+class LoadAdapterBody(Body):
+    """POST /v1/load_lora_adapter, with vLLM's names."""
+
+    lora_name: AdapterName
+    lora_path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")
+    """A folder in PEFT's format on the server's machine."""
+    load_inplace: bool = False
+    """Replace an adapter of this name."""
+
+
+class UnloadAdapterBody(Body):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: AdapterName
+
+
 class PauseBody(Body):
     """POST /pause"""
 

@@ -1,0 +1,93 @@
+"""What is served, by name: the model, and the LoRA adapters beside it, loaded and unloaded while the server runs.
+
+The paths and fields of the adapter routes are vLLM's. They need the admin key: a path names a folder on this machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from rill.inference.base import AdapterEngine, Feature
+from rill.inference.server.administration import act, admin_state
+from rill.inference.server.errors import ApiError, bad_request
+from rill.inference.server.sampling import resolve_model, served_names
+from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
+from rill.inference.server.state import ServerState, json_response, state_of
+
+routes = APIRouter()
+
+
+@routes.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    state = state_of(request)
+    state.keys.check_client(request)
+    names = served_names(state.engine, state.config)
+    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
+
+
+@routes.get("/v1/models/{name:path}")
+async def get_model(name: str, request: Request) -> Response:
+    state = state_of(request)
+    state.keys.check_client(request)
+    resolve_model(name, state.engine, state.config)
+    return json_response(_card(state, name))
+
+
+@routes.post("/v1/load_lora_adapter")
+async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> Response:
+    """Serve the adapter in this folder (PEFT's format) under this name. In place: requests under way go on with it."""
+    state = admin_state(request)
+    name = body.lora_name
+
+    def load() -> None:
+        engine = _adapter_engine(state)
+        if name == state.config.model_name:
+            raise bad_request(f"{name!r} is the base model's name", "lora_name")
+        if name in engine.adapters and not body.load_inplace:
+            raise bad_request(
+                f"adapter {name!r} is loaded already: set load_inplace to replace it", "lora_name"
+            )
+        engine.load_adapter(name, body.lora_path)
+
+    await act(state, "load_lora_adapter", load)
+    return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
+
+
+@routes.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(body: UnloadAdapterBody, request: Request) -> Response:
+    """Requests that still use it end with finish_reason "abort"."""
+    state = admin_state(request)
+
+    def unload() -> None:
+        engine = _adapter_engine(state)
+        if body.lora_name not in engine.adapters:
+            raise ApiError(
+                404, f"there is no adapter {body.lora_name!r}", param="lora_name", code="not_found"
+            )
+        engine.unload_adapter(body.lora_name)
+
+    await act(state, "unload_lora_adapter", unload)
+    return json_response({"status": "ok", "models": served_names(state.engine, state.config)})
+
+
+def _adapter_engine(state: ServerState) -> AdapterEngine:
+    if Feature.LORA not in state.engine.features or not isinstance(state.engine, AdapterEngine):
+        raise bad_request("this engine serves no adapters", "lora_name", "unsupported")
+    return state.engine
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    base = state.config.model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started_at,
+        "owned_by": "rill",
+        "root": base,
+        "parent": None if name == base else base,
+        "max_model_len": state.engine.max_context,
+        "vocab_size": state.codec.vocab_size,
+        "version": int(state.engine.version),
+    }
