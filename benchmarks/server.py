@@ -1,15 +1,16 @@
 """Claim: the server gives at least 90 % of the engine's own throughput.
 
-The same requests, on the same engine: submitted directly, then through HTTP (the token route, completions whole and as
-streams), from an asyncio client in a process of its own. Prints one JSON line per way, with the ratio to the engine.
+The same requests in turns, round by round: to an engine in this process, with nothing around it; and through HTTP (the
+token route, completions whole and as streams) from an asyncio client in a process of its own. Prints one JSON line per
+way; `ratio_to_engine` is the median over the rounds, each against the engine's own rate of that round.
 
-`--isolate` gives the engine a process of its own, as `rill serve --isolate` does. HTTP, JSON and text then cost the
-engine nothing as long as they need less time per token than it does: `server_us_per_token` (CPU time of the serving
-process) against `engine_us_per_token`.
+`--isolate` serves as `rill serve --isolate` does: a router, and the engine in a process of its own. HTTP, JSON and text
+then cost the engine nothing as long as they need less time per token than it does: `server_us_per_token` (CPU time of
+the serving process) against `engine_us_per_token`. `--threads` are the engine's; the server needs a core besides.
 
 `--instant` puts an engine in its place that needs no time: what is left is the server's own cost.
 
-    python benchmarks/server.py --requests 64 --tokens 128 --isolate           CPU, tiny model
+    python benchmarks/server.py --requests 64 --tokens 128 --isolate --threads 1      CPU, tiny model
     python benchmarks/server.py --requests 256 --prompt 128 --tokens 256 --instant
     python benchmarks/server.py --shape qwen2.5-1.5b --requests 256 --prompt 128 --tokens 256 --isolate
 """
@@ -20,18 +21,22 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.pool import Pool
 from typing import Any
 
 import httpx
 import numpy as np
+import torch
 
 from rill.inference.base import Completion, Delta, Engine, EngineStats, Feature, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.replica import ReplicaEngine
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
+from rill.inference.server.router import Router
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
@@ -54,6 +59,7 @@ class InstantEngine:
     features = frozenset({Feature.STREAM})
     version = PolicyVersion(0)
     max_context = 4096
+    vocab_size = 4096
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -102,36 +108,55 @@ class InstantEngine:
 
 def main() -> None:
     args = _arguments()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the processes that start from here
+    torch.set_num_threads(args.threads)
     model = (
         ModelConfig(path=args.model)
         if args.model
         else ModelConfig(shape=SHAPES[args.shape], tokenizer="chars")
     )
-    settings = NativeEngine.Config(model=model, max_num_seqs=args.requests, kv_memory_fraction=0.3)
-    if args.instant:
-        engine: Engine = InstantEngine()  # type: ignore[assignment]  # what a server asks while it answers
-    else:
-        engine = ReplicaEngine(settings, name="replica") if args.isolate else NativeEngine(settings)
+    settings = NativeEngine.Config(
+        model=model, dtype=args.dtype, max_num_seqs=args.requests, kv_memory_fraction=0.2
+    )
+    alone: Engine = InstantEngine() if args.instant else NativeEngine(settings)  # type: ignore[assignment]
+    served: Engine = Router(settings) if args.isolate else alone
     config = ServerConfig(port=0, model_name="bench")
     prompts = np.random.default_rng(0).integers(8, 100, size=(args.requests, args.prompt)).tolist()
     try:
-        _direct(engine, prompts, args.tokens)  # warm up
-        own = max(_direct(engine, prompts, args.tokens) for _ in range(args.repeats))
-        _report("engine", own, own, 0.0, args)
         # One client process for all: its start is not the server's work.
         clients = multiprocessing.get_context("spawn").Pool(1)
-        app = create_app(engine, load_tokenizer(model), config)
+        app = create_app(served, load_tokenizer(model), config)
         with clients, serve_in_thread(app, config) as server:
-            for way in ("tokens", "completions", "stream"):
-                clients.apply(_client, (server.url, way, prompts[:2], 2))  # warm up
-                rates, costs = [], []
-                for _ in range(args.repeats):
-                    before_s = _serving_cpu_s(server, args.isolate)
-                    rates.append(clients.apply(_client, (server.url, way, prompts, args.tokens)))
-                    costs.append(_serving_cpu_s(server, args.isolate) - before_s)
-                _report(way, max(rates), own, min(costs) / (args.requests * args.tokens) * 1e6, args)
+            _measure(args, alone, server, clients, prompts)
     finally:
-        engine.close()
+        alone.close()
+        if served is not alone:
+            served.close()
+
+
+WAYS = ("tokens", "completions", "stream")
+
+
+def _measure(
+    args: argparse.Namespace, alone: Engine, server: BackgroundServer, clients: Pool, prompts: list[list[int]]
+) -> None:
+    own: list[float] = []
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    costs: dict[str, list[float]] = {way: [] for way in WAYS}
+    for round_number in range(args.repeats + 1):  # the first one warms up
+        rate = _direct(alone, prompts, args.tokens)
+        if round_number:
+            own.append(rate)
+        for way in WAYS:
+            before_s = _serving_cpu_s(server, args.isolate)
+            rate = clients.apply(_client, (server.url, way, prompts, args.tokens))
+            cost_s = _serving_cpu_s(server, args.isolate) - before_s
+            if round_number:
+                rates[way].append(rate)
+                costs[way].append(cost_s / (args.requests * args.tokens) * 1e6)
+    _report("engine", own, own, [0.0], args)
+    for way in WAYS:
+        _report(way, rates[way], own, costs[way], args)
 
 
 def _direct(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
@@ -182,15 +207,19 @@ def _request(way: str, prompt: list[int], num_tokens: int) -> tuple[str, dict[st
     return "/v1/completions", body | {"stream": way == "stream"}
 
 
-def _report(way: str, rate: float, own: float, server_us: float, args: argparse.Namespace) -> None:
+def _report(
+    way: str, rates: list[float], own: list[float], costs_us: list[float], args: argparse.Namespace
+) -> None:
+    ratio = statistics.median(rate / alone for rate, alone in zip(rates, own, strict=True))
     line = {
         "benchmark": "server",
         "way": way,
-        "tokens_per_s": round(rate, 1),
-        "ratio_to_engine": None if args.instant else round(rate / own, 3),
-        "server_us_per_token": round(server_us, 2),
-        "engine_us_per_token": round(1e6 / own, 2),
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "ratio_to_engine": None if args.instant else round(ratio, 3),
+        "server_us_per_token": round(statistics.median(costs_us), 2),
+        "engine_us_per_token": round(1e6 / statistics.median(own), 2),
         "isolated": args.isolate,
+        "threads": args.threads,
         "requests": args.requests,
         "prompt_tokens": args.prompt,
         "new_tokens": args.tokens,
@@ -209,7 +238,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of the engine")
+    parser.add_argument("--dtype", default="auto", help="of the engine")
+    parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
 
