@@ -26,6 +26,7 @@ from rill.errors import PlanError, RunError
 from rill.runtime import context as runtime_context
 from rill.runtime.agent_protocol import Event, Exited
 from rill.runtime.backend import Backend, LocalBackend
+from rill.runtime.broadcast import free_port
 from rill.runtime.call import CallBook
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
 from rill.runtime.device import Device, Node, number
@@ -38,7 +39,6 @@ from rill.runtime.process import allow_many_files
 from rill.runtime.session import open_session
 from rill.runtime.session_key import SessionKey
 from rill.runtime.supervisor import Supervisor, describe_exit
-from rill.runtime.transfer import free_port
 from rill.runtime.worker import Worker
 
 W = TypeVar("W", bound=Worker)

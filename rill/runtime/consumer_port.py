@@ -33,6 +33,7 @@ AT_ONCE_S = 0.001
 SETTLE_S = 0.01
 IDLE_S = 0.02
 _MAX_READ_AHEAD = 512
+_LARGEST_STEP = 8.0
 
 WireItem = tuple[int, float, Any, int, Any, Any]  # id, weight, key, num_bytes, inline, ref
 
@@ -167,7 +168,9 @@ class ConsumerPort:
         """How long the caller was away since its last item."""
         if self._returned_at_s:
             now_s = time.monotonic()
-            away_s = now_s - self._returned_at_s
+            # A processor shared with others is away for milliseconds now and then: not this consumer's pace. One that
+            # does become slow is known to be within a few items, and what lies unused goes back after IDLE_S.
+            away_s = min(now_s - self._returned_at_s, _LARGEST_STEP * self._pace_s)
             self._pace_s += 0.2 * (away_s - self._pace_s)
             self._returned_at_s = now_s
 

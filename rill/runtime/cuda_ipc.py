@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from rill.runtime.context import WorkerAddress, current
+from rill.runtime.landing import landing_for
 
 
 class Exporter:
@@ -45,7 +46,11 @@ def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
     here = context.address.gpus.index(gpu)
     arguments = (*arguments[:_DEVICE_ARGUMENT], here, *arguments[_DEVICE_ARGUMENT + 1 :])
     theirs = _reductions().rebuild_cuda_tensor(*arguments)
-    copied = theirs.clone() if gpu in context.own_gpus else theirs.to(context.torch_device)
+    landing = landing_for(theirs)
+    if landing is not None:
+        copied = landing.detach().copy_(theirs)
+    else:
+        copied = theirs.clone() if gpu in context.own_gpus else theirs.to(context.torch_device)
     torch.cuda.current_stream(copied.device).synchronize()  # the receipt lets the sender change its memory
     return copied
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rill.errors import PeerDiedError
 from rill.runtime.context import WorkerAddress
+from rill.runtime.landing import landing_for_bytes
 from rill.runtime.lanes import Lanes
 from rill.runtime.mailbox import Frames
 from rill.runtime.pending import Pending
@@ -96,8 +97,13 @@ class DeviceLinks:
         distributed = importlib.import_module("torch.distributed")
         return bool(self._me.gpus and peer.gpus and distributed.is_nccl_available())
 
+    @property
+    def device_type(self) -> str:
+        """Where the tensors are that a link moves."""
+        return "cuda" if self.backend == NCCL else "cpu"
+
     def new_offer(self) -> Offer:
-        return Offer("cuda" if self.backend == NCCL else "cpu")
+        return Offer(self.device_type)
 
     def announce(self, offer: Offer) -> OfferOnWire:
         """Keep the offer's tensors until they are asked for."""
@@ -117,10 +123,19 @@ class DeviceLinks:
     def pull(self, sender: str, endpoint: str, offer: OfferOnWire) -> list[Any]:
         """Receive what `sender`, whose mailbox is at `endpoint`, offered: bytes on this process's device."""
         pending: Pending[list[Any]] = Pending(f"{self._me.name}: tensors from {sender}", name_of(sender))
+        _, backend, sizes = offer
+        device = self._context.torch_device if backend == NCCL else "cpu"
+        assert device is not None
+        landing = landing_for_bytes(sizes, device)
+        if landing is None:
+            torch = importlib.import_module("torch")
+            parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        else:
+            parts = [landing]
         with self._lock:
             self._awaited.setdefault(sender, set()).add(pending)
         # In a thread, because nothing ends the opening of a link early when the peer dies; this wait it does end.
-        args = (sender, endpoint, offer, pending)
+        args = (sender, endpoint, offer, parts, pending)
         threading.Thread(target=self._receive, args=args, name="rill-link-in", daemon=True).start()
         try:
             return pending.wait(LINK_WAIT_S)
@@ -168,11 +183,11 @@ class DeviceLinks:
 
     # --- the receiving side -------------------------------------------------------------------------------
 
-    def _receive(self, sender: str, endpoint: str, offer: OfferOnWire, pending: Pending[list[Any]]) -> None:
+    def _receive(
+        self, sender: str, endpoint: str, offer: OfferOnWire, parts: list[Any], pending: Pending[list[Any]]
+    ) -> None:
         torch = importlib.import_module("torch")
-        number, backend, sizes = offer
-        device = self._context.torch_device if backend == NCCL else "cpu"
-        parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        number, backend, _ = offer
         with self._lock:
             turn = self._turns.setdefault(sender, threading.Lock())
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from rill.errors import RillError, StuckError, UserError
+from rill.runtime.landing import landing_in
 from rill.runtime.waits import waiting
 
 T = TypeVar("T")
@@ -58,14 +59,21 @@ class FillingPending(Pending[Any]):
         self._into = into
 
     def fulfil(self, open_value: Callable[[], Any]) -> None:
-        super().fulfil(lambda: self._fill(open_value()))
+        def open_into() -> Any:
+            with landing_in(self._into):
+                return self._fill(open_value())
+
+        super().fulfil(open_into)
 
     def _fill(self, value: Any) -> Any:
         into = self._into
+        if value is into:
+            return into
         if type(value) is not type(into) or value.shape != into.shape or value.dtype != into.dtype:
             raise UserError(f"{self.what}: cannot fill {_describe(into)} with {_describe(value)}")
         if hasattr(into, "copy_"):
-            into.copy_(value)
+            if not value.is_set_to(into):  # it has landed there already
+                into.copy_(value)
         else:
             into[...] = value
         return into

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rill.errors import PeerDiedError, RillError, RunError, StuckError, UserError
+from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime import wire
 from rill.runtime.context import WorkerAddress
 from rill.runtime.cuda_ipc import Exporter
@@ -47,15 +45,8 @@ T = TypeVar("T")
 
 TRANSFER, RECEIPT, STREAM, CREDIT = b"xfer", b"rcpt", b"strm", b"cred"
 _TOKEN_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """What torch.distributed.init_process_group needs."""
-
-    init_method: str
-    rank: int
-    world_size: int
+_CHUNK_MIN_BYTES = 1024 * 1024
+"""Smaller objects go to another node as one message, encrypted whole."""
 
 
 class Transfer:
@@ -98,18 +89,38 @@ class Transfer:
 
     def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Pending[None]:
         """As `send`, from another thread; `obj` must not be changed before the result says it is sent."""
-        what = f"{self._me.name}: send to {group}[{rank}]"
+        peer = f"{group}[{rank}]"
         deadline_s = time.monotonic() + DEFAULT_WAIT_S
-        return self._later(
+        return self.later(
             (group, rank, tag),
-            what,
-            f"{group}[{rank}]",
+            f"send to {peer}",
+            peer,
             lambda: self._send(obj, group, rank, tag, deadline_s),
         )
 
-    def _later(self, lane: Source, what: str, on: str, act: Callable[[], T]) -> Pending[T]:
-        """Do it in a lane."""
-        pending: Pending[T] = Pending(what, on)
+    def send_to_all(self, obj: Any, targets: Sequence[tuple[str, int]], tag: str, timeout_s: float) -> None:
+        """One object to several workers: written once per node. GPU tensors go to each by its own route."""
+        deadline_s = time.monotonic() + timeout_s
+        peers = [self._directory.find(group, rank, remaining_s(deadline_s)) for group, rank in targets]
+        probe = _Probe(self.links.device_type)
+        encoded = wire.encode(obj, device_hook=probe if any(map(self._exporter_for, peers)) else None)
+        if probe.has_found:
+            sending = [self.send_async(obj, group, rank, tag=tag) for group, rank in targets]
+            for one in sending:
+                one.wait(remaining_s(deadline_s))
+            return
+        envelopes = [(peer, self._envelope(peer, tag, encoded, deadline_s)) for peer in peers]
+        near = [peer for peer in peers if peer.node_id == self._context.node_id]
+        frames = self._context.parcels.pack(encoded, near) if near else []
+        for peer, envelope in envelopes:
+            if peer.node_id == self._context.node_id:
+                self._post(peer, envelope, frames)
+            else:
+                self._stream(peer, envelope, encoded, deadline_s)
+
+    def later(self, lane: Source, what: str, on: str, act: Callable[[], T]) -> Pending[T]:
+        """Do it in a thread, after what was put into the same lane before."""
+        pending: Pending[T] = Pending(f"{self._me.name}: {what}", on)
 
         def run() -> None:
             try:
@@ -117,7 +128,7 @@ class Transfer:
             except RillError as error:
                 pending.fail(error)
             except Exception as error:  # noqa: BLE001  the boundary of the thread: whoever waits raises it
-                failure = RunError(f"{what} failed: {error!r}")
+                failure = RunError(f"{pending.what} failed: {error!r}")
                 failure.__cause__ = error
                 pending.fail(failure)
             else:
@@ -126,35 +137,9 @@ class Transfer:
         self._lanes.submit(lane, run)
         return pending
 
-    def broadcast(
-        self, obj: Any, group: str, world_size: int, *, source: int = 0, timeout_s: float = DEFAULT_WAIT_S
-    ) -> Any:
-        """Called by every rank of `group`; gives each what rank `source` gave. Written once per node."""
-        if not 0 <= source < world_size:
-            raise UserError(f"{group} has ranks 0 to {world_size - 1}: rank {source} cannot broadcast")
-        if self._me.group != group:
-            raise UserError(
-                f"{self._me.name} is not in {group}: only its own ranks take part in its broadcast"
-            )
-        if self._me.rank != source:
-            return self.recv(group, source, tag=_BROADCAST, timeout_s=timeout_s)
-        deadline_s = time.monotonic() + timeout_s
-        peers = [
-            self._directory.find(group, rank, remaining_s(deadline_s))
-            for rank in range(world_size)
-            if rank != source
-        ]
-        encoded = wire.encode(obj)
-        envelopes = {peer: self._envelope(peer, _BROADCAST, encoded, deadline_s) for peer in peers}
-        near = [peer for peer in peers if peer.node_id == self._context.node_id]
-        if near:
-            frames = self._context.parcels.pack(encoded, near)
-            for peer in near:
-                self._post(peer, envelopes[peer], frames)
-        for peer in peers:
-            if peer.node_id != self._context.node_id:
-                self._stream(peer, envelopes[peer], encoded, deadline_s)
-        return obj
+    def is_busy(self, lane: Source) -> bool:
+        """Whether something was put into the lane that has not ended yet."""
+        return self._lanes.is_busy(lane)
 
     def _send(self, obj: Any, group: str, rank: int, tag: str, deadline_s: float) -> None:
         if (group, rank) == (self._me.group, self._me.rank):
@@ -201,7 +186,7 @@ class Transfer:
     def _carry(
         self, peer: WorkerAddress, envelope: Envelope, encoded: wire.Encoded, deadline_s: float
     ) -> None:
-        if peer.node_id != self._context.node_id and encoded.num_bytes > CHUNK_MIN_BYTES:
+        if peer.node_id != self._context.node_id and encoded.num_bytes > _CHUNK_MIN_BYTES:
             self._stream(peer, envelope, encoded, deadline_s)
         else:
             self._post(peer, envelope, self._context.parcels.pack(encoded, [peer]))
@@ -270,13 +255,6 @@ class Transfer:
         if death is not None and self._withdraw(source, pending):
             pending.fail(PeerDiedError(f"{pending.what}: {group}[{rank}] is gone: {death}"))
         return pending
-
-    def rendezvous(self, group: str, rank: int, world_size: int, *, timeout_s: float) -> Rendezvous:
-        """Rank 0 picks a free port on its node and tells the others."""
-        endpoint = f"tcp://{self._context.host}:{free_port(self._context.host)}" if rank == 0 else ""
-        if world_size > 1:
-            endpoint = self.broadcast(endpoint, group, world_size, timeout_s=timeout_s)
-        return Rendezvous(endpoint, rank, world_size)
 
     def routes(self) -> dict[str, int]:
         """How many objects this process sent by each route."""
@@ -386,13 +364,15 @@ class Transfer:
             self._routes[route] = self._routes.get(route, 0) + 1
 
 
-CHUNK_MIN_BYTES = 1024 * 1024
-_BROADCAST = "\0broadcast"
+class _Probe:
+    """A device hook that only looks whether there is something for it."""
 
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self.has_found = False
 
-def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        if tensor.device.type != self._device_type:
+            return None
+        self.has_found = True
+        return tuple, ()

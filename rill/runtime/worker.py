@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+from rill.runtime.broadcast import Rendezvous, broadcast, broadcast_async, rendezvous
 from rill.runtime.context import current
 from rill.runtime.device import Device
 from rill.telemetry import trace
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rill.runtime.group import WorkerGroup
     from rill.runtime.pending import Pending
     from rill.runtime.placement import Placement
-    from rill.runtime.transfer import Rendezvous
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,22 +177,17 @@ class Worker:
         """As `recv`, at once; the result waits."""
         return current().transfer.recv_async(group, rank, into=into, tag=tag)
 
-    def broadcast(
-        self,
-        obj: Any = None,
-        *,
-        group: str | None = None,
-        source: int = 0,
-        timeout_s: float = LAUNCH_WAIT_S,
-    ) -> Any:
-        """Every rank of `group` (default: this one's) calls it; each gets what rank `source` gave."""
-        return current().transfer.broadcast(
-            obj, group or self.group_name, self.world_size, source=source, timeout_s=timeout_s
-        )
+    def broadcast(self, obj: Any = None, *, source: int = 0, timeout_s: float = LAUNCH_WAIT_S) -> Any:
+        """Every rank of the group calls it; each gets what rank `source` gave."""
+        return broadcast(current(), obj, self.world_size, source=source, timeout_s=timeout_s)
+
+    def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Pending[Any]:
+        """As `broadcast`, at once; the result waits. `obj` must not be changed before the result is there."""
+        return broadcast_async(current(), obj, self.world_size, source=source)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
         """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""
-        return current().transfer.rendezvous(self.group_name, self.rank, self.world_size, timeout_s=timeout_s)
+        return rendezvous(current(), self.world_size, timeout_s=timeout_s)
 
 
 class _ThisCall(threading.local):

@@ -58,6 +58,36 @@ class Linked(Worker):
         for thread in threads:
             thread.join(60)
 
+    def send_two_tags_async(self) -> list[float]:
+        """Offered in one order and waited for in the other."""
+        pending = {
+            tag: self.send_async(torch.full((100_000,), value), self.group_name, 1, tag=tag)
+            for tag, value in (("first", 0.0), ("second", 1.0))
+        }
+        pending["second"].wait(30)
+        self.send("the second is there", self.group_name, 1, tag="note", timeout_s=30)
+        pending["first"].wait(30)
+        return [0.0]
+
+    def receive_second_and_wait_for_a_note(self) -> list[float]:
+        second = self.recv(self.group_name, 0, tag="second", timeout_s=30)
+        self.recv(self.group_name, 0, tag="note", timeout_s=30)
+        first = self.recv(self.group_name, 0, tag="first", timeout_s=30)
+        return [float(second.mean()), float(first.mean())]
+
+    def receive_in_place(self, size: int) -> bool:
+        mine = torch.zeros(size // 4, 4)
+        received = self.recv(self.group_name, 0, into=mine, timeout_s=30)
+        return received is mine and bool(torch.equal(mine.flatten(), torch.arange(size, dtype=torch.float32)))
+
+    def send_rows(self, size: int) -> None:
+        self.send(torch.arange(size, dtype=torch.float32).view(-1, 4), self.group_name, 1, timeout_s=30)
+
+    def share(self, size: int) -> tuple[float, dict[str, int]]:
+        given = torch.ones(size) if self.rank == 0 else None
+        received = self.broadcast({"x": given}, timeout_s=30)
+        return float(received["x"].sum()), current().transfer.routes()
+
     def receive_second_first(self) -> list[float]:
         pending = [self.recv_async(self.group_name, 0, tag=tag) for tag in ("second", "first")]
         return [float(one.wait(60).mean()) for one in pending]
@@ -105,6 +135,25 @@ def test_tags_are_received_in_the_order_of_the_receivers_wishes(pair: WorkerGrou
     sending = pair.on(0).send_two_tags()
     assert pair.on(1).receive_second_first().wait(60) == [[1.0, 0.0]]
     sending.wait(60)
+
+
+def test_a_send_waits_for_its_own_receipt_and_not_for_that_of_another_tag(pair: WorkerGroup[Linked]) -> None:
+    sending = pair.on(0).send_two_tags_async()
+    assert pair.on(1).receive_second_and_wait_for_a_note().wait(60) == [[1.0, 0.0]]
+    sending.wait(60)
+
+
+def test_a_tensor_is_received_in_the_memory_it_is_given(pair: WorkerGroup[Linked]) -> None:
+    sending = pair.on(0).send_rows(40_000)
+    assert pair.on(1).receive_in_place(40_000).wait(60) == [True]
+    sending.wait(60)
+
+
+def test_a_broadcast_of_tensors_takes_the_links(pair: WorkerGroup[Linked]) -> None:
+    (_, before), _ = pair.share(50_000).wait(60)
+    (total, routes), (other_total, _) = pair.share(50_000).wait(60)
+    assert total == other_total == 50_000
+    assert routes[GLOO] == before[GLOO] + 1
 
 
 def test_a_send_returns_when_the_tensor_may_be_changed(pair: WorkerGroup[Linked]) -> None:

@@ -105,6 +105,14 @@ def test_a_broadcast_reaches_every_rank_and_each_owns_its_copy(cluster: Cluster)
     group.close()
 
 
+def test_broadcasts_may_be_under_way_together_and_keep_their_order(cluster: Cluster) -> None:
+    from tests.runtime.workers import Peer
+
+    group = Peer.launch(cluster, name="async-trio", placement="all", threads=1)
+    assert group.share_async(20).wait(30) == [[20]] * 3
+    group.close()
+
+
 def test_slots_come_back_when_the_receiver_lets_go(pair: WorkerGroup[Any]) -> None:
     pair.swap(400_000).wait(10)
     deadline_s = time.monotonic() + 5

@@ -185,6 +185,18 @@ class Peer(Worker):
         array *= self.rank  # must not be seen by the others
         return total
 
+    def share_async(self, count: int) -> list[int]:
+        """Several under way at once, from both ranks, and one that waits behind them."""
+        pending = [
+            self.broadcast_async((source, n) if self.rank == source else None, source=source)
+            for n in range(count)
+            for source in range(self.world_size)
+        ]
+        last = self.broadcast(count if self.rank == 0 else None, timeout_s=10)
+        received = [one.wait(10) for one in pending]
+        assert received == [(source, n) for n in range(count) for source in range(self.world_size)]
+        return [last]
+
     def send_large(self, num_objects: int, num_bytes: int) -> None:
         import numpy as np
 
