@@ -255,10 +255,10 @@ class Decoder:
             x = project(layer.down, ops.act_mul(project(layer.gate_up, x), gelu=arch.is_gelu))
             if arch.has_post_norms:
                 x = ops.add_norm(x, None, norms.post_feedforward_layernorm.weight, eps, gemma=gemma)
-            x = ops.add_norm(hidden, x, self._norm_after(layer), eps, gemma=gemma)
+            x = ops.add_norm(hidden, x, self.norm_after(layer), eps, gemma=gemma)
         return x
 
-    def _norm_after(self, layer: Layer) -> torch.Tensor:
+    def norm_after(self, layer: Layer) -> torch.Tensor:
         if layer.index + 1 == len(self.layers):
             return self.final_norm
         weight: torch.Tensor = self.layers[layer.index + 1].norms.input_layernorm.weight

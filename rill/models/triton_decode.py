@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rill.models.decode_work import MAX_PIECES, TILE, WORDS, DecodeWork
-from rill.models.triton_language import precision, tl, triton
+from rill.models.triton_language import await_inputs, early_launch, precision, tl, triton
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _decode(  # type: ignore[no-untyped-def]
     part_ptr, stat_ptr, count_ptr, scale, window, cap,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
@@ -66,9 +66,10 @@ def _decode(  # type: ignore[no-untyped-def]
     piece = tl.load(entry + 1)
     num_pieces = tl.load(entry + 2)
     table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
-    begin = tl.load(entry + 4)
+    first_token = tl.load(entry + 4)
     end = tl.load(entry + 5)
-    if end > begin:
+    await_inputs(PDL)
+    if end > first_token:
         first = 0
         if HAS_WINDOW:
             first = tl.maximum(tl.load(entry + 6) - window, 0)
@@ -83,7 +84,7 @@ def _decode(  # type: ignore[no-untyped-def]
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, DP], tl.float32)
         # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
-        lo = tl.maximum(begin, first // TILE * TILE)
+        lo = tl.maximum(first_token, first // TILE * TILE)
         for at in range(lo, end, TILE):
             t = at + tl.arange(0, TILE)
             seen = (t < end) & (t >= first)
@@ -155,7 +156,7 @@ class DecodeAttention:
             "GP": max(16, triton.next_power_of_2(self._heads // self._kv_heads)), "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
             "HAS_CAP": softcap > 0, "PRECISION": precision(query.dtype), "num_warps": self.num_warps,
-            "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2,
+            "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
         for first_row, first_entry, num_entries in work.runs:
             _decode[(num_entries * self._kv_heads,)](

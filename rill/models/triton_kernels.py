@@ -13,7 +13,7 @@ import torch
 
 from rill.models.attention_paged import PagedBatch
 from rill.models.triton_decode import DecodeAttention
-from rill.models.triton_language import precision, tl, triton
+from rill.models.triton_language import await_inputs, early_launch, precision, tl, triton
 
 __all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
 
@@ -22,8 +22,10 @@ PREFILL_TILE = 64
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    h_ptr, x_ptr, w_ptr, out_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr
-):
+    h_ptr, x_ptr, w_ptr, out_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -44,7 +46,10 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _act_mul(x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _act_mul(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -64,9 +69,10 @@ def _act_mul(x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr):  # 
 def _rope_store(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: its query and key heads are turned together, and its values go along into the cache."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HP)[:, None]
     at = tl.arange(0, HALF)[None, :]
@@ -237,7 +243,7 @@ class TritonKernels:
         block = triton.next_power_of_2(size)
         _add_norm[(rows,)](
             hidden, addend, weight, out, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
-            num_warps=4 if block <= 2048 else 8,
+            num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
         )  # fmt: skip
         return out
 
@@ -245,7 +251,7 @@ class TritonKernels:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
         _act_mul[(rows, triton.cdiv(width // 2, 2048))](
-            gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4
+            gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4, **early_launch(gate_up.device)
         )
         return out
 
@@ -268,7 +274,7 @@ class TritonKernels:
         _rope_store[(qkv.shape[0],)](
             qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
             HP=turned, KP=triton.next_power_of_2(kv_heads), HALF=triton.next_power_of_2(dim // 2),
-            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8,
+            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 
     def attend_flat(

@@ -33,6 +33,7 @@ from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
 from rill.models.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.skinny_decoder import MAX_ROWS, SkinnyDecoder
 from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.triton_logprob import token_logprobs
 from rill.types import Floats
@@ -93,6 +94,9 @@ class CudaRunner(ModelRunner):
             build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear) if fast_path else None
         )
         self._fused = self.decoder = decoder
+        self._skinny: SkinnyDecoder | None = None
+        if decoder is not None and not batch_invariant and SkinnyDecoder.supports(decoder, self.head.weight):
+            self._skinny = SkinnyDecoder(decoder, self.head.weight)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
         if batch_invariant and decoder is None:
@@ -202,6 +206,9 @@ class CudaRunner(ModelRunner):
     ) -> torch.Tensor:
         """What a graph captures."""
         known = torch.where(ids_N < 0, self._last_tokens[paged.table_rows_B], ids_N)
+        skinny = self._skinny
+        if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
+            return self._capped(skinny.logits(skinny(known, positions_N, paged, self.cache)))
         return self._raw_logits(self._fast(known, positions_N, paged, adapters_N))
 
     def _fast(
@@ -295,8 +302,11 @@ class CudaRunner(ModelRunner):
             logits_SV = invariant_linear(hidden_SE, self.head.weight)
         else:
             logits_SV = self.head(hidden_SE)
+        return self._capped(logits_SV)
+
+    def _capped(self, logits_SV: torch.Tensor) -> torch.Tensor:
         if self.logit_softcap:
-            logits_SV = torch.tanh(logits_SV.float() / self.logit_softcap) * self.logit_softcap
+            return torch.tanh(logits_SV.float() / self.logit_softcap) * self.logit_softcap
         return logits_SV
 
     def _sample(self, logits_SV: torch.Tensor, columns: list[torch.Tensor], sampling: SamplingBatch) -> None:

@@ -1,0 +1,100 @@
+"""The fast path for steps of few rows on CUDA: eight kernels a layer, all of them launched ahead of their inputs.
+
+    embed ─► norm ─► qkv parts ─► turn, write cache ─► attend ─► out parts ─┐
+                ▲                                                           ▼
+                └── (Σ, +, norm) ◄── down parts ◄── gate_up · act ◄── (Σ, +, norm)
+
+A decode step of up to MAX_ROWS sequences does little arithmetic and reads every weight once. What the library's
+products leave unused there, and the gaps between launches, cost more than half of such a step (docs/benchmarks.md).
+The parameters are those of rill.models.decoder.Decoder, and so is the arithmetic, up to the order in which a product
+is summed: that order depends on the shape of the weight alone, not on the rows.
+
+Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B row, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.attention_paged import KVCache, PagedBatch
+from rill.models.decoder import Decoder, Layer, Projection
+from rill.models.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
+
+MAX_ROWS = 64
+NUM_BLOCKS_PER_PART = 4
+"""Tiles along the summed axis that one program reads at least: fewer, and parts cost more than they bring."""
+
+
+class SkinnyDecoder:
+    """Callable like decoder.Decoder, for batches of one token a row and at most MAX_ROWS rows."""
+
+    def __init__(self, decoder: Decoder, head_VE: torch.Tensor) -> None:
+        self._decoder, self._head = decoder, head_VE
+        self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
+
+    @staticmethod
+    def supports(decoder: Decoder, head_VE: torch.Tensor) -> bool:
+        """Each projection lies in one piece of memory, and tiles divide it; launches can overlap from Hopper on."""
+        if torch.cuda.get_device_capability(head_VE.device) < (9, 0):
+            return False
+        weights = [p.weight for layer in decoder.layers for p in _projections(layer)]
+        return all(w is not None and w.shape[1] % 16 == 0 for w in (*weights, head_VE))
+
+    def __call__(
+        self, ids_B: torch.Tensor, positions_B: torch.Tensor, batch: PagedBatch, cache: KVCache
+    ) -> torch.Tensor:
+        """Last hidden states [B, E], after the final norm."""
+        decoder, arch = self._decoder, self._decoder.arch
+        eps, gemma = arch.eps, arch.is_gemma
+        hidden = decoder.embed(ids_B)
+        first = decoder.layers[0].norms.input_layernorm.weight
+        x = decoder.ops.add_norm(hidden, None, first, eps, gemma=gemma)
+        for layer in decoder.layers:
+            keys, values, norms = cache.keys[layer.index], cache.values[layer.index], layer.norms
+            query = turn_parts(
+                self._parts(x, layer.qkv), layer.qkv.bias, decoder.cos, decoder.sin, positions_B, batch.slots_N,
+                layer.q_norm, layer.k_norm, eps, keys, values, arch.num_heads,
+            )  # fmt: skip
+            attended = decoder.ops.attend_flat(
+                query, query.shape[1], arch.num_heads, keys, values, batch,
+                scale=arch.scale, window=layer.window, softcap=arch.softcap,
+            )  # fmt: skip
+            after_attention, after_mlp, before_mlp = None, None, norms.post_attention_layernorm.weight
+            if arch.has_post_norms:
+                after_attention, before_mlp = before_mlp, norms.pre_feedforward_layernorm.weight
+                after_mlp = norms.post_feedforward_layernorm.weight
+            parts = self._parts(attended.view(len(ids_B), -1), layer.out)
+            x = add_parts_norm(hidden, parts, layer.out.bias, after_attention, before_mlp, eps, gemma=gemma)
+            assert layer.gate_up.weight is not None
+            shape = self._shape(layer.gate_up.weight, is_gated=True)
+            x = gated_product(x, layer.gate_up.weight, shape, is_gelu=arch.is_gelu)
+            parts = self._parts(x, layer.down)
+            x = add_parts_norm(hidden, parts, None, after_mlp, decoder.norm_after(layer), eps, gemma=gemma)
+        return x
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        """[B, V] in the model's dtype."""
+        shape = self._shape(self._head, is_cut=False)
+        return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
+
+    def _parts(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        assert projection.weight is not None
+        return product(x, projection.weight, self._shape(projection.weight), dtype=torch.float32)
+
+    def _shape(self, weight: torch.Tensor, *, is_gated: bool = False, is_cut: bool = True) -> ProductShape:
+        num_out, num_in = weight.shape
+        tile_k = next(t for t in (128, 64, 32, 16) if num_in % t == 0)
+        tile_n = 64
+        num_tiles, num_blocks = -(-num_out // tile_n), num_in // tile_k
+        num_parts = 1
+        if is_cut and not is_gated:
+            wanted = -(-2 * self._num_sms // num_tiles)
+            num_parts = max(1, min(wanted, num_blocks // NUM_BLOCKS_PER_PART))
+            num_parts = -(-num_blocks // -(-num_blocks // num_parts))  # no part without work
+        return ProductShape(
+            num_parts=num_parts, tile_n=tile_n, tile_k=tile_k, num_stages=3, num_warps=4, prefetch_bytes=1024
+        )
+
+
+def _projections(layer: Layer) -> tuple[Projection, ...]:
+    return layer.qkv, layer.out, layer.gate_up, layer.down
