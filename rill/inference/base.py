@@ -76,6 +76,8 @@ class Request:
     id: str
     token_ids: TokenIds
     """Everything the model has seen so far: for a continued sequence, the tokens generated earlier too."""
+    num_generated: int = 0
+    """How many of the last of them were: stop strings and penalties of the native engine go on from there."""
     sampling: SamplingParams = SamplingParams()
     adapter: str | None = None
     """Name of a LoRA adapter; None is the base model."""

@@ -41,6 +41,7 @@ class Flight:
         return replace(
             self.request,
             token_ids=np.concatenate([self.request.token_ids, *(d.token_ids for d in self._done)]),
+            num_generated=self.request.num_generated + kept,
             sampling=replace(
                 sampling,
                 max_new_tokens=sampling.max_new_tokens - kept,

@@ -37,6 +37,10 @@ def check_request(
     """Raises RequestError. `vocab_size`, `adapters` None: unknown here, whoever runs the request will refuse."""
     who, params = f"request {request.id}", request.sampling
     check_tokens(request, max_tokens=max_context - 1, vocab_size=vocab_size)
+    if not 0 <= request.num_generated <= len(request.token_ids):
+        raise RequestError(
+            f"{who}: num_generated is {request.num_generated} of {len(request.token_ids)} tokens"
+        )
     for name, is_right in _RANGES.items():
         value = getattr(params, name)
         if not is_right(value):

@@ -167,8 +167,8 @@ def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -
     with rill_serve(tmp_path, *settings) as (process, url):
         assert httpx.post(f"{url}/reload_weights", timeout=60).json()["version"] == 1
         bodies = [
-            {"prompt": "abc" + "xyz"[i % 3] * i, "max_tokens": 2000, "ignore_eos": True, "seed": i, "stream": i % 2 == 0,
-             "return_token_ids": True}
+            {"prompt": "abc" + "xyz"[i % 3] * i, "max_tokens": 2000, "ignore_eos": True, "seed": i,
+             "stream": i % 2 == 0, "return_token_ids": True}
             for i in range(8)
         ]  # fmt: skip
         expected = [_tokens(url, body) for body in bodies]

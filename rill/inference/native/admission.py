@@ -47,6 +47,8 @@ class Admission:
         if params.stop:
             assert self._tokenizer is not None
             matcher = StopMatcher(self._tokenizer, params.stop)
+            for token in tokens[len(tokens) - request.num_generated :]:
+                matcher.push(token)  # a stop string may have begun in what was generated before
         return Sequence(
             request=request,
             seed=hash_seed(params.seed) if params.seed is not None else hash_seed(self._seed, arrival + 1),

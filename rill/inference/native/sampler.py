@@ -90,7 +90,7 @@ def collect_edits(edits: LogitEdits, row: int, seq: Sequence, num_generated: int
     if params.repetition_penalty != 1:
         edits.penalised += [(row, token, params.repetition_penalty) for token in set(seq.tokens)]
     if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(seq.tokens[seq.num_prompt :])
+        counts = Counter(seq.tokens[seq.num_prompt - seq.request.num_generated :])
         edits.lowered += [
             (row, token, params.presence_penalty + params.frequency_penalty * count)
             for token, count in counts.items()

@@ -27,6 +27,7 @@ from rill.inference.server.limits import Admission, BodyLimit
 from rill.inference.server.metrics import Metrics
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
+from rill.inference.server.tool_calls import SYNTAXES, detect_syntax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,9 +82,12 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         metrics = Metrics()
+        codec = TextCodec(tokenizer, chat_template=chat_template)
+        named = SYNTAXES.get(config.tool_syntax)
         app.state.server = ServerState(
             engine=engine,
-            codec=TextCodec(tokenizer, chat_template=chat_template),
+            codec=codec,
+            tool_syntax=named or detect_syntax(codec.chat_template),
             config=config,
             keys=KeyRing(config),
             admission=Admission(config.requests_per_minute, config.max_concurrent),

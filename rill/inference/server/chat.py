@@ -1,24 +1,13 @@
-"""Conversations: messages as chat templates want them, and tool calls as models write them.
-
-Hermes, Qwen and their kin write each call as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. `ToolCallStream`
-takes those out of growing text: what lies before and between is content, and a call is handed out when it is
-complete. Text between the tags that is not such a call stays in the content, so that nothing is lost.
-"""
+"""Conversations as chat templates want them: messages, tools and options, from a client's body."""
 
 from __future__ import annotations
 
 import json
-import uuid
-from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import ChatBody, ChatMessage, ChatTemplateBody, Tool
-from rill.inference.server.text import ToolSchemas, held_back
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+from rill.inference.server.text import ToolSchemas
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -59,74 +48,6 @@ def wants_tool_calls(body: ChatBody) -> bool:
     if body.tool_choice == "auto" and not body.tools:
         raise bad_request("tool_choice needs tools", "tool_choice")
     return bool(body.tools) and body.tool_choice != "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCall:
-    id: str
-    name: str
-    arguments: str
-    """JSON, as OpenAI has it."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
-
-
-class ToolCallStream:
-    """Splits growing text into content and calls."""
-
-    def __init__(self, *, parallel: bool = True) -> None:
-        self._parallel = parallel
-        self._held = ""
-        self.calls: list[ParsedCall] = []
-
-    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ParsedCall]]:
-        """The content and the calls that became final."""
-        self._held += text
-        content, found = "", []
-        while True:
-            start = self._held.find(OPEN)
-            if start < 0:
-                keep = 0 if is_last else held_back(self._held, (OPEN,))
-                content += self._visible(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
-                break
-            content += self._visible(self._held[:start])
-            self._held = self._held[start:]
-            end = self._held.find(CLOSE)
-            if end < 0 and not is_last:
-                break
-            block = self._held if end < 0 else self._held[: end + len(CLOSE)]
-            self._held = self._held[len(block) :]
-            call = parse_call(block)
-            if call is None:
-                content += block
-            elif self._parallel or not self.calls:
-                self.calls.append(call)
-                found.append(call)
-        return content, found
-
-    def _visible(self, text: str) -> str:
-        """Models write line breaks between and after calls; those are not content."""
-        return "" if self.calls and not text.strip() else text
-
-
-def parse_call(block: str) -> ParsedCall | None:
-    inner = block.removeprefix(OPEN).removesuffix(CLOSE).strip()
-    try:
-        value = msgspec.json.decode(inner)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return ParsedCall(id=f"call_{uuid.uuid4().hex[:24]}", name=value["name"], arguments=arguments)
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr, model_validator
 
 from rill.config import Config
@@ -16,6 +18,8 @@ class ServerConfig(Config):
     """0: the system picks a free port."""
     model_name: str = "model"
     """The name clients ask for, and that /v1/models lists."""
+    tool_syntax: Literal["auto", "hermes", "qwen_xml", "llama", "mistral"] = "auto"
+    """How the model writes tool calls; see tool_calls.py. auto: what its chat template shows."""
     api_keys: list[SecretStr] = []
     """Keys clients may use. Empty: clients need none."""
     admin_key: SecretStr | None = None

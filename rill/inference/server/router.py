@@ -6,9 +6,8 @@
     replica_set.py: watches the replicas, starts dead ones again, tells all the same
 
 A continued request has the tokens so far as prompt, the same seed and what is left of its length. Engines that draw
-by (seed, position), as the native one does, then give the very tokens that the dead replica would have given;
-penalties that count generated tokens only (presence, frequency) start anew at the break. Malformed requests are refused
-here; what only the replica's engine can know to be wrong comes through the request's future.
+by (seed, position), as the native one does, then give the very tokens that the dead replica would have given. Malformed
+requests are refused here; what only the replica's engine can know to be wrong comes through the request's future.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from fastapi import APIRouter, Request, Response
 from rill.inference.base import Completion
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.chat import (
-    ParsedCall,
-    ToolCallStream,
     template_messages,
     template_options,
     template_tools,
@@ -32,6 +30,7 @@ from rill.inference.server.sampling import build_requests, new_id, refuse_top_lo
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
 from rill.inference.server.text import TextStream
+from rill.inference.server.tool_calls import ParsedCall, ToolCallStream
 
 routes = APIRouter()
 
@@ -90,13 +89,19 @@ class _Sample:
     """The text of one choice: what is content, and which calls stand in it."""
 
     def __init__(self, state: ServerState, body: ChatBody, has_tools: bool) -> None:
+        syntax = state.tool_syntax
         self._text = TextStream(
             state.codec,
             stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
             skip_special_tokens=body.skip_special_tokens,
             include_stop=body.include_stop_str_in_output,
+            kept_ids=state.codec.special_ids_of(syntax.markers) if has_tools else frozenset(),
         )
-        self._tools = ToolCallStream(parallel=body.parallel_tool_calls is not False) if has_tools else None
+        self._tools = (
+            ToolCallStream(syntax, body.tools or [], parallel=body.parallel_tool_calls is not False)
+            if has_tools
+            else None
+        )
         self.num_calls = 0
         self.is_started = False
 

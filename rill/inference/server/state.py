@@ -22,6 +22,7 @@ from rill.inference.server.generation import Generation
 from rill.inference.server.limits import Admission
 from rill.inference.server.metrics import Metrics
 from rill.inference.server.text import TextCodec
+from rill.inference.server.tool_calls import ToolSyntax
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
@@ -34,6 +35,8 @@ encode_json = msgspec.json.Encoder().encode
 class ServerState:
     engine: Engine
     codec: TextCodec
+    tool_syntax: ToolSyntax
+    """How this model writes tool calls."""
     config: ServerConfig
     keys: KeyRing
     admission: Admission

@@ -42,8 +42,20 @@ class TextCodec:
         self.token_text = lru_cache(maxsize=self.vocab_size)(self._token_text)
 
     @property
+    def chat_template(self) -> str:
+        """The operator's, else the tokenizer's own; all of them where it has several; empty where there is none."""
+        template = self._chat_template or self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @property
     def has_chat_template(self) -> bool:
-        return bool(self._chat_template or self._tokenizer.chat_template)
+        return bool(self.chat_template)
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """The special tokens among these texts."""
+        with self._lock:
+            ids = [self._tokenizer.convert_tokens_to_ids(text) for text in texts]
+        return frozenset(i for i in ids if isinstance(i, int)) & self.special_ids
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         _check_encodable(text)
@@ -126,10 +138,13 @@ class TextStream:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        kept_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`kept_ids`: special tokens that are text all the same."""
         self._codec = codec
         self._stop = tuple(stop)
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens and not kept_ids
+        self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens and kept_ids else frozenset()
         self._include_stop = include_stop
         self._ids: list[int] = []
         self._safe_start = 0  # decoding starts here: far enough back for the tokenizer's context
@@ -142,6 +157,8 @@ class TextStream:
 
     def feed(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """The text that became final with these tokens."""
+        if self._dropped_ids:
+            token_ids = [i for i in token_ids if i not in self._dropped_ids]
         self._ids.extend(token_ids)
         if self.is_stopped:
             return ""
