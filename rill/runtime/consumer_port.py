@@ -85,6 +85,10 @@ class ConsumerPort:
                 max(1, min(_MAX_READ_AHEAD, int(t / pace_s))) for t in (AT_ONCE_S, READ_AHEAD_S)
             )
         with self._lock:
+            if (
+                self._released
+            ):  # in the same message: the sooner their producer writes there again, the warmer it is
+                self._settle()
             done, self._done = self._done, []
             payload = [self._name, min_items, at_once, max(min_items, ahead), in_loop, done]
             self._hub.submit("broker.take", payload, pending)

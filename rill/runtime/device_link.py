@@ -10,18 +10,17 @@ of the sender's threads offered them. Each direction has a communicator of its o
 each other at the same time do not wait for each other. The rendezvous is a TCPStore of the receiver's. A peer's death
 aborts its communicators, which ends what waits on them; the next tensor to a relaunched peer makes new ones.
 
-`backend` is a parameter: NCCL moves CUDA tensors, gloo (CPU tensors) runs the same code where there is no second GPU.
+`backend` can be set: NCCL moves CUDA tensors, gloo (CPU tensors) runs the same code where there is no second GPU.
 torch enters through here and cuda_ipc.py only, when a tensor is sent.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,7 +42,7 @@ LINK_WAIT_S = 600.0
 _SENDER, _RECEIVER = 0, 1
 
 OfferOnWire: TypeAlias = tuple[int, str, list[int]]
-"""The number of an offer, the backend that will carry it, and the bytes of each tensor."""
+"""The number of the object, the backend that will carry it, and the bytes of each tensor."""
 
 
 class Offer:
@@ -70,12 +69,13 @@ class Offer:
 class DeviceLinks:
     """This process's links. Thread-safe."""
 
-    def __init__(self, context: RuntimeContext, backend: str = NCCL) -> None:
+    def __init__(self, context: RuntimeContext, on_refusal: Callable[[str, int, str], None]) -> None:
+        """`on_refusal(receiver, number, why)`: an object's tensors cannot be sent, though its receiver asked."""
         self._context = context
+        self._on_refusal = on_refusal
         self._me = context.address
-        self.backend = backend
+        self.backend = NCCL
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
         self._offers: dict[int, list[Any]] = {}
         self._links: dict[tuple[str, int], Any] = {}
         """Process groups of two, by the peer's identity and this process's side."""
@@ -105,12 +105,11 @@ class DeviceLinks:
     def new_offer(self) -> Offer:
         return Offer(self.device_type)
 
-    def announce(self, offer: Offer) -> OfferOnWire:
-        """Keep the offer's tensors until they are asked for."""
+    def announce(self, offer: Offer, number: int) -> OfferOnWire:
+        """Keep the tensors of the object of that number until they are asked for."""
         torch = sys.modules["torch"]
         for device in {part.device for part in offer.parts if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # they are sent from another thread
-        number = next(self._ids)
         with self._lock:
             self._offers[number] = offer.parts
         return number, self.backend, [part.numel() for part in offer.parts]
@@ -178,8 +177,9 @@ class DeviceLinks:
             link = self._link(receiver, _SENDER, self.backend, store)
             for part in parts:
                 link.send([part], _RECEIVER, 0).wait()
-        except RuntimeError:
-            self._drop(receiver)  # the send that waits hears of the death, or of its deadline
+        except RuntimeError as error:  # what torch.distributed raises, whatever happened
+            self._drop(receiver)
+            self._on_refusal(receiver, number, f"no {self.backend} link: {error}")
 
     # --- the receiving side -------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class DeviceLinks:
         with self._lock:
             link = self._links.get((peer, side))
         if link is None:
-            link = _open_group(backend, store, side)
+            link = open_group(backend, store, side)
             with self._lock:
                 self._links[peer, side] = link
         return link
@@ -239,15 +239,15 @@ class DeviceLinks:
                 link.abort()
 
 
-def _open_group(backend: str, store: Any, side: int) -> Any:
+def open_group(backend: str, store: Any, side: int, *, world_size: int = 2) -> Any:
     """A process group of two, apart from whatever the user's own code does with torch.distributed."""
     distributed = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=LINK_WAIT_S)
     if backend == GLOO:
-        return distributed.ProcessGroupGloo(store, side, 2, timeout)
+        return distributed.ProcessGroupGloo(store, side, world_size, timeout)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return distributed.ProcessGroupNCCL(store, side, 2, options)
+    return distributed.ProcessGroupNCCL(store, side, world_size, options)
 
 
 # --- rebuilding -------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ class Parcels:
     def _copy_out(self, ref: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
         import numpy as np
 
+        from rill.runtime.memory_copy import copy_bytes
         from rill.runtime.segments import aligned
 
         _, _, name, offset, header_bytes, sizes, _ = ref
@@ -131,7 +132,7 @@ class Parcels:
         buffers = []
         for num_bytes in sizes:
             own = np.empty(num_bytes, np.uint8)
-            np.copyto(own, np.frombuffer(self._context.store.view(name, offset, num_bytes), np.uint8))
+            copy_bytes(own, self._context.store.view(name, offset, num_bytes))
             buffers.append(own.data)
             offset += aligned(num_bytes)
         return header, buffers

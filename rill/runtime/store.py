@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from rill.errors import PeerDiedError, StuckError
+from rill.runtime.memory_copy import copy_bytes
 from rill.runtime.segments import LARGEST_SLAB_SLOT, SLAB_BYTES, Segment, aligned, slot_size
 from rill.runtime.wire import Encoded, decode
 
@@ -86,8 +87,7 @@ class Store:
         chunks: list[bytes | memoryview] = [encoded.header, *encoded.buffers]
         for chunk, num_bytes in zip(chunks, (header_bytes, *sizes), strict=True):
             if num_bytes:
-                target = np.frombuffer(segment.map, np.uint8, num_bytes, place)
-                np.copyto(target, np.frombuffer(memoryview(chunk), np.uint8))
+                copy_bytes(memoryview(segment.map)[place : place + num_bytes], chunk)
             place += aligned(num_bytes)
         return [self._node_id, self._owner, segment.name, offset, header_bytes, sizes, slot_bytes]
 

@@ -65,7 +65,7 @@ class Transfer:
         self._lanes = Lanes("rill-send")
         """Asynchronous sends: one lane for each receiver and tag, so that they wait for nobody but themselves."""
         self._routes: dict[str, int] = {}
-        self.links = DeviceLinks(context)
+        self.links = DeviceLinks(context, on_refusal=self._windows.refused)
         for kind, handler in (
             (TRANSFER, self._on_transfer),
             (RECEIPT, self._on_receipt),
@@ -155,7 +155,7 @@ class Transfer:
             return
         # The receiver takes the tensors out of our device memory: what it is may change when the receipt is here.
         if isinstance(exporter, Offer):
-            offer = self.links.announce(exporter)
+            offer = self.links.announce(exporter, envelope.number)
             envelope = envelope._replace(offer=offer)
             try:
                 self._carry(peer, envelope, encoded, deadline_s)

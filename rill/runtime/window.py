@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rill.errors import PeerDiedError, StuckError
+from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.context import WorkerAddress
 from rill.runtime.directory import remaining_s
 from rill.runtime.waits import waiting
@@ -20,6 +20,7 @@ WINDOW_BYTES = 256 * 1024 * 1024
 """A sender runs ahead of its peer's receives by at most this much, or by one object."""
 CHUNKS_IN_FLIGHT = 8
 """Of one stream."""
+_NEWS_S = 1.0
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class _Window:
     unreceived_bytes: int = 0
     credits: dict[bytes, int] = field(default_factory=dict)
     """Chunks that may still go, by the stream's token."""
+    refusals: dict[int, str] = field(default_factory=dict)
+    """Why objects that the peer waits for cannot reach it, by number."""
     death: str | None = None
 
     def forget(self, number: int) -> None:
@@ -64,7 +67,20 @@ class Windows:
         """Wait until `peer` has received the object of that number."""
         with self._changed:
             window = self._of(peer)
-            self._wait(window, peer, lambda: number not in window.unreceived, deadline_s, "to receive")
+            self._wait(
+                window,
+                peer,
+                lambda: number not in window.unreceived or number in window.refusals,
+                deadline_s,
+                "to receive",
+            )
+            refusal = window.refusals.pop(number, None)
+            if refusal is not None:
+                window.forget(number)
+                # A link also breaks when the peer dies, and says so before the news of the death is here.
+                if self._changed.wait_for(lambda: window.death is not None, _NEWS_S):
+                    raise self._death(peer, window)
+                raise RunError(f"{self._owner}: send to {peer.name} failed: {refusal}")
 
     def leave(self, peer: WorkerAddress, number: int) -> None:
         """The object of that number did not get away."""
@@ -104,6 +120,13 @@ class Windows:
                 self._windows[identity].forget(number)
                 self._changed.notify_all()
 
+    def refused(self, identity: str, number: int, reason: str) -> None:
+        """The object of that number cannot reach its peer: its send fails."""
+        with self._changed:
+            if identity in self._windows and number in self._windows[identity].unreceived:
+                self._windows[identity].refusals[number] = reason
+                self._changed.notify_all()
+
     def credited(self, identity: str, token: bytes) -> None:
         with self._changed:
             if identity in self._windows and token in self._windows[identity].credits:
@@ -128,6 +151,9 @@ class Windows:
                 lambda: window.death is not None or ready(), remaining_s(deadline_s)
             )
         if window.death is not None:
-            raise PeerDiedError(f"{self._owner}: send to {peer.name}, which is gone: {window.death}")
+            raise self._death(peer, window)
         if not in_time:
             raise StuckError(f"{self._owner}: send waited for {peer.name} {what} until its deadline")
+
+    def _death(self, peer: WorkerAddress, window: _Window) -> PeerDiedError:
+        return PeerDiedError(f"{self._owner}: send to {peer.name}, which is gone: {window.death}")
