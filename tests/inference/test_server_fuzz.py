@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -21,7 +24,8 @@ GENERATION = [
 ]
 TEXT = ["/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}", "/health", "/liveness", "/metrics"]
 ADMIN = ["/pause", "/resume", "/sleep", "/wake", "/wake_up", "/flush_cache", "/reset_prefix_cache",
-         "/init_broadcaster", "/update_weights", "/reload_weights"]  # fmt: skip
+         "/init_broadcaster", "/update_weights", "/reload_weights", "/v1/load_lora_adapter",
+         "/v1/unload_lora_adapter"]  # fmt: skip
 
 _CONFIG = ServerConfig(port=0, request_timeout_s=5.0, max_samples=8)
 
@@ -45,8 +49,13 @@ def url() -> Iterator[str]:
     engine.close()
 
 
+_SEEN: Counter[tuple[str, bool]] = Counter()
+"""(path, was it answered) of everything that was sent."""
+
+
 def check(case: Any, url: str) -> None:
     response = case.call(base_url=url, timeout=20)
+    _SEEN[case.path, response.status_code < 400] += 1
     allowed = (502, 503) if case.path == "/update_weights" else (503,)
     assert response.status_code < 500 or response.status_code in allowed, response.text
     if response.status_code >= 400 and case.method != "HEAD":
@@ -71,6 +80,14 @@ def test_every_route_at_length(case: Any, url: str) -> None:
     check(case, url)
 
 
+@pytest.mark.slow
+def test_the_long_run_was_answered_and_refused_on_every_route_that_can_do_both() -> None:
+    if not _SEEN:
+        pytest.skip("the long run did not run")
+    for path in [*GENERATION, "/tokenize", "/detokenize"]:
+        assert _SEEN[path, True] and _SEEN[path, False], (path, _SEEN)
+
+
 @_SCHEMA.include(path=GENERATION).parametrize()
 @bounded(6)
 def test_generation_routes_refuse_or_answer(case: Any, url: str) -> None:
@@ -87,6 +104,74 @@ def test_text_routes_refuse_or_answer(case: Any, url: str) -> None:
 @bounded(3)
 def test_administration_refuses_or_answers(case: Any, url: str) -> None:
     check(case, url)
+
+
+def _bodies() -> list[tuple[str, bool, dict[str, Any]]]:
+    """(path, is it administration, its body's schema) of every route that has one."""
+    document = _SCHEMA.raw_schema
+    found = []
+    for path, item in document["paths"].items():
+        content = item.get("post", {}).get("requestBody", {}).get("content", {})
+        if content:
+            schema = content["application/json"]["schema"]
+            names = [part["$ref"] for part in schema.get("anyOf", [schema]) if "$ref" in part]
+            found.append((path, path in ADMIN, document["components"]["schemas"][names[0].split("/")[-1]]))
+    return found
+
+
+_KEYS = {"api_keys": ["client"], "admin_key": "admin"}
+
+
+@pytest.fixture(scope="module")
+def locked_url() -> Iterator[str]:
+    engine = FakeEngine()
+    config = ServerConfig(port=0, max_body_bytes=4096, **_KEYS)  # type: ignore[arg-type]
+    with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
+        yield server.url
+    engine.close()
+
+
+@pytest.mark.parametrize(("path", "is_admin", "schema"), _bodies(), ids=lambda value: str(value)[:40])
+def test_every_route_refuses_the_same_mistakes_in_the_same_way(
+    locked_url: str, path: str, is_admin: bool, schema: dict[str, Any]
+) -> None:
+    key, other = ("admin", "client") if is_admin else ("client", "admin")
+
+    def send(content: bytes, key: str | None = key) -> tuple[int, str | None]:
+        headers = {"Content-Type": "application/json"} | (
+            {} if key is None else {"Authorization": f"Bearer {key}"}
+        )
+        response = httpx.post(locked_url + path, content=content, headers=headers, timeout=20)
+        assert response.status_code >= 400, (content[:80], response.text)
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+        return response.status_code, error["param"]
+
+    fields = schema["properties"]
+    valid = {name: _VALID[name] for name in schema.get("required", [])}
+    for no_json in (b"{", b"\xff", b'{"a": NaN}x', b"[" * 4000):
+        assert send(no_json) == (400, None), no_json
+    for no_object in (b"[]", b"1", b'"text"'):
+        assert send(no_object)[0] == 400
+    assert send(b" " * 5000)[0] == 413
+    for name in schema.get("required", []):
+        assert send(json.dumps({k: v for k, v in valid.items() if k != name}).encode()) == (400, name)
+    for name, declared in fields.items():
+        if declared != {"title": declared.get("title")} and name not in ("features",):
+            wrong = json.dumps(valid | {name: [[{"no": "such type"}]]}).encode()
+            status, param = send(wrong)
+            assert status == 400 and (param or "").split(".")[0] == name, (name, status, param)
+    if "model" in fields:
+        assert send(json.dumps(valid | {"model": "other"}).encode()) == (404, "model")
+    body = json.dumps(valid).encode()
+    assert send(body, None)[0] == 401 and send(body, "wrong")[0] == 401
+    assert send(body, other)[0] == (403 if is_admin else 401)
+
+
+_VALID = {
+    "prompt": "a", "messages": [{"role": "user", "content": "hi"}], "tokens": [40], "token_ids": [40],
+    "lora_name": "a", "lora_path": "nowhere",
+}  # fmt: skip
 
 
 def test_every_route_is_fuzzed() -> None:
