@@ -7,6 +7,7 @@
     mailbox ─▶ Handle slots ─▶ Handle.wait
 
 Ordered calls inside a node go over lines (line.py); between nodes, and for @concurrent methods, over the mailbox.
+Answers take the caller's line where it has one.
 
 A caller is any process: the driver, or a worker that was given a group. A call to several ranks of one process is one
 message, and so is its answer: small results wait for each other; a failure, or a result with large buffers, goes at
@@ -217,6 +218,7 @@ class CallBook:
         frames = [CALL, pickle.dumps(meta), *payload]
         if concurrent:
             self._mailbox.post(host.addresses[0].endpoint_from(caller.node_id), frames)
+            self.pump.called()  # it is answered on the line, where there is one
         else:
             self._send(host, frames)
 

@@ -113,7 +113,10 @@ class Channel:
         return cls(ChannelSettings(name, is_bounded, offload, timeout_s))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Channel, (self._settings,)
+        settings = (
+            self._settings
+        )  # as plain values: handles travel with every call, and a dataclass is slow to pickle
+        return _rebuild, (settings.name, settings.is_bounded, settings.offload, settings.timeout_s)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -369,3 +372,7 @@ class Channel:
     def _ends(self) -> ChannelEnds:
         """This process's, or this rank's."""
         return ends_of(self._settings, current())
+
+
+def _rebuild(name: str, is_bounded: bool, offload: bool, timeout_s: float) -> Channel:
+    return Channel(ChannelSettings(name, is_bounded, offload, timeout_s))

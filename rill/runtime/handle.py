@@ -61,6 +61,13 @@ class Handle:
         self._wait_for(lambda: self._num_left == 0, timeout_s)
         return [slot.outcome() for slot in self._slots if slot is not None]
 
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until every rank has answered or failed; False past the time, which is no error here."""
+        if self._num_left:
+            with waiting(f"results of {self.method}", self._waits_on):
+                self._pump.wait(self._waiters, lambda: self._num_left == 0, timeout_s)
+        return self._num_left == 0
+
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
         self._pump.poll()

@@ -128,6 +128,8 @@ class WorkerHost:
             tcp_host=tcp_host,
             key=spec.key,
         )
+        self._callers: dict[str, Line] = {}
+        """Processes of this node that have called, by identity: answers take their line, also to @concurrent calls."""
         addresses = tuple(context.address for context in contexts)
         self.process = HostProcess(addresses, self._work.path, self._work.tcp_endpoint)
 
@@ -148,7 +150,10 @@ class WorkerHost:
         serve = Rank.run if len(ranks) == 1 else Rank.put
         while (arrived := self._work.next())[0][0] != STOP:
             frames, line = arrived
-            self._deal_out(Call.read(frames[1:]), serve, line)
+            call = Call.read(frames[1:])
+            if line is not None:
+                self._callers[call.process_identity] = line
+            self._deal_out(call, serve, line)
         self._close()
 
     def _deal_out(self, call: Call, serve: Callable[[Rank, RankCall], None], line: Line | None) -> None:
@@ -161,7 +166,8 @@ class WorkerHost:
             serve(rank, RankCall(call.method, arguments, index, answers))
 
     def _on_concurrent_call(self, frames: Frames) -> None:
-        self._deal_out(Call.read(frames), Rank.run_at_once, None)
+        call = Call.read(frames)
+        self._deal_out(call, Rank.run_at_once, self._callers.get(call.process_identity))
 
     def _close(self) -> None:
         try:

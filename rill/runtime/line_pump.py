@@ -6,7 +6,7 @@
 
 So an answer costs one wake-up, of the thread that wants it, and calls nobody waits for are read all the same (their
 processes must not stand still because our end of the line is full). The pump thread also sends what a line could not
-take at once. It looks every DOZE_S while calls are made, and sleeps after IDLE_S without any.
+take at once. It looks DOZE_S after a call, then less and less often, and sleeps after IDLE_S without any.
 """
 
 from __future__ import annotations
@@ -232,12 +232,13 @@ class LinePump:
 
     def _run(self) -> None:
         while not self._is_closed:
+            quiet_s = time.monotonic() - self._last_call_s
             if self._must_lead():
                 self._lead_for_nobody()
-            elif time.monotonic() - self._last_call_s > IDLE_S:
+            elif quiet_s > IDLE_S:
                 self._sleep()
             else:
-                time.sleep(DOZE_S)
+                time.sleep(max(DOZE_S, quiet_s))
 
     def _must_lead(self) -> bool:
         return self._leader is None and (bool(self._stuck) or self._is_needed())

@@ -10,7 +10,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,9 +103,11 @@ class WeightManifest:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealedManifest:
-    """A manifest on its way, with what engines that took it must answer. `open` and `open_proof` give them back."""
+class SealedManifest(NamedTuple):
+    """A manifest on its way, with what engines that took it must answer. `open` and `open_proof` give them back.
+
+    A tuple, because it passes the driver at every step: cheap to read and to write.
+    """
 
     version: PolicyVersion
     num_bytes: int
@@ -126,7 +128,7 @@ class SealedManifest:
     def with_content(self, manifest: WeightManifest) -> SealedManifest:
         """Another way to the same weights, with the same proof."""
         assert manifest.version == self.version
-        return replace(manifest.seal(), proof=self.proof)
+        return manifest.seal()._replace(proof=self.proof)
 
 
 def with_source(bucket: BucketSpec, source: str) -> BucketSpec:

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset, open_indexed
@@ -62,8 +63,7 @@ class PromptPlan:
         return CurriculumSource(Curriculum(open_indexed(self.data, Split.TRAIN), self.curriculum))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class Collected(NamedTuple):
     """A batch: what trainers must know of it, and its figures."""
 
     plan: StepPlan

@@ -14,13 +14,12 @@ The jobs it held go back to the channel when it dies, so nothing else has to be 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rill.errors import PeerDiedError, RunError, StuckError, boundary
+from rill.errors import PeerDiedError, RunError, boundary
 from rill.runtime.call import Outcome
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
@@ -120,8 +119,7 @@ class Fleet:
         while call := self._unfinished():
             if time.monotonic() > deadline_s:
                 call.handle.wait(timeout_s=0.0)
-            with contextlib.suppress(StuckError):
-                call.handle.outcomes(timeout_s=EPOCH_POLL_S)
+            call.handle.ended(EPOCH_POLL_S)
             self.tend()
         self._relaunched.clear()
 
@@ -277,7 +275,6 @@ class GroupPulls:
         if self._handle is None:
             return {}
         if timeout_s > 0:
-            with contextlib.suppress(StuckError):
-                self._handle.outcomes(timeout_s=timeout_s)
+            self._handle.ended(timeout_s)
         outcomes = zip(self._names, self._handle.so_far(), strict=True)
         return {name: outcome.error or outcome.value for name, outcome in outcomes if outcome is not None}

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,9 +74,11 @@ class Outcome:
         return [sample_key(self.group_id, i, self.maker) for i in range(len(self.lengths))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """The groups of one optimisation step. Every trainer rank derives the same shares from it."""
+class StepPlan(NamedTuple):
+    """The groups of one optimisation step. Every trainer rank derives the same shares from it.
+
+    A tuple, as everything that passes the driver once a step: it is read and written there in a few microseconds.
+    """
 
     step: int
     version: PolicyVersion
