@@ -19,7 +19,6 @@ with neither. A workflow gives the loop its parts and one function that runs a t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,8 +118,7 @@ class Loop:
                 figures = {**figures, **self.parts.fleet.publish(PolicyVersion(plan.version + 1))}
             self.step += 1
             ended = time.monotonic()
-        is_saved = self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0
-        if is_saved or self.config.max_lag > 0:
+        if self.config.max_lag > 0:
             self._ask(self.parts.feeder.trained(self.step))
         times = {
             "time/step_s": ended - began,
@@ -130,9 +128,17 @@ class Loop:
             "throughput/tokens_per_s": plan.num_tokens / (ended - began),
             "throughput/samples_per_s": plan.num_samples / (ended - began),
         }
-        self._report({**collected.figures, **figures, **times}, evaluate=False)
-        if is_saved:
-            self.parts.checkpoints.save(self.step)
+        try:
+            self._report({**collected.figures, **figures, **times}, evaluate=False)
+        except KeyboardInterrupt:  # an observer's wish to stop here: the step is whole, and is kept
+            self._save()
+            raise
+        if self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        self._ask(self.parts.feeder.trained(self.step))
+        self.parts.checkpoints.save(self.step)
 
     def _collect(self) -> Collected:
         """Wait for a batch, and for the engines to let go of their devices if this step is an epoch: one call of
@@ -141,9 +147,7 @@ class Loop:
         if config.max_lag == 0 or not fleet.is_generating:
             fleet.open_epoch()
         batch = self.parts.feeder.take_batch(self.step)
-        is_there = threading.Event()
-        batch.on_done(lambda _: is_there.set())
-        while not is_there.wait(TEND_S):
+        while not batch.ended(TEND_S):
             fleet.tend()
         collected: Collected = self._ask(batch)
         if config.max_lag == 0:
