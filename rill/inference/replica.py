@@ -29,7 +29,8 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.replica_process import End, EngineFacts, replica_main
+from rill.inference.replica_outbox import End
+from rill.inference.replica_process import EngineFacts, replica_main
 from rill.inference.requests import wait_for_all
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -243,8 +244,8 @@ class ReplicaEngine:
             except (EOFError, OSError):
                 break
             match message:
-                case ("news", deltas, ends):
-                    self._on_news(deltas, ends)
+                case ("news", packed, ends):
+                    self._on_news([] if packed is None else packed.unpack(), ends)
                 case ("result", call_id, error, value, version):
                     self._on_result(call_id, error, value, version)
         self._on_death()

@@ -25,7 +25,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from rill.inference.base import Completion, Delta, Engine, Request
-from rill.inference.replica_process import merge_deltas
+from rill.inference.replica_outbox import PackedDeltas
 from rill.inference.server.errors import ApiError
 from rill.inference.server.metrics import Metrics
 from rill.types import Floats, Ints, TokenIds
@@ -188,7 +188,8 @@ class SampleStream:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
         done = [end.result() for end in ends if end.exception() is None]
         ended = {completion.request_id for completion in done}
-        grown = merge_deltas([d for d in deltas if d.request_id not in ended])
+        packed = PackedDeltas.pack([d for d in deltas if d.request_id not in ended])
+        grown = [] if packed is None else packed.unpack()
         pieces = [self._grown(delta) for delta in grown if len(delta.token_ids)]
         return [piece for piece in pieces if piece is not None] + [self._ended(c) for c in done]
 
