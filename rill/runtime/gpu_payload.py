@@ -13,7 +13,7 @@ from typing import Any
 
 from rill.errors import UnsupportedError
 from rill.runtime.context import current
-from rill.runtime.cuda_ipc import import_copy
+from rill.runtime.cuda_ipc import export, import_copy
 
 _exported: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -25,8 +25,6 @@ class GpuExport:
         self.kept: list[Any] = []
 
     def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         address = current().address
         index = tensor.device.index or 0
         if tensor.device.type != "cuda" or index >= len(address.gpus):
@@ -35,8 +33,7 @@ class GpuExport:
         self.kept.append(tensor)
         token = secrets.token_hex(8)
         _exported[token] = tensor
-        _, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-        return _open_on_gpu, (address.name, token, address.gpus[index], arguments)
+        return _open_on_gpu, (address.name, token, address.gpus[index], export(tensor))
 
 
 def gpu_export() -> GpuExport | None:
