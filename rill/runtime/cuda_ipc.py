@@ -36,13 +36,15 @@ class Exporter:
         if gpu not in self._peer.gpus:
             return None
         self.num_exported += 1
-        if (
-            gpu not in self._synchronized
-        ):  # a receiver that knows the memory already waits for no event of ours
-            self._synchronized.add(gpu)
-            sys.modules["torch"].cuda.current_stream(tensor.device).synchronize()
-        _, arguments = _reductions().reduce_tensor(tensor)
-        return import_copy, (gpu, arguments)
+        return import_copy, (gpu, export(tensor))
+
+
+def export(tensor: Any) -> tuple[Any, ...]:
+    """What `import_copy` needs; the tensor must live until it was imported."""
+    # A receiver that has the memory open already waits for no event of ours.
+    sys.modules["torch"].cuda.current_stream(tensor.device).synchronize()
+    _, arguments = _reductions().reduce_tensor(tensor)
+    return tuple(arguments)
 
 
 _DEVICE_ARGUMENT, _HANDLE_ARGUMENT = 6, 7
