@@ -61,13 +61,13 @@ class Consumer(Worker):
         return [[_number(item) for item in batch] for batch in channel.batches()]
 
     def consume_and_log(self, channel: Channel, log: str, delay_s: float = 0.0) -> int:
-        """Writes an item's number down when it is finished, just before taking the next."""
+        """Writes an item's number and its own process down when it is finished, just before taking the next."""
         count = 0
         with open(log, "ab", buffering=0) as file:
             for item in channel:
                 number = _number(item)
                 time.sleep(delay_s)
-                file.write(f"{number}\n".encode())
+                file.write(f"{number} {os.getpid()}\n".encode())
                 count += 1
         return count
 

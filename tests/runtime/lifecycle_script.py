@@ -6,9 +6,13 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
+from tests.runtime.channel_workers import Consumer, Producer
+from tests.runtime.chaos_workers import Sharer
 
 
 @dataclass
@@ -28,7 +32,24 @@ class Scripted(Worker):
             time.sleep(0.1)
 
 
+def traffic(folder: Path) -> None:
+    """Items in flow and turns on a shared device, until the end."""
+    cluster = Cluster(devices="cpu:2")
+    channel = Channel.create(cluster, "items", capacity_items=64)
+    producer = Producer.launch_async(cluster, name="producer", placement="0", threads=1)
+    consumer = Consumer.launch_async(cluster, name="consumer", placement="1", threads=1)
+    sharers = [Sharer.launch_async(cluster, name=f"s{n}", placement="0", threads=1) for n in range(2)]
+    producer.produce_until_killed(channel, os.devnull, 20_000)
+    consumer.consume_and_log(channel, os.devnull)
+    for sharer in sharers:
+        sharer.take_turns(str(folder / "lock"), os.devnull, 0)
+    time.sleep(600)
+
+
 def main() -> None:
+    if sys.argv[1] == "traffic":
+        (Path(sys.argv[2]) / "lock").touch()
+        traffic(Path(sys.argv[2]))
     cluster = Cluster(devices="cpu:2")
     group = Scripted.launch(cluster, name="scripted", threads=1)
     answers = group.answer(Note("hello")).wait(20)

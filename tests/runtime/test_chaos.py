@@ -21,6 +21,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from tests.runtime.chaos_workers import WAIT_S, Crowd, Sharer
+from tests.runtime.leftovers import nothing_left
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,16 +38,13 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def leaves_nothing(cluster: Cluster) -> bool:
-    return not cluster.session.session_dir.exists() and not cluster.session.shm_dir.exists()
-
-
 def kill_lock_holders(num_kills: int, seed: int, folder: Path) -> None:
     rng = random.Random(seed)
     lock_path, log_path = folder / "lock", folder / "log"
     lock_path.touch()
     log_path.touch()
-    with Cluster(devices="cpu:1") as cluster:
+    with nothing_left() as room, Cluster(devices="cpu:1") as cluster:
+        room.note_sessions()
         groups = [Sharer.launch(cluster, name=f"g{n}", placement="0") for n in range(3)]
         running = {group.name: group.take_turns(str(lock_path), str(log_path), seed) for group in groups}
         for _ in range(num_kills):
@@ -62,7 +60,6 @@ def kill_lock_holders(num_kills: int, seed: int, folder: Path) -> None:
                 running[victim.name] = victim.take_turns(str(lock_path), str(log_path), rng.randrange(10**6))
             _wait_for_turns_of_all(log_path, groups)
         assert not any(handle.done() for handle in running.values())
-    assert leaves_nothing(cluster)
 
 
 def _wait_for_turns_of_all(log_path: Path, groups: list[WorkerGroup[Sharer]]) -> None:
@@ -76,7 +73,8 @@ def _wait_for_turns_of_all(log_path: Path, groups: list[WorkerGroup[Sharer]]) ->
 
 def kill_shared_processes(num_kills: int, seed: int) -> None:
     rng = random.Random(seed)
-    with Cluster(devices="cpu:1") as cluster:
+    with nothing_left() as room, Cluster(devices="cpu:1") as cluster:
+        room.note_sessions()
         group = Crowd.launch(cluster, name="crowd", placement="0:0-11", ranks_per_process=4)
         channel = Channel.create(cluster, "c", timeout_s=WAIT_S)
         for n in range(num_kills):
@@ -96,7 +94,6 @@ def kill_shared_processes(num_kills: int, seed: int) -> None:
             assert group.add(n).wait(WAIT_S) == [rank + n for rank in range(12)]
             if n % 5 == 0:
                 assert sorted(group.echo_through(channel).wait(WAIT_S)) == list(range(12))
-    assert leaves_nothing(cluster)
 
 
 def test_killed_lock_holders_free_the_device_and_nobody_shares_it(tmp_path: Path) -> None:
