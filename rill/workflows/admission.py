@@ -56,12 +56,8 @@ class Admission:
         self.version += 1
 
     def state(self) -> dict[str, int]:
-        """What a resumed run needs: accepted groups that were not trained on are generated again (see GroupBuffer)."""
-        return {
-            "version": self.version,
-            "accepted": self.version * self.batch_groups,
-            "dropped": self.dropped,
-        }
+        """What a resumed run needs. Groups that ran are admitted again (see GroupBuffer)."""
+        return {"version": self.version, "accepted": self.accepted, "dropped": self.dropped}
 
     def load_state(self, state: dict[str, int]) -> None:
         self.version, self.accepted, self.dropped = state["version"], state["accepted"], state["dropped"]

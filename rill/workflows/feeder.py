@@ -37,11 +37,11 @@ from rill.errors import CheckpointError, StuckError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
-from rill.types import PolicyVersion
+from rill.types import PolicyVersion, Sample
 from rill.workflows.admission import Admission
 from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.group_buffer import GroupBuffer
-from rill.workflows.jobs import Outcome, StepPlan
+from rill.workflows.jobs import Outcome, StepPlan, Untrained
 from rill.workflows.sections import LoopConfig
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,14 @@ class Feeder(Worker):
         self._changed = threading.Condition()
         self._is_open = False
         self._failure: Exception | None = None
+        self._restored: dict[str, Sample] = {}
+        """Of a checkpoint: they lie in the rollouts channel again once that is there."""
 
     def start(self, jobs: Channel, rollouts: Channel, outcomes: Channel) -> None:
         """Take outcomes from now on."""
         self._jobs, self._rollouts, self._outcomes = jobs, rollouts, outcomes
+        self._put_samples(self._restored)
+        self._restored = {}
         threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
     def take_batch(self, num_trained: int) -> Collected:
@@ -138,10 +142,12 @@ class Feeder(Worker):
     # --- files --------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """The groups' file first: the state names its checksum."""
+        """Between two steps. The groups' file first: the state names its checksum."""
         with self._changed:
-            state, begun = self.buffer.state()
-            groups = pickle.dumps(begun)
+            if not self._is_open:
+                self._wait_for_put_back()
+            state, untrained = self.buffer.state()
+        groups = pickle.dumps((untrained, self._copy_samples(untrained)))
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         (place / GROUPS_FILE).write_bytes(groups)
@@ -158,7 +164,8 @@ class Feeder(Worker):
             raise CheckpointError(
                 f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
             )
-        self.buffer.load_state(state, pickle.loads(groups))
+        untrained, self._restored = pickle.loads(groups)
+        self.buffer.load_state(state, untrained)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -184,6 +191,20 @@ class Feeder(Worker):
         """Called under the lock: two threads admitting must not interleave their jobs."""
         if self._is_open and (jobs := self.buffer.admit()):
             self._jobs.put_many(jobs)
+
+    def _copy_samples(self, untrained: Untrained) -> dict[str, Sample]:
+        """The samples of groups that wait to be trained on, by key. They are taken out of the channel and put back."""
+        keys = [key for _, outcome in untrained.kept for key in outcome.keys]
+        if not keys:
+            return {}
+        samples: dict[str, Sample] = dict(zip(keys, self._rollouts.take(keys=keys), strict=True))
+        self._rollouts.done()
+        self._put_samples(samples)
+        return samples
+
+    def _put_samples(self, samples: Mapping[str, Sample]) -> None:
+        for key, sample in samples.items():
+            self._rollouts.put(sample, weight=float(sample.num_tokens), key=key)
 
     def _end_epoch(self) -> None:
         with self._changed:

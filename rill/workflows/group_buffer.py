@@ -6,8 +6,9 @@
 
 Owned by the feeder, under its lock; no channels and no threads here. Every admitted group is trained on once or dropped
 once. A worker that dies may have finished a group whose lease it could not end, so that another does it again: the
-second outcome is not counted. `state` holds the groups that are begun and not yet trained on; a resumed run does those
-first, under their old names, and goes on with what was said of them when they were put back.
+second outcome is not counted. `state` holds what is not yet trained on: a resumed run trains on the groups that were
+finished, and does first, under their old names, those that were begun; behind what was said of them, where they were
+put back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rill.data.loader import PromptSource
 from rill.errors import RunError
 from rill.workflows.admission import Admission
 from rill.workflows.curriculum import CurriculumSource
-from rill.workflows.jobs import GroupJob, Outcome
+from rill.workflows.jobs import GroupJob, Outcome, Untrained
 
 
 class GroupBuffer:
@@ -123,21 +124,25 @@ class GroupBuffer:
             f"finished ({self.admission.running} running, {len(self._dropped)} dropped by filters since the last step)"
         )
 
-    def state(self) -> tuple[dict[str, Any], list[GroupJob]]:
-        """What can be written as JSON, and the groups begun and not trained on."""
-        untrained = {**self._running, **self._finished, **{job.index: job for job in self._to_repeat}}
+    def state(self) -> tuple[dict[str, Any], Untrained]:
+        """What can be written as JSON, and the groups that are not trained on. Between two steps."""
+        assert not self._in_training
+        begun = sorted([*self._running.values(), *self._to_repeat], key=lambda job: job.index)
+        kept = [(self._finished[outcome.index], outcome) for outcome in self._kept]
         return {
             "admission": self.admission.state(),
             "source": self.source.state(),
             "next_index": self._next_index,
-        }, [untrained[index] for index in sorted(untrained)]
+        }, Untrained(begun=begun, kept=kept)
 
-    def load_state(self, state: dict[str, Any], begun: list[GroupJob]) -> None:
+    def load_state(self, state: dict[str, Any], untrained: Untrained) -> None:
         """Before the first admission."""
         self.admission.load_state(state["admission"])
         self.source.load_state(state["source"])
         self._next_index = state["next_index"]
-        self._to_repeat = list(begun)
+        self._to_repeat = list(untrained.begun)
+        self._kept = [outcome for _, outcome in untrained.kept]
+        self._finished = {job.index: job for job, _ in untrained.kept}
 
     def _check_dropped(self) -> None:
         if not 0 < self._max_dropped <= len(self._dropped) or self.is_ready:

@@ -74,6 +74,16 @@ class Outcome:
         return [sample_key(self.group_id, i, self.maker) for i in range(len(self.lengths))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untrained:
+    """All groups between admission and training: what a checkpoint holds of them."""
+
+    begun: list[GroupJob]
+    """To be done, or done to their end behind the answers they hold."""
+    kept: list[tuple[GroupJob, Outcome]]
+    """Finished; their samples wait to be trained on."""
+
+
 class StepPlan(NamedTuple):
     """The groups of one optimisation step. Every trainer rank derives the same shares from it.
 

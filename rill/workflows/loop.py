@@ -137,6 +137,12 @@ class Loop:
             self._save()
 
     def _save(self) -> None:
+        """Engines that run ahead are stopped meanwhile, so that the checkpoint holds every token they have said; the
+        next step lets them go on behind those."""
+        if self.parts.fleet.is_generating and self.config.keep_unfinished:
+            self._ask(self.parts.feeder.finish())
+            self.parts.fleet.put_back()
+            self.parts.fleet.end_epoch()
         self._ask(self.parts.feeder.trained(self.step))
         self.parts.checkpoints.save(self.step)
 

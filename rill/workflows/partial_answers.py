@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from rill.errors import UnsupportedError
 from rill.inference.base import Completion, Request
 from rill.types import SamplingParams, StopReason, TokenIds
 
@@ -46,17 +46,32 @@ def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) ->
 
 def joined(before: Completion, after: Completion, stop: Sequence[str], decode: Decode) -> Completion:
     """Both parts as one answer, ended where the engine would have ended it in one go."""
-    if before.routed_experts is not None or after.routed_experts is not None:
-        raise UnsupportedError(
-            "answers with recorded expert choices cannot be continued: set loop.overprovision = 0"
-        )
     whole = replace(
         after,
         token_ids=np.concatenate([before.token_ids, after.token_ids]),
         logprobs=np.concatenate([before.logprobs, after.logprobs]),
         versions=np.concatenate([before.versions, after.versions]),
+        routed_experts=_joined_experts(before, after),
     )
     return _ended_at(whole, len(before.token_ids), stop, decode) if stop else whole
+
+
+def _joined_experts(before: Completion, after: Completion) -> Any:
+    """[T, L, K] of the sampled tokens alone, each as the pass that sampled it chose; -1 where a part has none."""
+    parts = [part for part in (before, after) if part.routed_experts is not None]
+    if not parts:
+        return None
+    whole = np.full(
+        (len(before.token_ids) + len(after.token_ids), *parts[0].routed_experts.shape[1:]), -1, np.int16
+    )
+    num_before = len(before.token_ids)
+    if before.routed_experts is not None and num_before:
+        whole[:num_before] = before.routed_experts[
+            -num_before:
+        ]  # the prompt's rows, where there are any, come first
+    if after.routed_experts is not None and len(after.token_ids):
+        whole[num_before:] = after.routed_experts[-len(after.token_ids) :]
+    return whole
 
 
 def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: Decode) -> Completion:
@@ -78,6 +93,7 @@ def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: D
         token_ids=whole.token_ids[:end],
         logprobs=whole.logprobs[:end],
         versions=whole.versions[:end],
+        routed_experts=None if whole.routed_experts is None else whole.routed_experts[:end],
         stop_reason=StopReason.STOP,
         stop_text=found(end),
     )

@@ -64,7 +64,7 @@ def test_consumed_in_order_of_admission_no_group_is_older_than_the_allowed_lag(
             admission.trained()
 
 
-def test_a_resumed_run_generates_untrained_groups_again() -> None:
+def test_a_resumed_run_counts_what_was_finished_and_admits_again_what_ran() -> None:
     admission = Admission(batch_groups=3, max_lag=1, max_concurrent=100)
     admission.admit(6)
     for _ in range(5):
@@ -72,4 +72,4 @@ def test_a_resumed_run_generates_untrained_groups_again() -> None:
     admission.trained()
     resumed = Admission(batch_groups=3, max_lag=1, max_concurrent=100)
     resumed.load_state(admission.state())
-    assert (resumed.version, resumed.accepted, resumed.running, resumed.capacity) == (1, 3, 0, 6)
+    assert (resumed.version, resumed.accepted, resumed.running, resumed.capacity) == (1, 5, 0, 4)

@@ -141,7 +141,7 @@ def test_by_completion_the_first_to_finish_make_the_batch() -> None:
     assert bench.step() == [1, 3]
 
 
-def test_a_resumed_run_repeats_what_was_begun_and_not_trained_on_under_the_same_names() -> None:
+def test_a_resumed_run_keeps_what_was_finished_and_repeats_what_was_begun_under_the_same_names() -> None:
     first = Bench(max_lag=1)
     first.admit()
     first.finish(0, dropped="equal_rewards")
@@ -151,16 +151,19 @@ def test_a_resumed_run_repeats_what_was_begun_and_not_trained_on_under_the_same_
     first.step()
     first.admit()
     first.finish(4)
-    state, begun = first.buffer.state()
-    untrained = sorted(set(first.admitted) - {0, 1, 3})
-    assert [job.index for job in begun] == untrained
+    state, untrained = first.buffer.state()
+    assert [outcome.index for _, outcome in untrained.kept] == [4]
+    begun = sorted(set(first.admitted) - {0, 1, 3, 4})
+    assert [job.index for job in untrained.begun] == begun
     second = Bench(max_lag=1)
-    second.buffer.load_state(state, begun)
-    assert second.admit()[: len(untrained)] == untrained
-    assert [second.jobs[index] for index in untrained] == [first.jobs[index] for index in untrained]
-    fresh = [second.jobs[index] for index in second.admitted[len(untrained) :]]
+    second.buffer.load_state(state, untrained)
+    assert second.admit()[: len(begun)] == begun
+    assert [second.jobs[index] for index in begun] == [first.jobs[index] for index in begun]
+    fresh = [second.jobs[index] for index in second.admitted[len(begun) :]]
     assert all(job.index > max(first.admitted) and job.prompt.id == f"p{job.index}" for job in fresh)
-    assert len(second.admitted) == 4
+    assert len(second.admitted) == 3
+    second.finish(begun[0])
+    assert second.step() == [*begun[:1], 4], "what was finished before is in the next batch"
 
 
 def test_a_source_that_runs_dry_is_an_error_in_words() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rill.errors import UnsupportedError
 from rill.inference.base import Completion
 from rill.types import SamplingParams, StopReason, TokenIds
 from rill.workflows.partial_answers import continued, joined
@@ -60,6 +59,15 @@ def test_a_stop_string_across_the_cut_ends_the_answer_there(first: str, second: 
     assert whole.stop_text == ("\n\n" if is_stopped else None)
 
 
-def test_expert_choices_are_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match="overprovision = 0"):
-        joined(said("a", 1, routed_experts=np.zeros((1, 1, 1))), said("b", 2), (), text_of)
+def test_expert_choices_are_those_of_the_pass_that_sampled_the_token() -> None:
+    first = said("ab", 1, routed_experts=np.full((2, 3, 1), 5))
+    second = said(
+        "cd\n", 2, StopReason.EOS, routed_experts=np.full((7, 3, 1), 6)
+    )  # two of a prompt, two said before
+    whole = joined(first, second, ("\n",), text_of)
+    assert whole.routed_experts.shape == (5, 3, 1)
+    assert whole.routed_experts[:, 0, 0].tolist() == [5, 5, 6, 6, 6]
+    unknown = joined(said("ab", 1), second, ("d",), text_of)
+    assert unknown.routed_experts[:, 0, 0].tolist() == [-1, -1, 6, 6], (
+        "cut with the tokens; the trainer routes the rest"
+    )
