@@ -1,0 +1,116 @@
+"""A run that is killed while engines are ahead: what its checkpoint holds is neither lost nor said twice."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rill.errors import RunError
+from rill.runtime.cluster import Cluster
+from rill.types import NOT_SAMPLED, Sample
+from rill.workflows.checkpoints import whole_checkpoints
+from rill.workflows.feeder import GROUPS_FILE
+from rill.workflows.jobs import StepPlan, Untrained
+from tests.workflows.scene import Scene
+from tests.workflows.test_conservation import check_once
+
+STEPS, GROUPS, SAVED_AT = 5, 3, 2
+LONG_TAILED = {"tick_s": 0.004, "max_delay_ticks": 40}
+
+
+def killed_after_its_checkpoint(
+    folder: Path, cluster: Cluster, name: str, settings: Mapping[str, object]
+) -> Scene:
+    scene = Scene(folder, cluster, name=name, **settings)  # type: ignore[arg-type]
+    train_step = scene.loop.parts.train_step
+
+    def until_killed(plan: StepPlan) -> Mapping[str, float]:
+        if plan.step == SAVED_AT:
+            raise RunError("killed by the test")
+        return train_step(plan)
+
+    object.__setattr__(scene.loop.parts, "train_step", until_killed)
+    with pytest.raises(RunError, match="killed by the test"):
+        scene.run()
+    scene.close()
+    return scene
+
+
+def held(scene: Scene) -> tuple[Untrained, dict[str, Sample]]:
+    newest = whole_checkpoints(scene.run_folder)[-1]
+    untrained, samples = pickle.loads((newest / "feeder" / GROUPS_FILE).read_bytes())
+    return untrained, samples
+
+
+def sampled(sample: Sample) -> list[int]:
+    trajectory = sample.trajectory
+    tokens: list[int] = trajectory.token_ids[trajectory.versions != NOT_SAMPLED].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("keep_unfinished", [True, False], ids=["engines stopped", "engines not stopped"])
+def test_finished_groups_are_trained_on_and_not_said_again(
+    tmp_path: Path, cluster: Cluster, keep_unfinished: bool
+) -> None:
+    settings = {
+        "steps": STEPS,
+        "groups_per_step": GROUPS,
+        "max_new_tokens": 60,
+        "max_lag": 2,
+        "checkpoint_every": SAVED_AT,
+        "keep_unfinished": keep_unfinished,
+        "engine": LONG_TAILED,
+    }
+    name = f"ahead-{keep_unfinished}"
+    scene = killed_after_its_checkpoint(tmp_path, cluster, name, settings)
+    untrained, samples = held(scene)
+    num_said = {request: len(parts) for request, parts in scene.said().items()}
+    assert untrained.kept or untrained.begun, "the engines were meant to be ahead"
+    again = Scene(tmp_path, cluster, name=f"{name}-again", resumed=scene, **settings)  # type: ignore[arg-type]
+    again.run()
+
+    check_once(again, STEPS, GROUPS)
+    trained = {s.trajectory.id: s for _, batch in again.trained() for s in batch}
+    for sample in samples.values():
+        found = trained[sample.trajectory.id]
+        assert np.array_equal(found.trajectory.token_ids, sample.trajectory.token_ids)
+        assert np.array_equal(found.trajectory.versions, sample.trajectory.versions)
+        assert np.array_equal(found.advantages, sample.advantages)
+        request = f"{sample.trajectory.id}#0"
+        assert len(again.said()[request]) == num_said[request], "a finished answer was asked for again"
+    continued = [answer for job in untrained.begun for answer in job.answers.values()]
+    assert bool(continued) == keep_unfinished, (
+        "unfinished answers are held where engines were stopped, and only there"
+    )
+    for job in untrained.begun:
+        for request, answer in job.answers.items():
+            before = answer.token_ids.tolist()
+            whole = sampled(trained[request.removesuffix("#0")])
+            assert whole[: len(before)] == before, "an unfinished answer goes on behind its tokens"
+    again.close()
+
+
+def test_lengths_are_not_biased_by_a_kill(tmp_path: Path, cluster: Cluster) -> None:
+    """Every group that was begun is trained on, the long ones too: none is left out for being unfinished."""
+    settings = {
+        "steps": STEPS,
+        "groups_per_step": GROUPS,
+        "max_new_tokens": 60,
+        "max_lag": 2,
+        "order": "admission",
+        "checkpoint_every": SAVED_AT,
+        "engine": LONG_TAILED,
+    }
+    scene = killed_after_its_checkpoint(tmp_path, cluster, "unbiased", settings)
+    untrained, _ = held(scene)
+    begun = {job.index for job in untrained.begun} | {job.index for job, _ in untrained.kept}
+    again = Scene(tmp_path, cluster, name="unbiased-again", resumed=scene, **settings)  # type: ignore[arg-type]
+    again.run()
+    trained = [index for plan, _ in again.trained() for index in plan.open().indices_G.tolist()]
+    assert begun <= set(trained)
+    assert sorted(trained) == list(range(STEPS * GROUPS)), "the groups of an undisturbed run, each once"
+    again.close()
