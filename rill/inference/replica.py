@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica_outbox import End
 from rill.inference.replica_process import EngineFacts, replica_main
 from rill.inference.requests import wait_for_all
+from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
 
 _CALL_TIMEOUT_S = 120.0
@@ -150,13 +150,8 @@ class ReplicaEngine:
         if isinstance(tensors, Checkpoint):
             self._update(tensors, version, partial)
             return
-        spill = (
-            Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else ".") / f"rill-{os.getpid()}-{self.name}"
-        )
-        try:
-            self._update(Checkpoint.write(tensors, spill), version, partial)
-        finally:
-            spill.unlink(missing_ok=True)
+        with ScratchFolder("weights") as spill:
+            self._update(Checkpoint.write(tensors, spill.path / "weights"), version, partial)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         self._call("load_adapter", _UPDATE_TIMEOUT_S, name, str(source))

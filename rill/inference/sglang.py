@@ -20,7 +20,9 @@ documentation and its code, and the tests speak to a server made after them. doc
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -48,6 +50,7 @@ _TAGS = {
 }
 
 _FLUSH_WAIT_S = 30.0
+_FLUSH_RETRY_S = 0.05
 
 
 class SglangEngine(RemoteEngine):
@@ -199,8 +202,16 @@ class SglangEngine(RemoteEngine):
             await self._control("/continue_generation", {})
 
     async def _flush(self) -> None:
-        # The server waits that long for what was cut short to be gone; without, it refuses at once.
-        await self._control(f"/flush_cache?timeout={_FLUSH_WAIT_S:g}")
+        """It refuses while anything runs. Newer servers wait for that, older ones must be asked again."""
+        deadline = time.monotonic() + _FLUSH_WAIT_S
+        while True:
+            try:
+                await self._control(f"/flush_cache?timeout={_FLUSH_WAIT_S:g}")
+                return
+            except RequestError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_FLUSH_RETRY_S)
 
     async def _release(self, level: MemoryLevel) -> None:
         if not self.config.enable_memory_saver:

@@ -17,7 +17,6 @@ What vLLM does not promise, these files see to:
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -52,6 +51,7 @@ from rill.inference.vllm_loop import Job, VllmLoop
 from rill.inference.vllm_words import VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
+from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
 
 _UPDATE_TIMEOUT_S = 1800.0
@@ -85,7 +85,7 @@ class VllmEngine:
         self.config = config
         vllm = _import_vllm(config.cpu_kv_gib)
         self._words = VllmWords(vllm)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._expected = expected_shapes(config.model)
         self._llm = vllm.LLM(**self._llm_args())
         self._engine = self._llm.llm_engine
@@ -233,7 +233,7 @@ class VllmEngine:
         self.abort()
         self._loop.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     def _update(self, tensors: NamedTensors, version: PolicyVersion) -> None:
         loop = self._loop
@@ -268,8 +268,8 @@ class VllmEngine:
     def _llm_args(self) -> dict[str, Any]:
         path = self.config.model.path
         if path is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="rill-vllm-")
-            path = self._folder.name
+            self._folder = ScratchFolder("vllm")
+            path = str(self._folder.path)
             _write_model(self.config.model, path)
         return {
             "model": path,

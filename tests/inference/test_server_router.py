@@ -202,7 +202,7 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
     with pytest.raises(ModelError, match="holds no PEFT adapter"):
         router.load_adapter("other", tmp_path)
     router.unload_adapter("math")
-    assert not router.adapters and not list(Path(router._replicas._spill.name).glob("adapter-*"))
+    assert not router.adapters and not list(router._replicas._spill.path.glob("adapter-*"))
 
 
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:

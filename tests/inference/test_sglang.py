@@ -57,8 +57,9 @@ GENERATE = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len
 class FakeSglang:
     """Token i after prompt p is (p + i) mod 50; the log-probability is -token / 100."""
 
-    def __init__(self, *, is_incremental: bool, admin_key: str = "") -> None:
+    def __init__(self, *, is_incremental: bool, is_newer: bool = True, admin_key: str = "") -> None:
         self.is_incremental = is_incremental
+        self.is_newer = is_newer
         self.admin_key = admin_key
         self.calls: list[tuple[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -66,7 +67,7 @@ class FakeSglang:
         self.running: dict[str, bool] = {}  # rid -> is it to be aborted
         self.is_paused = False
         self.app = FastAPI()
-        self.app.get("/server_info")(self.info)
+        self.app.get("/server_info" if is_newer else "/get_server_info")(self.info)
         self.app.post("/generate")(self.generate)
         for path in CONTROL:
             self.app.post(f"/{path}")(self.control)
@@ -88,7 +89,7 @@ class FakeSglang:
         assert body is None or body.keys() <= FIELDS[name], (name, body)
         match name:
             case "flush_cache":
-                wait_s = float(http.query_params.get("timeout", 0))
+                wait_s = float(http.query_params.get("timeout", 0)) if self.is_newer else 0.0
                 return await self.flush(wait_s)
             case "abort_request":
                 for rid in self.running:
@@ -173,9 +174,10 @@ class FakeSglang:
             asyncio.get_running_loop().call_later(0.02, self.running.pop, rid)
 
 
-@pytest.fixture(params=[False, True], ids=["cumulative", "incremental"])
+@pytest.fixture(params=[False, True], ids=["older, cumulative", "newer, incremental"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[SglangEngine, FakeSglang]]:
-    server = FakeSglang(is_incremental=request.param)
+    # The first is as the 0.5 line of October 2025 is, the second as its documentation of 2026 says.
+    server = FakeSglang(is_incremental=request.param, is_newer=request.param)
     with serve_in_thread(server.app, ServerConfig(port=0)) as running:
         engine = SglangEngine(SglangEngine.Config(url=running.url, model=MODEL, enable_memory_saver=True))
         yield engine, server

@@ -10,7 +10,6 @@ can be brought to where the others are before it takes a request.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from rill.errors import EngineError, ModelError, PeerDiedError, RillError, Stuck
 from rill.inference.base import ADAPTER_FILES, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica import ReplicaEngine
+from rill.runtime.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -116,9 +116,7 @@ class ReplicaSet:
         self.max_context = 0
         self.vocab_size: int | None = None
         self.is_closed = False
-        self._spill = tempfile.TemporaryDirectory(
-            prefix="rill-weights-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        )
+        self._spill = ScratchFolder("replicas")
         self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
         self._start_all()
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
@@ -163,7 +161,7 @@ class ReplicaSet:
             engine.close()
         self._caretaker.join(10.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._spill.cleanup()
+        self._spill.close()
 
     # --- control -----------------------------------------------------------------------------------------
 
@@ -193,7 +191,7 @@ class ReplicaSet:
             raise WeightSyncError(f"version {version} is not newer than {self.version}")
         checkpoint = tensors
         if not isinstance(checkpoint, Checkpoint):
-            checkpoint = Checkpoint.write(tensors, Path(self._spill.name) / f"{version}.safetensors")
+            checkpoint = Checkpoint.write(tensors, self._spill.path / f"{version}.safetensors")
         with self._telling:
             self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
             dropped = [] if partial else self._control.updates
@@ -202,12 +200,12 @@ class ReplicaSet:
             self.version = version
         for old, _, _ in dropped:
             for shard in old.shards:
-                if shard.parent == Path(self._spill.name):
+                if shard.parent == self._spill.path:
                     shard.unlink(missing_ok=True)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         """All replicas read one copy, which stays for late joiners."""
-        copy = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._spill.name))
+        copy = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._spill.path))
         try:
             for file in ADAPTER_FILES:
                 shutil.copyfile(Path(source) / file, copy / file)
@@ -241,7 +239,7 @@ class ReplicaSet:
             for slot in self.slots:
                 if slot.engine is not None:
                     slot.engine.kill()
-            self._spill.cleanup()
+            self._spill.close()
             raise errors[0]
         engines = [slot.running for slot in self.slots]
         self.features = frozenset.intersection(*(e.features for e in engines))

@@ -1,0 +1,68 @@
+"""Compiled kernels where there is no compiler, a broken one, or an older processor."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from rill.inference.native import cpu_runner
+from rill.models import cpu_build
+from rill.models.cpu_decoder import FusedKernels
+from rill.models.cpu_kernels import CpuKernels
+from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference, request
+
+
+@pytest.mark.parametrize("compiler", [None, "false"])
+def test_without_a_compiler_that_works_the_answer_is_none_and_a_warning(
+    compiler: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_build.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(cpu_build, "_compiler", cpu_build._compiler.__wrapped__)
+    with caplog.at_level(logging.WARNING):
+        assert cpu_build.load_library.__wrapped__("cpu_kernels") is None
+    assert "torch operations" in caplog.text
+
+
+PROCESSORS = {
+    "x86-64-v2": set(),  # SSE only
+    "x86-64-v3": set(),  # AVX2
+    "skylake-avx512": {torch.float32},  # AVX-512 without AMX
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_on_an_older_processor_less_is_compiled_and_the_tokens_are_the_same(
+    processor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = cpu_build._compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_build, "_processor_flag", lambda: f"-march={processor}")
+    fused = FusedKernels(ctypes.CDLL(str(cpu_build._build(compiler, "cpu_decoder"))))
+    kernels = CpuKernels(ctypes.CDLL(str(cpu_build._build(compiler, "cpu_kernels"))))
+    assert {dtype for dtype in (torch.float32, torch.bfloat16) if fused.supports(dtype)} == PROCESSORS[
+        processor
+    ]
+    monkeypatch.setattr(cpu_runner, "load_fused_kernels", lambda: fused)
+    monkeypatch.setattr(cpu_runner, "load_cpu_kernels", lambda: kernels)
+    inputs = prompts((5, 33, 1))
+    for dtype in ("float32", "bfloat16"):
+        engine = make_engine("llama", dtype=dtype)
+        try:
+            done = engine.generate([request(i, p) for i, p in enumerate(inputs)], timeout_s=60)
+        finally:
+            engine.close()
+        if dtype == "float32":
+            expected = [greedy_tokens(reference("llama"), p, 12) for p in inputs]
+            assert [c.token_ids.tolist() for c in done] == expected
+        assert all(len(c.token_ids) == 12 for c in done)
