@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +272,46 @@ def test_metrics_count_requests_and_tokens(client: httpx.Client) -> None:
     assert 'rill_responses_total{route="/v1/chat/completions",status="200"}' in text
     assert "rill_engine_policy_version" in text and 'rill_request_seconds_bucket{le="+Inf"}' in text
     assert client.get("/metrics/../../etc/passwd").status_code == 404
+
+
+SAMPLE = re.compile(r'([a-z_]+)(\{[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*\})? -?[0-9.e+-]+$')
+
+
+def test_metrics_follow_prometheus_text_format(client: httpx.Client) -> None:
+    client.post("/v1/chat/completions", json=chat(stream=True))
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    types: dict[str, str] = {}
+    for line in answer.text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            assert name not in types and (kind != "counter" or name.endswith("_total"))
+            types[name] = kind
+        elif not line.startswith("# HELP "):
+            found = SAMPLE.fullmatch(line)
+            assert found, line
+            base = re.sub("_(bucket|sum|count)$", "", found[1])
+            assert found[1] in types or types[base] == "histogram", line
+    expected = {
+        "rill_responses_total", "rill_generated_tokens_total", "rill_in_flight", "rill_request_seconds",
+        "rill_first_token_seconds", "rill_engine_running", "rill_engine_free_kv_blocks",
+    }  # fmt: skip
+    assert expected <= types.keys()
+
+
+def test_more_requests_at_once_than_allowed_are_told_to_come_back() -> None:
+    engine = FakeEngine(FakeEngine.Config(step_s=0.02))
+    with start(engine, max_concurrent=2) as server:
+        body = {"prompt": "a", "max_tokens": 60}
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(httpx.post, server.url + "/v1/completions", json=body) for _ in range(2)]
+            _eventually(lambda: engine.stats().num_running == 2)
+            refused = httpx.post(server.url + "/v1/completions", json=body)
+            assert refused.status_code == 429 and refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "too_many_requests"
+            assert [r.result(20).status_code for r in running] == [200, 200]
+        assert httpx.post(server.url + "/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+    engine.close()
 
 
 def test_client_and_admin_keys_open_their_own_doors_only() -> None:

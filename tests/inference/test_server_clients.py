@@ -85,6 +85,32 @@ def test_greedy_answers_have_a_top_logprob_and_sampled_ones_refuse(client: Any) 
         client.chat.completions.create(**settings, top_logprobs=3)
 
 
+def test_seed_bias_and_n_reach_the_sampler(client: Any) -> None:
+    settings = {"model": "tiny", "prompt": "ab", "max_tokens": 6, "temperature": 1.0}
+    first = client.completions.create(**settings, seed=3, n=3)
+    again = client.completions.create(**settings, seed=3, n=3)
+    other = client.completions.create(**settings, seed=4, n=1)
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in again.choices] and len(set(texts)) == 3
+    assert other.choices[0].text == texts[1], "sample i of a seed is the first of seed + i"
+    biased = client.completions.create(
+        **settings, logit_bias={"50": 100}, extra_body={"return_token_ids": True}
+    )
+    assert set(biased.choices[0].token_ids) == {50}
+    banned = client.completions.create(**settings, logit_bias={str(t): -100 for t in range(104) if t % 2})
+    assert banned.usage.completion_tokens == 6
+
+
+def test_a_streamed_completion_ends_with_its_usage(client: Any) -> None:
+    settings = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 5, "seed": 3}
+    whole = client.completions.create(**settings)
+    chunks = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    for index in range(2):
+        parts = [c.text for chunk in chunks for c in chunk.choices if c.index == index]
+        assert "".join(parts) == whole.choices[index].text
+
+
 def test_completions_lists_and_errors(client: Any, url: str) -> None:
     answer = client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=3, logprobs=0)
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]

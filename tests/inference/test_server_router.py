@@ -221,6 +221,28 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
         assert httpx.get(server.url + "/health").status_code == 200
 
 
+def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> None:
+    settings = RouterConfig(num_replicas=2, health_interval_s=0.2, health_timeout_s=1.0)
+    router = Router(FakeEngine.Config(step_s=0.01), settings)
+    try:
+        streamed: list[int] = []
+        (future,) = router.submit(
+            [request("stuck", length=100)], lambda d: streamed.extend(d.token_ids.tolist())
+        )
+        wait_for(lambda: len(streamed) > 5)
+        engine = router._slots[busiest(router)].engine
+        assert engine is not None
+        os.kill(engine.pid, signal.SIGSTOP)
+        alone = FakeEngine()
+        expected = alone.generate([request("stuck", length=100)])[0].token_ids.tolist()
+        alone.close()
+        assert future.result(60).token_ids.tolist() == expected == streamed
+        wait_for(lambda: ready(router) == 2)
+        assert engine.is_dead
+    finally:
+        router.close()
+
+
 def test_an_engine_that_cannot_load_says_why() -> None:
     config = FakeEngine.Config(max_context=512)
     broken = config.model_copy(update={"type": "tests.inference.fake_engine:Missing"})
