@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rill.errors import UnsupportedError
+from rill.errors import UnsupportedError, WeightSyncError
 from rill.weights.base import open_publisher, open_receiver
 from tests.weights.scene import publish, pulled, same, transport, weights
+from tests.weights.test_faults import FAULTS, break_from, of_equal_sizes
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_use() -> None:
@@ -29,6 +30,42 @@ def _receive(config: Any, pipe: Any) -> None:
         except Exception as error:
             pipe.send(repr(error))
     receiver.close()
+
+
+def _receive_damaged(config: Any, pipe: Any, fault: str) -> None:
+    receiver = open_receiver(config)
+    mend = break_from(receiver, fault, 2)
+    while (manifest := pipe.recv()) is not None:
+        try:
+            pulled(receiver, manifest)
+            pipe.send("taken")
+        except WeightSyncError as error:
+            mend()
+            pipe.send(str(error))
+    receiver.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verify", ["full", "sampled"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_caught_on_the_gpu_and_the_next_version_arrives(fault: str, verify: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    config = transport("cuda_ipc", verify=verify, bucket_bytes=64)
+    process = context.Process(target=_receive_damaged, args=(config, there, fault), daemon=True)
+    process.start()
+    publisher = open_publisher(config)
+    try:
+        answers = []
+        for version in (1, 2, 3):
+            here.send(publish(publisher, {n: t.cuda() for n, t in of_equal_sizes(version).items()}, version))
+            assert here.poll(120)
+            answers.append(here.recv())
+        assert answers[0] == answers[2] == "taken" and "version 2" in answers[1]
+    finally:
+        here.send(None)
+        process.join(timeout=60)
+        publisher.close()
 
 
 @pytest.mark.gpu

@@ -123,3 +123,19 @@ def test_a_publisher_alone_gives_up_at_its_deadline() -> None:
     manifest = publish(publisher, weights(1), 1)
     with pytest.raises(WeightSyncError, match="could not join"):
         publisher.serve(manifest)
+
+
+@pytest.mark.gpu
+def test_nccl_sends_from_the_device_and_a_late_engine_gets_the_same_over_http() -> None:
+    """NCCL refuses two ranks on one GPU, so the group is the publisher alone: joining, staging, sending and the way
+    around it run; what another GPU receives does not."""
+    alone = transport("distributed", address=f"127.0.0.1:{free_port()}", backend="nccl", timeout_s=60.0)
+    publisher = open_publisher(alone.model_copy(update={"world": 1}))
+    try:
+        for version in (1, 2):
+            sent = weights(version)
+            manifest = publish(publisher, {name: tensor.cuda() for name, tensor in sent.items()}, version)
+            publisher.serve(manifest)
+            assert same(pulled(open_receiver(alone), publisher.for_one(manifest)), sent)
+    finally:
+        publisher.close()

@@ -1,4 +1,4 @@
-"""What every transport guarantees, and that broken ones are caught every time."""
+"""What every transport guarantees; what broken ones do is in test_faults.py."""
 
 from __future__ import annotations
 
@@ -88,47 +88,13 @@ def test_a_flipped_bit_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_buckets_in_the_wrong_order_are_caught(name: str) -> None:
-    with ends(name, bucket_bytes=64) as (publisher, receiver):
-        # Equal sizes, so that only the contents can tell the buckets apart.
-        sent = {f"w{i}": torch.arange(16.0) + i for i in range(4)}
-        manifest = publish(publisher, sent, 1)
-        with (
-            faulty(receiver, lambda buffers: buffers[::-1]),
-            pytest.raises(WeightSyncError, match="out of order"),
-        ):
-            pulled(receiver, manifest)
-
-
-@pytest.mark.parametrize("name", LOCAL)
-def test_a_stale_cache_is_caught(name: str) -> None:
-    with ends(name) as (publisher, receiver):
-        cache: list[Tensor] = []
-
-        def cached(buffers: list[Tensor]) -> list[Tensor]:
-            if not cache:
-                cache.extend(buffers)
-            return cache
-
-        with faulty(receiver, cached):
-            pulled(receiver, publish(publisher, weights(1), 1))
-            with pytest.raises(WeightSyncError, match="stale"):
-                pulled(receiver, publish(publisher, weights(2), 2))
-        assert receiver.version == 1
-
-
-@pytest.mark.parametrize("name", LOCAL)
-def test_a_dropped_bucket_is_caught(name: str) -> None:
+def test_a_manifest_without_a_bucket_is_caught(name: str) -> None:
     with ends(name) as (publisher, receiver):
         manifest = publish(publisher, weights(1), 1)
         with pytest.raises(WeightSyncError, match="missing or out of order"):
             pulled(receiver, replace(manifest, buckets=manifest.buckets[:1] + manifest.buckets[2:]))
         with pytest.raises(WeightSyncError, match="lies in no bucket"):
             pulled(receiver, replace(manifest, buckets=manifest.buckets[:-1]))
-        real = receiver.buckets
-        receiver.buckets = lambda m: (pair for pair in real(m) if pair[0].index != 1)  # type: ignore[method-assign]
-        with pytest.raises(WeightSyncError, match="did not arrive"):
-            pulled(receiver, manifest)
 
 
 @pytest.mark.parametrize("name", LOCAL)
