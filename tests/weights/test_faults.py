@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ Pairs = list[tuple[BucketSpec, Tensor]]
 Pull = Callable[[WeightManifest], dict[str, Tensor]]
 
 FAULTS = ("dropped bucket", "wrong order", "stale cache", "half written", "flipped bit")
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "inproc": {},
     "shm": {},
     "shm, by samples": {"verify": "sampled"},
