@@ -128,6 +128,12 @@ class GuardError(RunError):
     """A guard whose action is to stop the run."""
 
 
+def mistake_behind(error: RillError) -> UserError | None:
+    """The user's mistake that an error is, or that a worker found and reported with it; None for a misfortune."""
+    cause = error.__cause__ if isinstance(error, WorkerError) else error
+    return cause if isinstance(cause, UserError) else None
+
+
 @contextmanager
 def boundary(where: str) -> Iterator[None]:
     """Name the place a RillError passed through, keeping its type and traceback.

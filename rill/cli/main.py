@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import RillError, UserError, WorkerError
+from rill.errors import RillError, WorkerError, mistake_behind
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -109,9 +109,9 @@ def root(
 
 def explain(error: RillError) -> tuple[str, int]:
     """The message and the exit code. A user's mistake needs no traceback, even if a worker found it."""
-    cause = error.__cause__
-    if isinstance(error, WorkerError) and isinstance(cause, UserError):
-        return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
+    mistake = mistake_behind(error)
+    if isinstance(error, WorkerError) and mistake is not None:
+        return f"{mistake} (found by {error.group}[{error.rank}])", mistake.exit_code
     return str(error), error.exit_code
 
 

@@ -1,42 +1,66 @@
 """What `rill train` shows while it runs: a live panel on a terminal, a line a step elsewhere.
 
-An observer of the loop: it is called after every step with the step's figures and never touches the workers.
+An observer of the loop: it is called after every step with the step's figures and never touches the workers. On a
+terminal the panel is drawn again four times a second, so that its clock goes on while a step takes long:
+
+    step 23/40 ━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━ 41 s, about 18 s left
+
+           reward  0.844  ▂▁▂▂▂▂▃▂▃▄▄▄▅▅▆▅▆▇▆▆▇▇▇  from 0.328
+         held-out 100.0%  ▁██                       from 18.4%
+    tokens/answer   30.8  ▁▁▂▁▂▂▂▃▃▄▄▅▅▆▆▇▇▇▇▇▇██  from 14.5
+          entropy  0.035  █▇▇▆▆▅▄▄▃▃▂▂▂▁▁▁▁▁▁▁▁▁▁  from 0.303
+
+    a step: rollout 0.39 s, train 0.46 s, sync 0.02 s     tokens/s 11,402   mismatch 9.5e-08   lag 0
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rill.workflows.loop import StepReport
+if TYPE_CHECKING:
+    from rill.workflows.loop import StepReport
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 
-SHOWN: tuple[tuple[str, str, str], ...] = (
+Figure = tuple[str, str, str]
+"""Its name, what a person calls it, how it is written."""
+
+CURVES: tuple[Figure, ...] = (
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "held-out", "{:.1%}"),
     ("length/response", "tokens/answer", "{:.1f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
-    ("mismatch/abs_mean", "mismatch", "{:.2e}"),
-    ("lag/max", "lag", "{:.0f}"),
-    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
-    ("time/rollout_wait_s", "rollout s", "{:.2f}"),
-    ("time/train_s", "train s", "{:.2f}"),
-    ("time/sync_s", "sync s", "{:.2f}"),
     ("warmup/loss", "warm-up loss", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
-    ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("eval/loss", "held-out loss", "{:.4f}"),
 )
-"""Figure, what a person calls it, how it is written."""
+"""Drawn over the whole run."""
+
+PHASES: tuple[Figure, ...] = (
+    ("time/rollout_wait_s", "rollout", "{:.2f} s"),
+    ("time/train_s", "train", "{:.2f} s"),
+    ("time/sync_s", "sync", "{:.2f} s"),
+)
+"""What a step's time goes to."""
+
+STATES: tuple[Figure, ...] = (
+    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("mismatch/abs_mean", "mismatch", "{:.1e}"),
+    ("lag/max", "lag", "{:.0f}"),
+)
+"""The latest values."""
 
 
 class Progress:
@@ -55,21 +79,24 @@ class Progress:
         self._history: dict[str, list[float]] = {}
         self._report: StepReport | None = None
         self._live = (
-            Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+            Live(get_renderable=self._panel, console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
         )
 
     def observe(self, report: StepReport) -> None:
-        self._report = report
         if self._pace is None or self._pace[0] != report.phase:
             self._pace = (report.phase, report.step, self._clock())
+            self._latest = {}  # a warm-up's figures say nothing once RL has begun
+        self._report = report
         self._latest.update(report.metrics)
-        for name in ("reward/mean", "eval/accuracy"):
+        for name, _, _ in CURVES:
             if name in report.metrics:
                 self._history.setdefault(name, []).append(report.metrics[name])
         if self._live is None:
             self._console.print(plain_line(report), soft_wrap=True, highlight=False)
         else:
-            self._live.update(self._panel())
+            self._live.refresh()
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -86,47 +113,70 @@ class Progress:
         """A line that stays, above the live panel."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def curve(self, name: str) -> str:
-        """The figure's history as one line of bars."""
-        return spark(self._history.get(name, []))
-
-    def history(self, name: str) -> list[float]:
-        return self._history.get(name, [])
+    def summary(self) -> list[str]:
+        """The curves of the run, one line each, aligned."""
+        return [
+            f"{label:<14} {form.format(values[0]):>7} → {form.format(values[-1]):<7} {spark(values)}"
+            for name, label, form in CURVES
+            if (values := self._history.get(name)) and name in self._latest
+        ]
 
     def _panel(self) -> RenderableType:
-        assert self._report is not None
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        shown = [row for row in SHOWN if row[0] in self._latest]
-        for _, label, _ in shown:
-            table.add_column(label, justify="right")
-        table.add_row(*(form.format(self._latest[name]) for name, _, form in shown))
-        now_s = self._clock()
-        head = Text(
-            f"{self._report.phase} {self._report.step}/{self._report.num_steps}, "
-            f"{_duration(now_s - self._began)}{self._left(now_s)}",
-            style="bold",
-        )
-        lines: list[RenderableType] = [head, table]
-        for name, values in self._history.items():
-            lines.append(Text(f"{name:>14} {spark(values)} {values[0]:.2f} → {values[-1]:.2f}"))
+        elapsed_s = self._clock() - self._began
+        if self._report is None:
+            return Text(f"starting the workers … {_duration(elapsed_s)}", style="bold")
+        lines: list[RenderableType] = [self._head(self._report, elapsed_s), Text(), self._curves()]
+        if states := self._states():
+            lines += [Text(), Columns(states, padding=(0, 3))]
         return Group(*lines)
 
-    def _left(self, now_s: float) -> str:
+    def _head(self, report: StepReport, elapsed_s: float) -> RenderableType:
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=report.num_steps, completed=report.step)
+        times = f"{_duration(elapsed_s)}{self._left(report)}"
+        head.add_row(Text(f"{report.phase} {report.step}/{report.num_steps}", style="bold"), bar, Text(times))
+        return head
+
+    def _curves(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(justify="right", style="dim", no_wrap=True)
+        table.add_column(justify="right", style="bold", no_wrap=True)
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(style="dim", no_wrap=True)
+        width = max(3, min(CURVE_WIDTH, self._console.width - 42))
+        for name, label, form in CURVES:
+            if name in self._latest:
+                values = self._history[name]
+                table.add_row(
+                    label, form.format(values[-1]), spark(values, width), f"from {form.format(values[0])}"
+                )
+        return table
+
+    def _states(self) -> list[Text]:
+        written = [
+            Text.assemble((f"{label} ", "dim"), form.format(self._latest[name]))
+            for name, label, form in STATES
+            if name in self._latest
+        ]
+        phases = _written(PHASES, self._latest, ", ")
+        return [Text.assemble(("a step: ", "dim"), phases), *written] if phases else written
+
+    def _left(self, report: StepReport) -> str:
         """By the pace since the phase's first report: a warm-up, or the steps before a resume, say nothing about it."""
-        assert self._report is not None and self._pace is not None
+        assert self._pace is not None
         _, first_step, began_s = self._pace
-        done, left = self._report.step - first_step, self._report.num_steps - self._report.step
-        return f", about {_duration((now_s - began_s) / done * left)} left" if done > 0 and left > 0 else ""
+        done, left = report.step - first_step, report.num_steps - report.step
+        if done <= 0 or left <= 0:
+            return ""
+        return f", about {_duration((self._clock() - began_s) / done * left)} left"
 
 
 def plain_line(report: StepReport) -> str:
     """One step as one line, for logs."""
-    figures = "  ".join(
-        f"{label} {form.format(report.metrics[name])}"
-        for name, label, form in SHOWN
-        if name in report.metrics
-    )
-    return f"{report.phase} {report.step}/{report.num_steps}  {figures}"
+    return f"{report.phase} {report.step}/{report.num_steps}  {_written((*CURVES, *STATES, *PHASES), report.metrics)}"
 
 
 def spark(values: list[float], width: int = CURVE_WIDTH) -> str:
@@ -139,6 +189,12 @@ def spark(values: list[float], width: int = CURVE_WIDTH) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def _written(figures: tuple[Figure, ...], values: Mapping[str, float], between: str = "  ") -> str:
+    return between.join(
+        f"{label} {form.format(values[name])}" for name, label, form in figures if name in values
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -77,7 +77,8 @@ def show(
     say(f"{opened.path}: {summary['status']} {summary['message']}".rstrip())
     say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
     say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
-    if summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED):
+    is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED)
+    if is_ended and any(opened.checkpoints_dir.glob("step-*")):
         say(f"resume with: {opened.resume_command}")
     if rows:
         say(f"step {rows[-1].step}:")

@@ -18,6 +18,7 @@ from rill.telemetry.chrome import Event, read_trace
 from rill.telemetry.guards import GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import read_metrics
+from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run, write_atomically
 
 MAX_SPANS = 20_000
@@ -93,8 +94,7 @@ def _lane_order(event: Event) -> tuple[str, str, int]:
 
 
 def _rollouts(run: Run) -> list[Any]:
-    groups = [record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path)]
-    groups.sort(key=lambda group: (group["version"], group["group"]))
+    groups = read_rollouts(run)
     if len(groups) > MAX_GROUPS:  # spread over the run rather than its beginning
         groups = [groups[int(i * len(groups) / MAX_GROUPS)] for i in range(MAX_GROUPS)]
     return groups

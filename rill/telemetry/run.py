@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -194,12 +195,11 @@ class Run:
 
     @contextmanager
     def running(self) -> Iterator[Run]:
-        """Around the run's work: sets how it ended, and tells an interrupted user how to go on."""
+        """Around the run's work: sets how it ended."""
         try:
             yield self
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt:
             self.set_status(RunStatus.INTERRUPTED, "Ctrl-C")
-            interrupt.add_note(f"resume with: {self.resume_command}")
             raise
         except BaseException as error:
             self.set_status(RunStatus.FAILED, f"{type(error).__name__}: {error}")
@@ -208,6 +208,11 @@ class Run:
             self.set_status(RunStatus.FINISHED)
         finally:
             self.close()
+
+    def remove(self) -> None:
+        """Delete the folder of a run that has recorded nothing."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
         """Let go of the lock."""

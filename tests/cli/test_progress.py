@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from rill.cli.progress import Progress, plain_line, spark
@@ -13,7 +14,6 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     with Progress(Console(file=out, force_terminal=False)) as progress:
         progress.observe(StepReport(step=3, num_steps=9, metrics={"reward/mean": 0.25, "eval/accuracy": 0.5}))
     assert out.getvalue() == "step 3/9  reward 0.250  held-out 50.0%\n"
-    assert progress.history("reward/mean") == [0.25]
 
 
 def test_figures_a_workflow_does_not_report_are_left_out() -> None:
@@ -26,15 +26,55 @@ def test_a_curve_rises_from_the_lowest_bar_to_the_highest() -> None:
     assert len(spark([float(i) for i in range(1000)], width=20)) == 20
 
 
+def drawn(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
 def test_on_a_terminal_the_panel_says_how_long_is_left_at_the_pace_of_the_present_phase() -> None:
-    out = io.StringIO()
     now_s = 0.0
-    console = Console(file=out, force_terminal=True, width=120)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with Progress(console, clock=lambda: now_s) as progress:
         now_s = 500.0
         progress.observe(StepReport(step=100, num_steps=100, metrics={}, phase="warm-up"))
         progress.observe(StepReport(step=20, num_steps=40, metrics={}))
-        assert "left" not in out.getvalue()
+        assert "left" not in drawn(console)
         now_s = 530.0
         progress.observe(StepReport(step=30, num_steps=40, metrics={"reward/mean": 0.25}))
-    assert "step 30/40, 8 min 50 s, about 30 s left" in out.getvalue()
+    assert "step 30/40" in drawn(console)
+    assert "8 min 50 s, about 30 s left" in drawn(console)
+
+
+def test_before_the_first_report_the_panel_says_what_is_waited_for() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Progress(console, clock=lambda: 0.0):
+        pass
+    assert "starting the workers" in drawn(console)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_figure_is_cut_off_on_any_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    figures = {
+        "reward/mean": 0.123,
+        "eval/accuracy": 1.0,
+        "length/response": 1031.5,
+        "throughput/tokens_per_s": 12345.0,
+        "mismatch/abs_mean": 9.4e-8,
+        "time/train_s": 1.25,
+    }
+    with Progress(console, clock=lambda: 0.0) as progress:
+        for number in range(100):
+            progress.observe(StepReport(step=number, num_steps=100, metrics=figures))
+    for value in ("0.123", "100.0%", "1031.5", "12,345", "9.4e-08", "1.25 s", "step 99/100"):
+        assert value in drawn(console)
+    assert "…" not in drawn(console).replace("workers …", "")
+
+
+def test_the_warm_ups_figures_leave_the_panel_when_the_steps_begin() -> None:
+    with Progress(Console(file=io.StringIO(), force_terminal=False)) as progress:
+        progress.observe(StepReport(step=9, num_steps=9, metrics={"warmup/loss": 2.0}, phase="warm-up"))
+        progress.observe(StepReport(step=1, num_steps=9, metrics={"reward/mean": 0.5}))
+        progress.observe(StepReport(step=2, num_steps=9, metrics={"reward/mean": 1.0}))
+    assert progress.summary() == ["reward           0.500 → 1.000   ▁█"]

@@ -64,7 +64,10 @@ def test_show_tells_how_a_run_stands_and_how_to_go_on() -> None:
     assert "rill train demo" in text
     assert "eval/accuracy" in text
     assert "resume with" not in text
-    Run.create("young").close()
+    young = Run.create("young")
+    young.close()
+    assert "resume with" not in run("runs", "show", "young")
+    (young.checkpoints_dir / "step-000020").mkdir()
     assert "resume with: rill train --resume runs/young" in run("runs", "show", "young")
 
 

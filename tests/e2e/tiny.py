@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from rill.cli.train import carry_out
+from rill.cli.driver import carry_out
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.telemetry.run import Run

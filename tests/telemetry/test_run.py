@@ -39,13 +39,12 @@ def test_a_run_ends_finished_failed_or_interrupted(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError), Run.create("bad", root=tmp_path).running():
         raise ValueError("no data")
-    with pytest.raises(KeyboardInterrupt) as interrupt, Run.create("stopped", root=tmp_path).running():
+    with pytest.raises(KeyboardInterrupt), Run.create("stopped", root=tmp_path).running():
         raise KeyboardInterrupt
     states = {run.name: run.state() for run in list_runs(tmp_path)}
     assert states["good"].status is RunStatus.FINISHED
     assert (states["bad"].status, states["bad"].message) == (RunStatus.FAILED, "ValueError: no data")
     assert states["stopped"].status is RunStatus.INTERRUPTED
-    assert interrupt.value.__notes__ == [f"resume with: rill train --resume {tmp_path / 'stopped'}"]
 
 
 def test_a_run_is_resumed_by_name_or_path_and_counts_its_starts(tmp_path: Path) -> None:

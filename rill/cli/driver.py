@@ -1,0 +1,159 @@
+"""The driver of one run: a resolved recipe carried out in its folder, watched, and summed up at the end.
+
+Called by `rill train`. Whatever way the run ends, its figures are on disk, its report is written as far as there is
+something to show, and the user is told how to go on. A run that was given something it could not use, before it had
+recorded anything, leaves no folder behind.
+
+    Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
+    Ctrl-C again, or before the first     the run ends at once
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from rill.cli.console import say
+from rill.cli.progress import Progress
+from rill.dashboard.report import write_report
+from rill.errors import RillError, mistake_behind
+from rill.telemetry import trace
+from rill.telemetry.guards import Finding, GuardWatch
+from rill.telemetry.metrics import MetricLog
+from rill.telemetry.rollouts import then_and_now
+from rill.telemetry.run import Run
+from rill.telemetry.sinks.base import RunInfo, build_sinks
+from rill.workflows import WORKFLOWS
+from rill.workflows.checkpoints import step_of, whole_checkpoints
+from rill.workflows.loop import StepReport
+from rill.workflows.sections import RecipeConfig
+
+
+def carry_out(config: RecipeConfig, run: Run, recipe: str = "RECIPE") -> None:
+    """Run a resolved recipe in its folder, showing progress and writing its files."""
+    try:
+        with run.running():
+            progress, findings = _drive(config, run)
+    except RillError as error:
+        if mistake_behind(error) is not None and not has_something_to_keep(run):
+            run.remove()
+        _say_what_is_left(run, error)
+        raise
+    except KeyboardInterrupt as interrupt:
+        if not has_something_to_keep(run):
+            run.remove()
+        _say_what_is_left(run, interrupt)
+        raise
+    _summarise(run, progress, write_report(run), findings, recipe)
+
+
+def logged_step(report: StepReport) -> int:
+    """Where a report stands in the log: a warm-up counts up to 0, where RL begins, so that no step stands for two."""
+    return report.step if report.phase == "step" else report.step - report.num_steps
+
+
+def has_something_to_keep(run: Run) -> bool:
+    """Whether the run came as far as its first figures."""
+    return run.metrics_path.exists() and run.metrics_path.stat().st_size > 0
+
+
+class Interrupts:
+    """Turns the first Ctrl-C during the steps into a wish, granted where a step ends; see the module's table."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._is_wished = False
+        self._takes_steps = False
+
+    def observe(self, report: StepReport) -> None:
+        """The last observer of the loop: what is raised here reaches the loop with the step whole and recorded."""
+        self._takes_steps = report.phase == "step"
+        if self._is_wished:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals go to the main thread, which is somebody else's here
+            return
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_wished or not self._takes_steps:
+            raise KeyboardInterrupt
+        self._is_wished = True
+        self._progress.note("stopping: this step is finished and saved first (Ctrl-C again ends at once)")
+
+
+def _drive(config: RecipeConfig, run: Run) -> tuple[Progress, Sequence[Finding]]:
+    _log_to(run)
+    trace.configure(run.path, "driver")
+    sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
+    metrics = MetricLog(run.path, sinks)
+    if checkpoints := whole_checkpoints(run):
+        metrics.rewind(step_of(checkpoints[-1]))
+    watch = GuardWatch(run.path, config.guards())
+    progress = Progress(Console())
+    interrupts = Interrupts(progress)
+
+    def record(report: StepReport) -> None:
+        metrics.write(logged_step(report), report.metrics)
+
+    def guard(report: StepReport) -> None:
+        for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
+            progress.note(f"guard: {finding}")
+
+    observers = [record, progress.observe, guard, interrupts.observe]
+    say(f"run folder: {run.path}")
+    try:
+        with progress, interrupts.listening():
+            WORKFLOWS.load(config.workflow)(config, run, observers).run()
+    finally:
+        watch.close()
+        metrics.close()
+        trace.flush()
+    return progress, watch.findings
+
+
+def _say_what_is_left(run: Run, error: BaseException) -> None:
+    """Notes that the command line prints below the error."""
+    if not run.path.exists() or not has_something_to_keep(run):
+        return
+    if checkpoints := whole_checkpoints(run):
+        error.add_note(f"go on from step {step_of(checkpoints[-1])} with: {run.resume_command}")
+    else:
+        error.add_note(
+            "there is no checkpoint to go on from: `loop.checkpoint_every` was not reached (0: only at the end)"
+        )
+    error.add_note(f"what it had reached: {write_report(run).resolve().as_uri()}")
+
+
+def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Finding], recipe: str) -> None:
+    for finding in findings:
+        say(f"{'guard':<14} {finding}")
+    for line in progress.summary():
+        say(line)
+    for when, sample in zip(("at first", "now"), then_and_now(run), strict=False):
+        say(f"{when:<14} {sample.line()}")
+    say()
+    say(f"{'report':<14} {page.resolve().as_uri()}")
+    say(f"{'model':<14} {run.path / 'model'}: rill eval {run.name}, rill serve {run.path / 'model'}")
+    say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
+
+
+def _log_to(run: Run) -> None:
+    handler = logging.FileHandler(run.log_path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("rill").addHandler(handler)
+    logging.getLogger("rill").setLevel(logging.INFO)

@@ -1,0 +1,70 @@
+"""What the model said, read back from a run's `rollouts/*.jsonl` (written by rill.workflows.rollout_log).
+
+Called by the report, by `rill runs rollouts` and by the summary at the end of a run; works while the run goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rill.telemetry.jsonl import read_lines
+from rill.telemetry.run import Run
+
+LINE_CHARACTERS = 100
+"""Of a sample written as one line; longer ones lose their middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One sample as a person reads it."""
+
+    prompt: str
+    response: str
+    reward: float
+    version: int
+    """The newest that wrote a token of its group."""
+    error: str | None
+
+    def line(self, width: int = LINE_CHARACTERS) -> str:
+        text = " ".join(f"{self.prompt}▸{self.response}".split())
+        if len(text) > width:
+            text = f"{text[: width // 2]} … {text[-(width // 2) :]}"
+        return f"{text}   reward {self.reward:.2f}"
+
+
+def read_rollouts(run: Run) -> list[dict[str, Any]]:
+    """The recorded groups, by version and then by group, as they stand in the files."""
+    groups = [record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path)]
+    return sorted(groups, key=lambda group: (group["version"], group["group"]))
+
+
+def samples_of(group: dict[str, Any]) -> list[Said]:
+    return [_said(sample, group["version"]) for sample in group["samples"]]
+
+
+def then_and_now(run: Run) -> list[Said]:
+    """A typical sample of the first and of the last recorded group; empty when fewer than two were recorded.
+
+    Typical is the sample with the median reward: the best would flatter, the worst would slander.
+    """
+    groups = [group for group in read_rollouts(run) if group["samples"]]
+    if len(groups) < 2:
+        return []
+    return [_typical(samples_of(group)) for group in (groups[0], groups[-1])]
+
+
+def _typical(samples: list[Said]) -> Said:
+    return sorted(samples, key=lambda said: said.reward)[len(samples) // 2]
+
+
+def _said(sample: dict[str, Any], version: int) -> Said:
+    tokens, sampled = sample["tokens"], sample["sampled"]
+    opening = next((i for i, is_sampled in enumerate(sampled) if is_sampled), len(tokens))
+    return Said(
+        prompt="".join(tokens[:opening]),
+        response="".join(tokens[opening:]),
+        reward=sample["reward"],
+        version=version,
+        error=sample["error"],
+    )

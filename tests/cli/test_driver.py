@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rill.cli.driver import carry_out, logged_step
+from rill.errors import RunError, UserError, WorkerError
+from rill.telemetry.run import Run, RunStatus
+from rill.workflows import WORKFLOWS
+from rill.workflows.checkpoints import MANIFEST
+from rill.workflows.loop import Observer, StepReport
+from rill.workflows.sections import RecipeConfig
+
+
+def step(number: int, phase: str = "step") -> StepReport:
+    return StepReport(step=number, num_steps=9, metrics={"reward/mean": number / 10}, phase=phase)
+
+
+def carried_out(monkeypatch: pytest.MonkeyPatch, root: Path, story: Callable[[Run, Observer], None]) -> Run:
+    """A run whose workflow only tells a story to its observers."""
+
+    class Workflow:
+        def __init__(self, config: RecipeConfig, run: Run, observers: Sequence[Observer]) -> None:
+            self._run, self._observers = run, observers
+
+        def run(self) -> None:
+            story(self._run, self._tell)
+
+        def _tell(self, report: StepReport) -> None:
+            for observer in self._observers:
+                observer(report)
+
+    monkeypatch.setattr(WORKFLOWS, "load", lambda name: Workflow)
+    run = Run.create("tale", root=root)
+    carry_out(RecipeConfig(workflow="told"), run)
+    return run
+
+
+def test_a_warm_up_is_logged_before_the_first_step_and_never_over_one() -> None:
+    warm_up = [StepReport(step=n, num_steps=500, metrics={}, phase="warm-up") for n in (25, 500)]
+    assert [logged_step(report) for report in warm_up] == [-475, 0]
+    assert logged_step(step(7)) == 7
+
+
+def test_a_run_ends_with_its_curves_the_report_and_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        tell(step(9))
+
+    run = carried_out(monkeypatch, tmp_path, story)
+    said = capsys.readouterr().out
+    assert "0.100 → 0.900   ▁█" in said
+    assert (run.path / "report.html").resolve().as_uri() in said
+    assert f"rill serve {run.path / 'model'}" in said
+    assert "rill recipes copy" in said
+
+
+@pytest.mark.parametrize("found_by", ["the driver", "a worker"])
+def test_a_mistake_found_before_the_first_figure_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        mistake = UserError("there is no such model")
+        if found_by == "the driver":
+            raise mistake
+        raise WorkerError("broken", group="actor", rank=0, remote_traceback="") from mistake
+
+    with pytest.raises((UserError, WorkerError)):
+        carried_out(monkeypatch, tmp_path, story)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misfortune_keeps_the_folder_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        raise RunError("a worker died")
+
+    with pytest.raises(RunError):
+        carried_out(monkeypatch, tmp_path, story)
+    assert Run.open("tale", root=tmp_path).state().status is RunStatus.FAILED
+
+
+def test_a_run_that_fails_later_keeps_everything_and_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        folder = run.checkpoints_dir / "step-000001"
+        folder.mkdir()
+        (folder / MANIFEST).write_text("{}")
+        raise UserError("row 17 has no answer")
+
+    with pytest.raises(UserError) as failure:
+        carried_out(monkeypatch, tmp_path, story)
+    run = Run.open("tale", root=tmp_path)
+    assert failure.value.__notes__ == [
+        f"go on from step 1 with: rill train --resume {run.path}",
+        f"what it had reached: {(run.path / 'report.html').resolve().as_uri()}",
+    ]
+    assert (run.path / "report.html").exists()
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_between_steps_waits_for_the_end_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = []
+
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        ctrl_c()
+        reached.append("the rest of the step")
+        tell(step(2))
+        reached.append("another step")
+
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(monkeypatch, tmp_path, story)
+    assert reached == ["the rest of the step"]
+    assert "Ctrl-C again ends at once" in capsys.readouterr().out
+    run = Run.open("tale", root=tmp_path)
+    assert run.state().status is RunStatus.INTERRUPTED
+    assert '"step":2' in run.metrics_path.read_text()
+
+
+@pytest.mark.parametrize("before", [step(1, "warm-up"), None])
+def test_ctrl_c_before_the_first_step_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: StepReport | None
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        if before is not None:
+            tell(before)
+        ctrl_c()
+        pytest.fail("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(monkeypatch, tmp_path, story)
+    assert [path.name for path in tmp_path.iterdir()] == (["tale"] if before else [])
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        ctrl_c()
+        ctrl_c()
+        pytest.fail("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(monkeypatch, tmp_path, story)
