@@ -1,6 +1,6 @@
 """The runtime against its targets: start-up, calls, channels and memory, of rill, of its rivals and of the machine.
 
-    python benchmarks/runtime_channel.py [--quick] [--rivals ray,multiprocessing,zmq,shm] [--rlinf-python PATH]
+    python benchmarks/runtime_channel.py [--quick] [--rivals ray,multiprocessing,zmq] [--rlinf-python PATH]
 
 Prints one JSON line per measurement, {"name", "system", "value", "unit"}, then the ratios, then one line per target:
 {"target", "is", "should be", "met"}. All in one run on one machine:
@@ -16,33 +16,28 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import mmap
-import multiprocessing
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.queues import Queue as ProcessQueue
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import numpy as np
 
 from benchmarks import runtime_calls
 from benchmarks.runtime_calls import RESULTS, report
+from benchmarks.runtime_rivals import LARGE_BYTES, RIVALS, SMALL, TCP_ARRAYS, copy_rates
 from rill.runtime.backend import LocalBackend
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
-from rill.runtime.session_key import SessionKey
 from rill.runtime.worker import Worker
 
-SMALL = {"prompt_id": "gsm8k/17", "reward": 1.0}
-LARGE_BYTES = 16 * 1024 * 1024
-TCP_ARRAYS = "16 MB arrays between nodes"
+COPY_IN, COPY_IN_AND_OUT = (f"shared memory, {what} (limit)" for what in ("copied in", "copied in and out"))
+TURNS = 3
+"""Of every measurement that takes turns with another; the median counts. One more, before them, warms up."""
 
 
 class Port(Worker):
@@ -78,16 +73,33 @@ class Port(Worker):
 
 
 def rill(cluster: Cluster, system: str, num_small: int, num_large: int, widths: Sequence[int]) -> None:
+    """Widths take turns, and so do arrays and the machine's own copies: its mood is then the same for all of them."""
+    pairs = {
+        width: (
+            _launch(cluster, f"producer{width}", 0, width),
+            _launch(cluster, f"consumer{width}", 1, width),
+        )
+        for width in widths
+    }
+    rates: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(1 + TURNS):
+        for width, (producers, consumers) in pairs.items():
+            rates[width].append(_small_rate(cluster, producers, consumers, num_small, f"{width}-{turn}"))
     for width in widths:
-        producers = _launch(cluster, f"producer{width}", 0, width)
-        consumers = _launch(cluster, f"consumer{width}", 1, width)
-        _small_items(cluster, producers, consumers, num_small, width, system)
-        if width == 1:
-            _latency(cluster, consumers, 300, system)
-            _large_items(cluster, producers, consumers, num_large, system)
-            _broker_traffic(cluster, producers, consumers, system)
-        producers.close()
-        consumers.close()
+        report(f"small items, {width} to {width}", system, median(rates[width][1:]), "items/s")
+    producers, consumers = pairs[1]
+    _latency(cluster, consumers, 300, system)
+    arrays, copies = [], []
+    for turn in range(1 + TURNS):
+        arrays.append(_large_rate(cluster, producers, consumers, num_large, f"arrays-{turn}"))
+        copies.append(copy_rates(num_large))
+    report(ARRAYS, system, median(arrays[1:]), "GB/s")
+    if system == LOCAL:
+        for name, values in zip((COPY_IN, COPY_IN_AND_OUT), zip(*copies[1:], strict=True), strict=True):
+            report(ARRAYS, name, median(values), "GB/s")
+    _broker_traffic(cluster, producers, consumers, system)
+    for group in (group for pair in pairs.values() for group in pair):
+        group.close()
 
 
 def _launch(cluster: Cluster, name: str, device: int, width: int) -> WorkerGroup[Port]:
@@ -96,23 +108,17 @@ def _launch(cluster: Cluster, name: str, device: int, width: int) -> WorkerGroup
     )
 
 
-def _small_items(
-    cluster: Cluster,
-    producers: WorkerGroup[Port],
-    consumers: WorkerGroup[Port],
-    count: int,
-    width: int,
-    system: str,
-) -> None:
-    for name in ("warm", "small"):
-        channel = Channel.create(cluster, f"{name}-{width}")
-        taking = consumers.take_small(channel)
-        started = producers.put_small(channel, count // width).wait(timeout_s=600)
-        channel.end()
-        ended = taking.wait(timeout_s=600)
-        assert sum(taken for taken, _ in ended) == count // width * width
-    rate = count / (max(end_s for _, end_s in ended) - min(started))
-    report(f"small items, {width} to {width}", system, rate, "items/s")
+def _small_rate(
+    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, name: str
+) -> float:
+    channel = Channel.create(cluster, f"small-{name}")
+    taking = consumers.take_small(channel)
+    width = len(producers.addresses())
+    started = producers.put_small(channel, count // width).wait(timeout_s=600)
+    channel.end()
+    ended = taking.wait(timeout_s=600)
+    assert sum(taken for taken, _ in ended) == count // width * width
+    return count / float(max(end_s for _, end_s in ended) - min(started))
 
 
 def _latency(cluster: Cluster, consumers: WorkerGroup[Port], count: int, system: str) -> None:
@@ -128,15 +134,14 @@ def _latency(cluster: Cluster, consumers: WorkerGroup[Port], count: int, system:
     echoing.wait(timeout_s=60)
 
 
-def _large_items(
-    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, system: str
-) -> None:
-    for name in ("warm", "large"):
-        channel = Channel.create(cluster, f"{name}-arrays", capacity_items=4)
-        taking = consumers.take_arrays(channel, count)
-        (started_s,) = producers.put_arrays(channel, count, LARGE_BYTES).wait(timeout_s=600)
-        (ended_s,) = taking.wait(timeout_s=600)
-    report("16 MB arrays", system, count * LARGE_BYTES / (ended_s - started_s) / 1e9, "GB/s")
+def _large_rate(
+    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, name: str
+) -> float:
+    channel = Channel.create(cluster, name, capacity_items=4)
+    taking = consumers.take_arrays(channel, count)
+    (started_s,) = producers.put_arrays(channel, count, LARGE_BYTES).wait(timeout_s=600)
+    (ended_s,) = taking.wait(timeout_s=600)
+    return count * LARGE_BYTES / float(ended_s - started_s) / 1e9
 
 
 def _broker_traffic(
@@ -158,174 +163,12 @@ def between_nodes(num_large: int) -> None:
     """From one node to another, as far as one machine can show it: everything goes over TCP on the loopback device."""
     with Cluster(backend=LocalBackend("cpu:1", num_nodes=2)) as cluster:
         producers, consumers = _launch(cluster, "producer", 0, 1), _launch(cluster, "consumer", 1, 1)
-        for name in ("warm", "large"):
-            channel = Channel.create(cluster, name, capacity_items=4)
-            taking = consumers.take_arrays(channel, num_large)
-            (started_s,) = producers.put_arrays(channel, num_large, LARGE_BYTES).wait(timeout_s=600)
-            (ended_s,) = taking.wait(timeout_s=600)
-        report(TCP_ARRAYS, LOCAL, num_large * LARGE_BYTES / (ended_s - started_s) / 1e9, "GB/s")
+        rates = [_large_rate(cluster, producers, consumers, num_large, f"{turn}") for turn in range(2)]
+        report(TCP_ARRAYS, LOCAL, rates[-1], "GB/s")
 
 
 def _journal_bytes(cluster: Cluster) -> int:
     return sum(path.stat().st_size for path in cluster.session.session_dir.glob("hub.*.log"))
-
-
-# --- rivals and limits ------------------------------------------------------------------------------------
-
-
-def ray(num_small: int, num_large: int) -> None:
-    import ray
-    from ray.util.queue import Queue
-
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-
-    @ray.remote
-    class End:
-        def put_small(self, queue: Any, count: int) -> float:
-            started_s = time.time()
-            for _ in range(count):
-                queue.put(SMALL)
-            return started_s
-
-        def take_small(self, queue: Any, count: int) -> float:
-            for _ in range(count):
-                queue.get()
-            return time.time()
-
-        def __init__(self) -> None:
-            self.array = np.ones(LARGE_BYTES // 8)
-
-        def make(self) -> Any:
-            return self.array
-
-        def look(self, array: Any) -> float:
-            return float(array[-1])
-
-    actor: Any = End
-    producer, consumer, queue = actor.remote(), actor.remote(), Queue()
-    for count in (50, max(200, num_small // 100)):
-        taking = consumer.take_small.remote(queue, count)
-        started_s = ray.get(producer.put_small.remote(queue, count))
-        seconds = ray.get(taking) - started_s
-    report("small items, 1 to 1", "ray queue actor", count / seconds, "items/s")
-    ray.get(consumer.look.remote(producer.make.remote()))
-    started_s = time.perf_counter()
-    looking: list[Any] = []
-    for _ in range(num_large):  # four in flight, as the channel's capacity
-        looking.append(consumer.look.remote(producer.make.remote()))
-        if len(looking) == 4:
-            ray.get(looking.pop(0))
-    ray.get(looking)
-    seconds = time.perf_counter() - started_s
-    report("16 MB arrays", "ray object store", num_large * LARGE_BYTES / seconds / 1e9, "GB/s")
-    ray.shutdown()
-
-
-def multiprocessing_queue(num_small: int, num_large: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    for name, payload, count, unit, scale in (
-        ("small items, 1 to 1", SMALL, num_small, "items/s", 1.0),
-        ("16 MB arrays", np.ones(LARGE_BYTES // 8), num_large, "GB/s", LARGE_BYTES / 1e9),
-    ):
-        queue = context.Queue()
-        process = context.Process(target=_feed, args=(queue, payload, count))
-        process.start()
-        queue.get()
-        started_s = time.perf_counter()
-        for _ in range(count - 1):
-            queue.get()
-        report(name, "multiprocessing.Queue", scale * (count - 1) / (time.perf_counter() - started_s), unit)
-        process.join()
-
-
-def _feed(queue: ProcessQueue[Any], payload: Any, count: int) -> None:
-    for _ in range(count):
-        queue.put(payload)
-
-
-def zmq_messages(num_small: int, num_large: int) -> None:
-    """Raw messages; over TCP in the clear and under CURVE, in chunks as between nodes."""
-    with tempfile.TemporaryDirectory() as folder:
-        ipc, chunk_bytes = f"ipc://{folder}/s", 4 * 1024 * 1024
-        num_chunks = num_large * LARGE_BYTES // chunk_bytes // 4
-        rate = _zmq_rate(ipc, 64, num_small, None)
-        report("small items, 1 to 1", "pyzmq ipc (limit)", rate, "items/s")
-        rate = _zmq_rate(ipc, LARGE_BYTES, num_large, None) * LARGE_BYTES / 1e9
-        report("16 MB arrays", "pyzmq ipc (limit)", rate, "GB/s")
-        for name, key in (("in the clear", None), ("under CURVE", SessionKey.new())):
-            rate = _zmq_rate("tcp://127.0.0.1:*", chunk_bytes, num_chunks, key) * chunk_bytes / 1e9
-            report(TCP_ARRAYS, f"pyzmq TCP, {name} (limit)", rate, "GB/s")
-
-
-def _zmq_rate(endpoint: str, num_bytes: int, count: int, key: SessionKey | None) -> float:
-    import zmq
-
-    socket: Any = zmq.Context.instance().socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 4 if num_bytes > 1024 else 10_000)
-    if key is not None:
-        key.guard(socket)
-    socket.bind(endpoint)
-    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    process = multiprocessing.get_context("spawn").Process(target=_push, args=(bound, num_bytes, count, key))
-    process.start()
-    socket.recv()
-    started_s = time.perf_counter()
-    for _ in range(count - 1):
-        socket.recv(copy=False)
-    rate = (count - 1) / (time.perf_counter() - started_s)
-    process.join()
-    socket.close()
-    return rate
-
-
-def _push(endpoint: str, num_bytes: int, count: int, key: SessionKey | None) -> None:
-    import zmq
-
-    socket: Any = zmq.Context.instance().socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 4 if num_bytes > 1024 else 10_000)
-    if key is not None:
-        key.present(socket)
-    socket.connect(endpoint)
-    payload = bytes(num_bytes)
-    for _ in range(count):
-        socket.send(payload, copy=num_bytes < 1024)
-    socket.close()
-    zmq.Context.instance().term()
-
-
-@contextmanager
-def _shared_memory(num_bytes: int) -> Iterator[mmap.mmap]:
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.truncate(num_bytes)
-        with mmap.mmap(file.fileno(), num_bytes) as memory:
-            memory[:] = bytes(num_bytes)
-            yield memory
-
-
-def shm(_num_small: int, num_large: int) -> None:
-    """One copy into warm shared memory, and one in and one out."""
-    source, target = np.ones(LARGE_BYTES, np.uint8), np.empty(LARGE_BYTES, np.uint8)
-    with _shared_memory(LARGE_BYTES) as memory:
-        shared = np.frombuffer(memory, np.uint8)
-        np.copyto(shared, source)
-        for name, both in (("shared memory, copied in", False), ("shared memory, copied in and out", True)):
-            started_s = time.perf_counter()
-            for _ in range(num_large):
-                np.copyto(shared, source)
-                if both:
-                    np.copyto(target, shared)
-            rate = num_large * LARGE_BYTES / (time.perf_counter() - started_s) / 1e9
-            report("16 MB arrays", f"{name} (limit)", rate, "GB/s")
-        del shared
-
-
-RIVALS: dict[str, Callable[[int, int], None]] = {
-    "ray": ray,
-    "multiprocessing": multiprocessing_queue,
-    "zmq": zmq_messages,
-    "shm": shm,
-}
 
 
 def rlinf(python: str, *, quick: bool) -> None:
@@ -394,7 +237,7 @@ TARGETS = (
     Target(
         "16 MB tensors / shared memory, copied in and out",
         (ARRAYS, LOCAL),
-        (ARRAYS, "shared memory, copied in and out (limit)"),
+        (ARRAYS, COPY_IN_AND_OUT),
         at_least=0.6,
     ),
     Target(
@@ -418,11 +261,11 @@ def ratios() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the work, for a smoke run")
+    parser.add_argument("--quick", action="store_true", help="a fraction of the work")
     parser.add_argument("--rivals", default=",".join(RIVALS))
     parser.add_argument("--rlinf-python", default="", help="the Python of an environment that has RLinf")
     args = parser.parse_args()
-    num_small, num_large = (20_000, 30) if args.quick else (200_000, 300)
+    num_small, num_large = (60_000, 30) if args.quick else (200_000, 200)
     rivals = [name for name in args.rivals.split(",") if name]
     if "ray" in rivals and importlib.util.find_spec("ray") is None:
         rivals.remove("ray")

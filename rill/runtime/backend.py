@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from rill.runtime.agent_protocol import Event
-from rill.runtime.device import Device, Node, local_devices
+from rill.runtime.device import Device, DeviceSpec, Node, devices_of_nodes, local_devices
 from rill.runtime.local import LocalNode, NodeClient
 from rill.runtime.session import Session, open_session
 
@@ -50,15 +50,21 @@ class LocalBackend:
 
     def __init__(
         self,
-        devices: str | int | Sequence[Device],
+        devices: DeviceSpec,
         labels: frozenset[str] = frozenset(),
         *,
         num_nodes: int = 1,
+        node_labels: Sequence[Collection[str]] = (),
     ) -> None:
-        """`devices` counts per node."""
-        self._nodes = [Node(node_id=f"node{n}", labels=labels) for n in range(num_nodes)]
-        per_node = local_devices(devices, labels=labels)
-        self._devices = [replace(device, node_id=node.node_id) for node in self._nodes for device in per_node]
+        """`devices` counts per node, or is given by label. `node_labels`: more labels of each node, in their order."""
+        own = [*node_labels, *[()] * (num_nodes - len(node_labels))]
+        self._nodes = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
+        by_node = devices_of_nodes(devices, self._nodes)
+        self._devices = [
+            replace(device, node_id=node.node_id)
+            for node in self._nodes
+            for device in local_devices(by_node[node.node_id], labels=node.labels)
+        ]
         self._start: dict[str, Callable[[], LocalNode]] = {}
         self._sessions: list[Session] = []
 

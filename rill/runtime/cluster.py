@@ -29,7 +29,7 @@ from rill.runtime.backend import Backend, LocalBackend
 from rill.runtime.broadcast import free_port
 from rill.runtime.call import CallBook
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
-from rill.runtime.device import Device, Node, number
+from rill.runtime.device import Device, DeviceSpec, Node, number
 from rill.runtime.group import ClassRef, WorkerGroup
 from rill.runtime.launcher import Launcher
 from rill.runtime.local import NodeClient
@@ -53,7 +53,7 @@ class Cluster:
 
     def __init__(
         self,
-        devices: str | int | Sequence[Device] = "auto",
+        devices: DeviceSpec = "auto",
         *,
         labels: Sequence[str] = (),
         preload: Sequence[str] = (),
@@ -61,8 +61,9 @@ class Cluster:
         log_dir: str | Path | None = None,
         backend: Backend | None = None,
     ) -> None:
-        """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", or a list of Device. `preload`: modules that workers
-        find imported, e.g. "torch": it then costs its time and memory once (only for modules that stand a fork).
+        """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", a list of Device, or these by label of the node (see
+        DeviceSpec). `preload`: modules that workers find imported, e.g. "torch": it then costs its time and memory
+        once (only for modules that stand a fork).
         `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output and stuck-run reports there;
         else the output is removed with the session, and reports stay in the system's temporary directory."""
         self._lock = threading.Lock()
@@ -104,11 +105,9 @@ class Cluster:
         atexit.register(self._at_exit)
 
     @classmethod
-    def ray(
-        cls, address: str = "local", devices: str | int | Sequence[Device] = "auto", **options: Any
-    ) -> Cluster:
+    def ray(cls, address: str = "local", devices: DeviceSpec = "auto", **options: Any) -> Cluster:
         """On Ray: "local" starts a cluster here, "auto" joins the one at hand, else its address. `devices` counts per
-        node. `options` are those of Cluster."""
+        node, or is given by the labels of Ray's nodes. `options` are those of Cluster."""
         from rill.runtime.ray import RayBackend
 
         return cls(backend=RayBackend(address, devices), **options)

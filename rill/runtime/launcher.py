@@ -125,7 +125,7 @@ class Launcher:
             key=key,
             entry="rill.runtime.host:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(gpus), **thread_env(num_threads, env)},
+            env={**visible_devices_env(gpus, own), **thread_env(num_threads, env)},
             log_path=self._log_path(client, f"{group}-{seats[0].rank}-{incarnation}.log"),
         )
 

@@ -22,7 +22,16 @@ from typing import Any
 from rill.errors import MissingExtraError, RunError
 from rill.runtime.agent_protocol import Event, Start
 from rill.runtime.backend import Opened
-from rill.runtime.device import Device, Node, local_devices, num_own_cores
+from rill.runtime.device import (
+    Device,
+    DeviceSpec,
+    Node,
+    NodeDevices,
+    devices_of_nodes,
+    local_devices,
+    num_own_cores,
+)
+from rill.runtime.device_kind import DeviceKind, register_kinds, registered_kinds
 from rill.runtime.local import LocalNode, NodeClient
 from rill.runtime.session import Session, open_session
 
@@ -42,7 +51,7 @@ def import_ray() -> Any:
 class RayBackend:
     """A Ray cluster as a place to run."""
 
-    def __init__(self, address: str, devices: str | int | Sequence[Device]) -> None:
+    def __init__(self, address: str, devices: DeviceSpec) -> None:
         self._ray = import_ray()
         self._address = address
         self._devices = devices
@@ -66,6 +75,7 @@ class RayBackend:
         alive = [node for node in ray.nodes() if node["Alive"]]
         ordered = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
         nodes = [_describe(n, raw) for n, raw in enumerate(ordered)]
+        wanted = devices_of_nodes(self._devices, nodes)
         self._local_id = nodes[0].node_id
         self._start_local = lambda: LocalNode(
             nodes[0],
@@ -77,7 +87,7 @@ class RayBackend:
             on_lost=lambda reason: on_lost(nodes[0].node_id, reason),
         )
         clients: list[NodeClient] = [self._start_local()]
-        devices = _on_node(local_devices(self._devices), nodes[0])
+        devices = _on_node(local_devices(wanted[nodes[0].node_id]), nodes[0])
         for node, raw in zip(nodes[1:], ordered[1:], strict=True):
             remote = RayNode(
                 ray, node, raw["NodeID"], f"{session.session_id}-{node.node_id}", preload, on_event, on_lost
@@ -85,7 +95,7 @@ class RayBackend:
             self._remote[node.node_id] = remote
             clients.append(remote)
         for remote in self._remote.values():
-            devices += _on_node(remote.ready(self._devices), remote.node)
+            devices += _on_node(remote.ready(wanted[remote.node.node_id]), remote.node)
         return Opened(clients, devices)
 
     def reopen(self, node_id: str) -> NodeClient:
@@ -140,10 +150,12 @@ class RayNode:
         )
         self._actor = actor_class.remote(node, session_id, preload, list(sys.path))
 
-    def ready(self, wanted: str | int | Sequence[Device]) -> list[Device]:
+    def ready(self, wanted: NodeDevices) -> list[Device]:
         """Wait until the agent runs; the node's devices."""
         try:
-            described = self._ray.get(self._actor.describe.remote(wanted), timeout=START_WAIT_S)
+            described = self._ray.get(
+                self._actor.describe.remote(wanted, registered_kinds()), timeout=START_WAIT_S
+            )
         except self._ray.exceptions.RayError as error:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
         self.session_dir, self.shm_dir, devices, num_cores = described
@@ -203,7 +215,10 @@ class NodeActor:
             on_lost=lambda _: os._exit(1),  # without its agent the node is lost, and the driver sees it so
         )
 
-    def describe(self, wanted: str | int | Sequence[Device]) -> tuple[str, str, list[Device], int]:
+    def describe(
+        self, wanted: NodeDevices, kinds: tuple[DeviceKind, ...]
+    ) -> tuple[str, str, list[Device], int]:
+        register_kinds(kinds)
         session = self._session
         return str(session.session_dir), str(session.shm_dir), local_devices(wanted), num_own_cores()
 
