@@ -17,7 +17,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ class Generation:
         try:
             futures = self._engine.submit(requests, self._hub.push)
         except BaseException:
-            self._hub.unregister(stream)
+            stream.close(is_under_way=False)
             raise
         for future in futures:
             future.add_done_callback(stream.on_done)
@@ -96,11 +96,9 @@ class Generation:
         gone = asyncio.ensure_future(_disconnected(http))
         begun = asyncio.ensure_future(stream.begun())
         try:
-            done, _ = await asyncio.wait(
-                (begun, gone), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait((begun, gone), return_when=asyncio.FIRST_COMPLETED)
             if begun not in done:
-                raise _gave_up(self._timeout_s) if gone not in done else ApiError(499, "the client went away")
+                raise ApiError(499, "the client went away")
             begun.result()
         finally:
             gone.cancel()
@@ -131,6 +129,9 @@ class SampleStream:
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
         self._is_closed = False
+        self._is_late = False
+        # One timer for the whole stream: a timeout around every wait would cost a task each.
+        self._deadline = owner._hub.call_later(owner._timeout_s, self._be_late)
         self.has_token = False
         """Whether a token has come; set on the engine's thread."""
 
@@ -147,23 +148,21 @@ class SampleStream:
         self._wake.set()
 
     async def begun(self) -> None:
-        """Waits for the first news; raises where they are that a sample failed."""
+        """Waits for the first news; raises where they are that a sample failed, or that it is too late."""
         await self._wake.wait()
+        if self._is_late:
+            raise _gave_up(self._owner._timeout_s)
         for item in self._news:
             if not isinstance(item, Delta):
                 item.result()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        timeout_s = self._owner._timeout_s
-        deadline = None if timeout_s is None else self._opened_at + timeout_s
         is_first = True
         while len(self._completions) < len(self._requests):
-            wait_s = None if deadline is None else deadline - time.perf_counter()
-            try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                raise _gave_up(timeout_s) from None
+            await self._wake.wait()
             self._wake.clear()
+            if self._is_late:
+                raise _gave_up(self._owner._timeout_s)
             news, self._news = self._news, []
             ends = [item for item in news if not isinstance(item, Delta)]
             pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
@@ -176,20 +175,28 @@ class SampleStream:
                 end.result()  # a sample that failed ends the stream, after what came before it
         self._owner._observe(self._requests, self._completions, time.perf_counter() - self._opened_at)
 
-    def close(self) -> None:
+    def close(self, *, is_under_way: bool = True) -> None:
+        """`is_under_way`: the engine has the requests, and what has not ended must be aborted."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._owner._hub.unregister(self)
-        if len(self._completions) < len(self._requests):
+        if is_under_way and len(self._completions) < len(self._requests):
             self._owner._give_up(self._requests)
+
+    def _be_late(self) -> None:
+        self._is_late = True
+        self._wake.set()
 
     def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
         done = [end.result() for end in ends if end.exception() is None]
         ended = {completion.request_id for completion in done}
-        packed = PackedDeltas.pack([d for d in deltas if d.request_id not in ended])
-        grown = [] if packed is None else packed.unpack()
+        new = [d for d in deltas if d.request_id not in ended]
+        packed = PackedDeltas.pack(new) if len(new) > 1 else None
+        grown = new if packed is None else packed.unpack()
         pieces = [self._grown(delta) for delta in grown if len(delta.token_ids)]
         return [piece for piece in pieces if piece is not None] + [self._ended(c) for c in done]
 
@@ -237,6 +244,9 @@ class _Hub:
         self._flushed_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._streams: dict[str, SampleStream] = {}
+
+    def call_later(self, wait_s: float | None, act: Callable[[], None]) -> asyncio.TimerHandle | None:
+        return None if wait_s is None else self._loop.call_later(wait_s, act)
 
     def register(self, stream: SampleStream) -> None:
         for request_id in stream.request_ids:
