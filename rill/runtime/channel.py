@@ -30,7 +30,7 @@ from rill.errors import ConfigError
 from rill.runtime.channel_ends import HUB_S, ChannelEnds, ChannelSettings, checked_key, ends_of
 from rill.runtime.consumer_port import ConsumerPort, WireItem
 from rill.runtime.context import current
-from rill.runtime.grants import EPOCH_END
+from rill.runtime.grants import EPOCH_END, ITEMS
 from rill.runtime.hub_answer import Pending
 from rill.runtime.report import stuck
 
@@ -143,11 +143,7 @@ class Channel:
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        key = checked_key(self.name, key)
-        if self._settings.is_bounded:
-            await asyncio.to_thread(self._ends().put, obj, weight, key, timeout_s)
-        else:
-            self._ends().put(obj, weight, key, timeout_s)
+        await self._ends().put_async(obj, weight, checked_key(self.name, key), timeout_s)
 
     def put_share(
         self, key: Hashable, objects: Sequence[Any], *, rank: int, world_size: int, weights: Any = None
@@ -199,17 +195,10 @@ class Channel:
         ends, task = self._ends(), asyncio.current_task()
         item = ends.consumer.next_buffered(task, in_loop=False)
         if item is None:
-            pending, future = ends.context.hub.future()
-            ends.consumer.request(pending, min_items=1, in_loop=False)
-            limit_s = ends.limit_s(timeout_s)
-            try:
-                await asyncio.wait_for(future, limit_s)
-            except (TimeoutError, asyncio.CancelledError) as error:
-                if ends.consumer.give_up(pending, "cancel_take"):
-                    if isinstance(error, TimeoutError):
-                        raise stuck(ends.context, f"take from channel {self.name!r}", limit_s) from None
-                    raise
-            (item,) = ends.consumer.accept(task, pending.result()[1], num_wanted=1, in_loop=False)
+            answer = await ends.answer(
+                lambda pending: ends.consumer.request(pending, min_items=1, in_loop=False), timeout_s
+            )
+            (item,) = ends.consumer.accept(task, answer[1], num_wanted=1, in_loop=False)
         if task is not None:
             ends.consumer.finish_with(task)
         return ends.consumer.open(item)
@@ -218,8 +207,7 @@ class Channel:
         self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
     ) -> list[Any]:
         """Objects whose weights reach `weight`, or `count` objects; fewer when the epoch ends, none after its end."""
-        if (weight is None) == (count is None):
-            raise ConfigError(f"{self.name}: take_batch needs one of weight= and count=")
+        self._check_batch(weight, count)
         ends, holder = self._ends(), threading.get_ident()
         deadline_s = ends.deadline(timeout_s)
         if weight is not None:
@@ -228,6 +216,33 @@ class Channel:
             assert count is not None
             items = ends.take_front(holder, deadline_s, min_items=count, in_loop=True, is_exact=True)
         return [ends.consumer.open(item) for item in items or ()]
+
+    async def take_batch_async(
+        self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """As `take_batch` on an event loop: what a task took is done when it takes again or ends."""
+        self._check_batch(weight, count)
+        ends, task = self._ends(), asyncio.current_task()
+
+        def request(pending: Pending) -> None:
+            if weight is not None:
+                ends.consumer.request_by(pending, task, "weight", float(weight), in_loop=True)
+            else:
+                assert count is not None
+                ends.consumer.finish(task)
+                ends.consumer.request(pending, min_items=count, in_loop=True)
+
+        kind, found, _ = await ends.answer(request, timeout_s)
+        items = (
+            ends.consumer.accept(task, found, num_wanted=len(found), in_loop=True) if kind == ITEMS else []
+        )
+        if task is not None:
+            ends.consumer.finish_with(task)
+        return [ends.consumer.open(item) for item in items]
+
+    def _check_batch(self, weight: float | None, count: int | None) -> None:
+        if (weight is None) == (count is None):
+            raise ConfigError(f"{self.name}: take_batch needs one of weight= and count=")
 
     def take_chosen(self, choose: Choice, timeout_s: float | None = None) -> list[Any]:
         """What `choose` picks of the queued items. It runs here, again and again until it picks something that is
@@ -323,14 +338,9 @@ class Channel:
         item = ends.consumer.next_buffered(holder, in_loop=True)
         if item is not None:
             return item
-        pending, future = ends.context.hub.future()
-        ends.consumer.request(pending, min_items=0, in_loop=True)
-        try:
-            await asyncio.wait_for(future, ends.limit_s(None))
-        except TimeoutError:
-            if ends.consumer.give_up(pending, "cancel_take"):
-                raise stuck(ends.context, f"channel {self.name!r}", ends.limit_s(None)) from None
-        answer = pending.result()
+        answer = await ends.answer(
+            lambda pending: ends.consumer.request(pending, min_items=0, in_loop=True), None
+        )
         if answer[0] == EPOCH_END:
             return None
         return ends.consumer.accept(holder, answer[1], num_wanted=1, in_loop=True)[0]

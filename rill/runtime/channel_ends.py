@@ -6,8 +6,10 @@ its context, closed with it.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +102,33 @@ class ChannelEnds:
                 what = f"put {n} of {len(descriptors)} to channel {self.name!r}"
                 raise stuck(self.context, what, self.limit_s(timeout_s))
 
+    async def put_async(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> None:
+        """One object, without blocking the event loop while the channel is full."""
+        if not self.settings.is_bounded:
+            self.put(obj, weight, key, timeout_s)
+            return
+        limit_s = self.limit_s(timeout_s)
+        deadline_s = time.monotonic() + limit_s
+        descriptor = await asyncio.to_thread(self.descriptor, obj, weight, key, deadline_s)
+        pending, future = self.context.hub.future()
+        self.producer.put_bounded([descriptor], pending)
+        what = f"room in channel {self.name!r}"
+        try:
+            with waiting(what, f"channel:{self.name}"):
+                await asyncio.wait_for(future, deadline_s - time.monotonic())
+        except asyncio.CancelledError:
+            self.producer.cancel(pending)
+            raise
+        except TimeoutError:
+            error = stuck(self.context, what, limit_s)  # while it still waits, so that the report shows it
+            self.producer.cancel(pending)
+            if not await asyncio.to_thread(pending.wait, HUB_S) or pending.result():
+                raise error from None
+        pending.result()
+
     def _put_bounded(self, descriptors: list[Descriptor], deadline_s: float, limit_s: float) -> None:
-        pending = self.producer.put_bounded(descriptors)
+        pending = Pending()
+        self.producer.put_bounded(descriptors, pending)
         what = f"room in channel {self.name!r} for {len(descriptors)} items"
         if self.wait_until(pending, deadline_s, what):
             pending.result()
@@ -152,6 +179,24 @@ class ChannelEnds:
             error = stuck(self.context, what, deadline_s - started_s)
             if self.consumer.give_up(pending, *cancel):
                 raise error
+        return pending.result()
+
+    async def answer(self, request: Callable[[Pending], None], timeout_s: float | None) -> Any:
+        """The broker's answer to a take that `request` sends, on an event loop."""
+        pending, future = self.context.hub.future()
+        request(pending)
+        what, limit_s = f"take from channel {self.name!r}", self.limit_s(timeout_s)
+        try:
+            with waiting(what, f"channel:{self.name}"):
+                await asyncio.wait_for(future, limit_s)
+        except asyncio.CancelledError:
+            if not self.consumer.give_up(pending, "cancel_take"):
+                self.consumer.send_back(pending)  # it has just come, and nobody wants it any more
+            raise
+        except TimeoutError:
+            error = stuck(self.context, what, limit_s)
+            if self.consumer.give_up(pending, "cancel_take"):
+                raise error from None
         return pending.result()
 
     def wait_until(self, pending: Pending, deadline_s: float, what: str) -> bool:

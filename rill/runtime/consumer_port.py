@@ -131,6 +131,11 @@ class ConsumerPort:
         self._hub.submit(f"broker.{method}", [self._name, *payload, pending.seq])
         return True
 
+    def send_back(self, pending: Pending) -> None:
+        """Return what an answer brought that is here already."""
+        if pending.error is None:
+            self._return_grant(pending.value)
+
     def open(self, item: WireItem) -> Any:
         """The object itself; tensors that were on a GPU arrive on this process's device."""
         item_id, _, _, _, inline, ref = item

@@ -65,11 +65,9 @@ class ProducerPort:
                 self._schedule()
         return True
 
-    def put_bounded(self, descriptors: list[Descriptor]) -> Pending:
+    def put_bounded(self, descriptors: list[Descriptor], pending: Pending) -> None:
         """Ask for room; the answer is the number of items that did not get in (0, unless it was cancelled)."""
-        pending = Pending()
         self._hub.submit("broker.put_wait", [self._name, descriptors], pending)
-        return pending
 
     def cancel(self, pending: Pending) -> None:
         """Take back what has no room yet; `pending` is answered in any case."""

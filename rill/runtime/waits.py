@@ -21,7 +21,7 @@ DUMP, DUMPED = "dump", "dumped"
 
 
 class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it stands in every call's way
-    """Name the wait that this thread is about to enter."""
+    """Name the wait that this thread, or a task in it, is about to enter."""
 
     __slots__ = ("_since_s", "on", "what")
 
@@ -40,7 +40,10 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
     ) -> None:
         ident = threading.get_ident()
         waits = _open[ident]
-        waits.pop()
+        if waits[-1] is self:
+            waits.pop()
+        else:  # tasks of an event loop share a thread, and end in any order
+            waits.remove(self)
         if not waits:
             del _open[ident]
 

@@ -22,6 +22,7 @@ import pytest
 from rill.errors import ChannelClosedError, ConfigError, PeerDiedError, StuckError, UnpicklableError
 from rill.runtime.channel import Channel, ItemInfo
 from rill.runtime.cluster import Cluster
+from rill.runtime.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
 from tests.runtime.leftovers import nothing_left
 
@@ -181,6 +182,58 @@ async def test_tasks_take_and_put_side_by_side(cluster: Cluster) -> None:
     assert sorted(one + other) == list(range(20))
     with pytest.raises(StuckError):
         await channel.take_async(timeout_s=0.05)
+
+
+async def test_a_cancelled_take_holds_nothing_back(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names))
+
+    async def loop() -> None:
+        async for _ in channel:
+            pass
+
+    for take in (channel.take_async, loop, lambda: channel.take_batch_async(count=2)):
+        waiting = asyncio.ensure_future(take())
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        channel.put("x")
+        assert await channel.take_async(timeout_s=5) == "x"
+    stats = channel.stats()
+    assert stats["depth"] == 0 and not dump()["waits"]
+
+
+async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names), capacity_items=1)
+    await channel.put_async(0)
+    waiting = asyncio.ensure_future(channel.put_async(1))
+    await asyncio.sleep(0.1)
+    assert [wait[0] for wait in dump()["waits"]] == [f"room in channel {channel.name!r}"]
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    with pytest.raises(StuckError, match="room in channel"):
+        await channel.put_async(2, timeout_s=0.05)
+    assert await channel.take_async(timeout_s=5) == 0
+    await channel.put_async(3)
+    assert await channel.take_async(timeout_s=5) == 3
+
+
+async def test_batches_are_taken_by_tasks(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names))
+    first, second = (
+        asyncio.ensure_future(channel.take_batch_async(count=3)),
+        asyncio.ensure_future(channel.take_batch_async(weight=4.0)),
+    )
+    await asyncio.sleep(0.05)
+    for n in range(8):
+        channel.put(n, weight=2.0)
+    channel.end()
+    assert await first == [0, 1, 2] and await second == [3, 4]
+    assert await channel.take_batch_async(count=9) == [5, 6, 7]
+    assert await channel.take_batch_async(count=1) == []
+    with pytest.raises(ConfigError, match="one of weight= and count="):
+        await channel.take_batch_async()
 
 
 def test_read_ahead_is_given_back_to_others(channel: Channel, consumers) -> None:
