@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Annotated, Any, TypeVar
 
 from pydantic import model_validator
 
-from rill.algorithms import AlgorithmConfig
+from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_indexed, prompts_of
 from rill.data.curriculum import CurriculumConfig
@@ -36,6 +37,7 @@ from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
+from rill.workflows.reward_model import RewardModelConfig, RewardModelWorker
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import (
     MISMATCH_LIMITS,
@@ -47,7 +49,8 @@ from rill.workflows.sections import (
     WarmupConfig,
     as_table,
 )
-from rill.workflows.stages import InferenceWorker
+from rill.workflows.stage_chain import Stage, StageChain
+from rill.workflows.stages import InferenceWorker, ReferenceWorker
 from rill.workflows.warmup import warm_up
 
 W = TypeVar("W", bound=Worker)
@@ -75,6 +78,8 @@ class RLConfig(RecipeConfig):
     curriculum: CurriculumConfig | None = None
     """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
     rollout: RolloutConfig
+    reward_model: RewardModelConfig | None = None
+    """Scores every answer beside the environment's reward, in a group of its own (placement.reward). Unset: none."""
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
     loop: LoopConfig = LoopConfig()
@@ -113,6 +118,28 @@ class RLConfig(RecipeConfig):
             if values.get("curriculum") is not None:
                 values["curriculum"] = {"seed": seed, **as_table(values["curriculum"])}
         return values
+
+    @model_validator(mode="after")
+    def _scores_come_in_time(self) -> RLConfig:
+        """What is decided in the rollout worker does not know the reward model's scores yet."""
+        if self.reward_model is None:
+            return self
+        filters = self.algorithm.filters
+        if (
+            filters.drop_equal_rewards
+            or filters.min_mean_reward is not None
+            or filters.max_mean_reward is not None
+        ):
+            raise ValueError(
+                "[reward_model] scores groups after algorithm.filters has kept or dropped them by their reward: leave "
+                "drop_equal_rewards, min_mean_reward and max_mean_reward unset"
+            )
+        if Need.GREEDY_BASELINE in Algorithm(self.algorithm).needs:
+            raise ValueError(
+                f"[reward_model] does not score the greedy answer that {self.algorithm.type!r} compares with: choose "
+                "another algorithm"
+            )
+        return self
 
     @model_validator(mode="after")
     def _temperatures_agree(self) -> RLConfig:
@@ -219,7 +246,20 @@ class RLSetup:
             self.wait(self.actor.export(str(folder)))
         return ModelConfig(path=str(folder), tokenizer=self.config.model.tokenizer)
 
-    def launch_inference(self, placement: str) -> WorkerGroup[InferenceWorker]:
+    def launch_reference(self, placement: str) -> Stage:
+        """A frozen copy of the policy as RL begins."""
+        model = ScoreModel.Config(model=self.initial_model(), temperature=self.config.trainer.temperature)
+        return self.launch(ReferenceWorker, "reference", placement, config=model).score
+
+    def launch_reward(self, placement: str) -> Stage:
+        """The reward model."""
+        config = self.config
+        group = self.launch(
+            RewardModelWorker, "reward", placement, config=config.reward_model, algorithm=config.algorithm
+        )
+        return group.score
+
+    def launch_inference(self, placement: str) -> Stage:
         """A group that recomputes the policy's log-probabilities in place of the trainer, as the trainer would."""
         trainer = self.config.trainer
         model = ScoreModel.Config(
@@ -229,16 +269,20 @@ class RLSetup:
             micro_batch_tokens=trainer.micro_batch_tokens,
             compile=trainer.compile,
         )
-        return self.launch(InferenceWorker, "inference", placement, config=model, sync=self.config.sync)
+        group = self.launch(InferenceWorker, "inference", placement, config=model, sync=self.config.sync)
+        return lambda source, target, plan: group.score(source, target, plan, self._manifest())
 
-    def manifest(self) -> SealedManifest:
-        """Where the newest weights are, for a group that follows the policy. Only while the loop runs."""
-        assert self._fleet is not None
-        return self._fleet.manifest()
+    def chain(self, stages: Mapping[str, Stage]) -> StageChain:
+        """What every sample passes on its way from the engines, by the name of the channel behind each stage."""
+        return StageChain(self.cluster, self.rollouts, stages)
 
-    def wait(self, handle: Handle) -> dict[str, float]:
-        """The figures that the group's first rank returns."""
-        return dict(handle.wait(timeout_s=self.config.loop.step_timeout_s)[0] or {})
+    def wait(self, *calls: Handle) -> dict[str, float]:
+        """The figures of all calls together, each the mean of what the group's ranks return."""
+        figures: dict[str, float] = {}
+        for call in calls:
+            rows = [row for row in call.wait(timeout_s=self.config.loop.step_timeout_s) if row]
+            figures |= {name: fmean(row[name] for row in rows) for name in (rows[0] if rows else ())}
+        return figures
 
     def run_loop(self, train_step: TrainStep, trained: Mapping[str, WorkerGroup[Any]]) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder."""
@@ -262,6 +306,11 @@ class RLSetup:
         loop.restore()
         loop.run()
         self.wait(self.actor.export(str(self.folder.path.resolve() / "model")))
+
+    def _manifest(self) -> SealedManifest:
+        """Where the newest weights are, for a group that follows the policy. Only while the loop runs."""
+        assert self._fleet is not None
+        return self._fleet.manifest()
 
     def _check_ahead(self, rollout: str, actor: str) -> None:
         """Engines that run ahead hold their devices for the whole run: a trainer that shares them never gets a turn."""

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 from rill.config import Config
 from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
-from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Observer
 from rill.workflows.sections import Seats, as_table
-from rill.workflows.stages import CriticWorker, ReferenceWorker
+from rill.workflows.stage_chain import Stage
+from rill.workflows.stages import CriticWorker
 
 
 class PlacementConfig(Config):
@@ -30,6 +30,8 @@ class PlacementConfig(Config):
     actor: Seats = "all"
     critic: Seats = "all"
     reference: Seats = "all"
+    reward: Seats = "all"
+    """Used only with a [reward_model]; a rule or a judge is scored where the answers are made."""
     inference: Seats | None = None
     """Recomputes the policy's log-probabilities. Unset: the actor does it itself."""
 
@@ -55,41 +57,33 @@ class PPOWorkflow:
         self.observers = observers
 
     def run(self) -> None:
-        config = self.config
+        config, seats = self.config, self.config.placement
         with open_cluster(config.cluster, self.folder) as cluster:
             setup = RLSetup(config, self.folder, cluster, self.observers)
-            setup.launch_policy(config.placement.rollout, config.placement.actor)
-            start = setup.initial_model()
+            setup.launch_policy(seats.rollout, seats.actor)
             critic = setup.launch(
                 CriticWorker,
                 "critic",
-                config.placement.critic,
-                config=config.critic.model_copy(update={"model": start}),
+                seats.critic,
+                config=config.critic.model_copy(update={"model": setup.initial_model()}),
                 algorithm=config.algorithm,
             )
-            reference = setup.launch(
-                ReferenceWorker,
-                "reference",
-                config.placement.reference,
-                config=ScoreModel.Config(model=start, temperature=config.trainer.temperature),
-            )
-            seats = config.placement.inference
-            inference = setup.launch_inference(seats) if seats is not None else None
-            scored, referenced, judged, for_critic = (
-                Channel.create(cluster, name) for name in ("scored", "referenced", "judged", "for_critic")
-            )
+            stages: dict[str, Stage] = {}
+            if config.reward_model is not None:
+                stages["rewarded"] = setup.launch_reward(seats.reward)
+            own = setup.actor.score
+            stages["scored"] = own if seats.inference is None else setup.launch_inference(seats.inference)
+            stages["referenced"] = setup.launch_reference(seats.reference)
+            chain = setup.chain(stages)
+            judged, for_critic = (Channel.create(cluster, name) for name in ("judged", "for_critic"))
 
             def train_step(plan: StepPlan) -> Mapping[str, float]:
-                stages = [
-                    setup.actor.score(setup.rollouts, scored, plan)
-                    if inference is None
-                    else inference.score(setup.rollouts, scored, plan, setup.manifest()),
-                    reference.score(scored, referenced, plan),
-                    critic.judge(referenced, judged, for_critic, plan),
+                samples, calls = chain.begin(plan)
+                return setup.wait(
+                    *calls,
+                    critic.judge(samples, judged, for_critic, plan),
                     setup.actor.train(judged, plan),
                     critic.train(for_critic, plan),
-                ]
-                *_, policy, value = [setup.wait(stage) for stage in stages]
-                return {**policy, **value}
+                )
 
             setup.run_loop(train_step, {"actor": setup.actor, "critic": critic})

@@ -6,24 +6,19 @@ The file is the algorithm. Where the groups run, whether they share devices, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import model_validator
 
 from rill.algorithms import Algorithm, Need
 from rill.config import Config
-from rill.runtime.channel import Channel
-from rill.runtime.handle import Handle
 from rill.telemetry.run import Run
-from rill.training.score import ScoreModel
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
 from rill.workflows.jobs import StepPlan
 from rill.workflows.loop import Observer
 from rill.workflows.sections import Seats
-from rill.workflows.stages import ReferenceWorker
-
-Stage = Callable[[Channel, Channel, StepPlan], Handle]
+from rill.workflows.stage_chain import Stage
 
 
 class PlacementConfig(Config):
@@ -35,6 +30,8 @@ class PlacementConfig(Config):
     """Recomputes log π_old where a batch has several optimizer steps. Unset: the actor does it itself."""
     reference: Seats = "all"
     """Used only where the algorithm has a KL term."""
+    reward: Seats = "all"
+    """Used only with a [reward_model]."""
 
 
 class ReasoningWorkflow:
@@ -60,36 +57,21 @@ class ReasoningWorkflow:
         self.observers = observers
 
     def run(self) -> None:
-        config = self.config
+        config, seats = self.config, self.config.placement
         with open_cluster(config.cluster, self.folder) as cluster:
             setup = RLSetup(config, self.folder, cluster, self.observers)
-            setup.launch_policy(config.placement.rollout, config.placement.actor)
-            stages = [(stage, Channel.create(cluster, name)) for name, stage in self._stages(setup).items()]
+            setup.launch_policy(seats.rollout, seats.actor)
+            stages: dict[str, Stage] = {}
+            if config.reward_model is not None:
+                stages["rewarded"] = setup.launch_reward(seats.reward)
+            if seats.inference is not None:
+                stages["scored"] = setup.launch_inference(seats.inference)
+            if Need.REF_LOGPROBS in Algorithm(config.algorithm).needs:
+                stages["referenced"] = setup.launch_reference(seats.reference)
+            chain = setup.chain(stages)
 
             def train_step(plan: StepPlan) -> Mapping[str, float]:
-                source, calls = setup.rollouts, []
-                for stage, target in stages:
-                    calls.append(stage(source, target, plan))
-                    source = target
-                calls.append(setup.actor.train(source, plan))
-                return [setup.wait(call) for call in calls][-1]
+                samples, calls = chain.begin(plan)
+                return setup.wait(*calls, setup.actor.train(samples, plan))
 
             setup.run_loop(train_step, {"actor": setup.actor})
-
-    def _stages(self, setup: RLSetup) -> dict[str, Stage]:
-        """What every sample passes between the engines and the trainer, in order."""
-        stages: dict[str, Stage] = {}
-        if self.config.placement.inference is not None:
-            inference = setup.launch_inference(self.config.placement.inference)
-            stages["scored"] = lambda source, target, plan: inference.score(
-                source, target, plan, setup.manifest()
-            )
-        if Need.REF_LOGPROBS in Algorithm(self.config.algorithm).needs:
-            model = ScoreModel.Config(
-                model=setup.initial_model(), temperature=self.config.trainer.temperature
-            )
-            reference = setup.launch(
-                ReferenceWorker, "reference", self.config.placement.reference, config=model
-            )
-            stages["referenced"] = reference.score
-        return stages
