@@ -5,11 +5,14 @@ Called by the code reward and by tool environments. One run is one short-lived p
     this process ──▶ launcher: limits, no network, nothing writable but its folder ──▶ the program
                      └── past the deadline, or past the output limit: the whole tree is killed
 
-Always: limits on CPU time, memory, file size, open files and processes; a clean environment; a new session; a
-deadline on the wall clock; output cut at a limit. Where the kernel allows: no network and a process tree of its
-own (namespaces), no writing outside the folder (Landlock), no further processes (a system-call filter).
-`protections()` says which of these hold on this machine. It is a fence for training runs, not a vault: keep secrets
-off machines that run strangers' code.
+Always: limits on CPU time, memory, files, disk space and processes; a clean environment; a new session; a deadline on
+the wall clock; output cut at a limit. Where the kernel allows: no sockets and no hold on other processes (a system-call
+filter), no network and a process tree of its own (namespaces), nothing writable but the folder and nothing readable but
+it and Python's own files (Landlock). `protections()` says which of these hold on this machine.
+
+What the checks are and the word that confirms them reach the launcher only once the program has ended, so they lie in
+no frame, object or file while it runs. They run in the same interpreter all the same: a program that spoke the
+launcher's protocol could forge a pass. It is a fence for training runs, not a vault.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
+READY = b"ready\n"
+"""The launcher's first word when the program has ended."""
+DISK_CHECK_S = 0.1
+"""How often the program's folder is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,10 @@ class Limits:
     """Size of any one file it writes."""
     num_files: int = 64
     """Open at the same time."""
+    folder_bytes: int = 64 * 2**20
+    """Of all its files together; more ends it."""
+    folder_files: int = 4096
+    """In its folder; more ends it."""
     num_processes: int = 1
     """1: it can start none (threads are free). More: at the same time, where it runs as a user of its own."""
     output_bytes: int = 1 * 2**20
@@ -62,7 +72,7 @@ class SandboxResult:
     exit_code: int | None
     """None: killed."""
     ended: str
-    """"ok", "timeout", "output", "error" (an exception or a non-zero exit)."""
+    """"ok", "timeout", "output", "disk", "error" (an exception or a non-zero exit)."""
     error: str = ""
     seconds: float = 0.0
 
@@ -84,11 +94,11 @@ def run_python(
     limits = limits or Limits()
     folder = tempfile.mkdtemp(prefix="rill-sandbox-")
     secret = secrets.token_hex(16)
-    job = {"code": code, "checks": list(checks), "stdin": stdin, "secret": secret, "folder": folder}
-    job["limits"] = {name: getattr(limits, name) for name in Limits.__slots__}  # type: ignore[assignment]
+    job = {"code": code, "stdin": stdin, "folder": folder, "limits": asdict(limits)}
+    questions = json.dumps({"secret": secret, "checks": list(checks)}).encode()
     started = time.monotonic()
     try:
-        stdout, report, exit_code, ended = _run(json.dumps(job).encode(), folder, limits, packages)
+        stdout, report, exit_code, ended = _run(json.dumps(job).encode(), questions, folder, limits, packages)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     passed, error = _read_report(report, secret, len(checks))
@@ -106,34 +116,38 @@ def run_python(
 
 @lru_cache(maxsize=1)
 def protections() -> frozenset[str]:
-    """Which of "network", "processes", "files", "user", "forks" the kernel lets the launcher fence off here."""
+    """Which of "network", "processes", "files", "reads", "user" and "calls" are fenced off on this machine."""
     result = run_python("import os; print(os.environ['RILL_FENCES'])")
     return frozenset(result.stdout.split())
 
 
-def _run(job: bytes, folder: str, limits: Limits, packages: bool) -> tuple[bytes, bytes, int | None, str]:
-    read_fd, write_fd = os.pipe()
+def _run(
+    job: bytes, questions: bytes, folder: str, limits: Limits, packages: bool
+) -> tuple[bytes, bytes, int | None, str]:
+    reports, report_fd = os.pipe()
+    question_fd, ask = os.pipe()
     flags = ["-I"] if packages else ["-I", "-S"]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread's stack counts as memory
     process = subprocess.Popen(
-        [sys.executable, *flags, str(LAUNCHER), str(write_fd)],
+        [sys.executable, *flags, str(LAUNCHER), str(report_fd), str(question_fd)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **one_thread},
-        pass_fds=(write_fd,),
+        pass_fds=(report_fd, question_fd),
         start_new_session=True,
     )
-    os.close(write_fd)
+    os.close(report_fd)
+    os.close(question_fd)
     assert process.stdin is not None and process.stdout is not None
+    talk = _Talk(stdout=process.stdout.fileno(), reports=reports, ask=ask, questions=questions)
     try:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(job)
         process.stdin.close()
-        with os.fdopen(read_fd, "rb", buffering=0) as reports:
-            stdout, report, ended = _collect(process.stdout, reports, limits)
+        ended = talk.until_end(Path(folder), limits)
         if ended == "ok":
             try:
                 process.wait(timeout=2.0)
@@ -142,39 +156,88 @@ def _run(job: bytes, folder: str, limits: Limits, packages: bool) -> tuple[bytes
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        talk.close()
         process.stdout.close()
         process.wait()
-    return stdout, report, process.returncode if ended == "ok" else None, ended
+    stdout = bytes(talk.heard[talk.stdout][: limits.output_bytes])
+    return stdout, bytes(talk.heard[reports]), process.returncode if ended == "ok" else None, ended
 
 
-def _collect(stdout: IO[bytes], reports: IO[bytes], limits: Limits) -> tuple[bytes, bytes, str]:
-    """Read both pipes until they end, the deadline passes or there is too much."""
-    deadline = time.monotonic() + limits.wall_s
-    data: dict[int, bytearray] = {stdout.fileno(): bytearray(), reports.fileno(): bytearray()}
-    opened, ended = set(data), "ok"
-    poller = select.poll()
-    for fd in opened:
-        poller.register(fd, select.POLLIN | select.POLLHUP)
-    while opened:
-        left_s = deadline - time.monotonic()
-        events = poller.poll(max(left_s, 0) * 1000) if left_s > 0 else []
-        if not events:
-            ended = "timeout"
-            break
-        for fd, _ in events:
-            chunk = os.read(fd, 65_536)
-            if not chunk:
-                poller.unregister(fd)
-                opened.discard(fd)
-            data[fd] += chunk
-        if any(len(buffer) > limits.output_bytes for buffer in data.values()):
-            ended = "output"
-            break
-    return bytes(data[stdout.fileno()][: limits.output_bytes]), bytes(data[reports.fileno()]), ended
+class _Talk:
+    """The pipes to and from one launcher. The questions are handed over when it reports that the program has ended."""
+
+    def __init__(self, *, stdout: int, reports: int, ask: int, questions: bytes) -> None:
+        self.stdout = stdout
+        self.heard = {stdout: bytearray(), reports: bytearray()}
+        self._reports = reports
+        self._ask = ask
+        self._questions = memoryview(questions)
+        self._poller = select.poll()
+        self._open = {stdout, reports}
+        for fd in self._open:
+            self._poller.register(fd, select.POLLIN | select.POLLHUP)
+        os.set_blocking(ask, False)
+
+    def until_end(self, folder: Path, limits: Limits) -> str:
+        """Read both pipes until they end, the deadline passes or there is too much; how it ended."""
+        deadline = time.monotonic() + limits.wall_s
+        is_asked = False
+        while self._open:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return "timeout"
+            for fd, _ in self._poller.poll(min(left_s, DISK_CHECK_S) * 1000):
+                if fd == self._ask:
+                    self._hand_over()
+                else:
+                    self._hear(fd)
+            if not is_asked and self.heard[self._reports].startswith(READY):
+                is_asked = True
+                self._poller.register(self._ask, select.POLLOUT)
+            if any(len(buffer) > limits.output_bytes for buffer in self.heard.values()):
+                return "output"
+            if _is_over(folder, limits):
+                return "disk"
+        return "ok"
+
+    def close(self) -> None:
+        os.close(self._reports)
+        if self._ask >= 0:
+            os.close(self._ask)
+
+    def _hear(self, fd: int) -> None:
+        chunk = os.read(fd, 65_536)
+        if not chunk:
+            self._poller.unregister(fd)
+            self._open.discard(fd)
+        self.heard[fd] += chunk
+
+    def _hand_over(self) -> None:
+        try:
+            self._questions = self._questions[os.write(self._ask, self._questions) :]
+        except OSError:  # the launcher is gone
+            self._questions = self._questions[:0]
+        if not self._questions:
+            self._poller.unregister(self._ask)
+            os.close(self._ask)
+            self._ask = -1
+
+
+def _is_over(folder: Path, limits: Limits) -> bool:
+    """Whether the program's files are too many or too large together."""
+    num_files = num_bytes = 0
+    for where, folders, files in os.walk(folder):
+        num_files += len(folders) + len(files)
+        for name in files:
+            with contextlib.suppress(OSError):
+                num_bytes += os.lstat(os.path.join(where, name)).st_blocks * 512
+        if num_files > limits.folder_files or num_bytes > limits.folder_bytes:
+            return True
+    return False
 
 
 def _read_report(report: bytes, secret: str, num_checks: int) -> tuple[tuple[bool, ...], str]:
-    """Lines of "secret index" for checks that passed, "error text" for the first failure."""
+    """Lines of "secret index" for checks that passed, "error text" for the first failure, READY before them."""
     passed, error = [False] * num_checks, ""
     for line in report.decode(errors="replace").splitlines():
         word, _, rest = line.partition(" ")

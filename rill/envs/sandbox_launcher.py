@@ -22,8 +22,34 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 
 CAPABILITY_VERSION_3 = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_RULE_PATH_BENEATH = 1
-# Everything that changes the file system: write, remove, make, refer, truncate. Reading and running stay free.
+# Everything that changes the file system: write, remove, make, refer, truncate. Running programs stays free.
 LANDLOCK_WRITES = 0b111_1111_1111_0010
+LANDLOCK_WRITE_FILE, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 1 << 1, 1 << 2, 1 << 3
+READABLE_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/sys/devices/system/cpu")
+READABLE_FILES = (
+    "/dev/urandom",
+    "/dev/zero",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+)
+# Machine: its name for the filter, `clone`, the calls that only make processes, calls refused always, calls refused
+# where other processes can be seen. Always: socket, ptrace, process_vm_readv/writev, io_uring_setup, bpf, userfaultfd,
+# perf_event_open, add_key, keyctl, mount, unshare, setns. Seen: kill, tkill, tgkill, rt_(tg)sigqueueinfo, pidfd_*.
+CALLS = {
+    "x86_64": (
+        (0xC000003E, 56, (57, 58)),
+        (41, 101, 310, 311, 425, 321, 323, 298, 248, 250, 165, 272, 308),
+        (62, 200, 234, 129, 297, 424, 434),
+    ),
+    "aarch64": (
+        (0xC00000B7, 220, ()),
+        (198, 117, 270, 271, 425, 280, 282, 241, 217, 219, 40, 97, 268),
+        (129, 130, 131, 138, 240, 424, 434),
+    ),
+}
+X32_CALLS = 0x40000000
 FIRST_SANDBOX_UID, NUM_SANDBOX_UIDS = 200_000, 50_000
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -31,21 +57,22 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    report = int(sys.argv[1])
+    report, questions = int(sys.argv[1]), int(sys.argv[2])
+    del sys.argv[1:]
     fences = separate()
     if "processes" in fences:
         run_as_first_process()
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if forbid_writing(job["folder"]):
-        fences.append("files")
+    if fence_files(job["folder"]):
+        fences += ["files", "reads"]
     if os.geteuid() == 0:
         drop_privileges(job["folder"], fences)
     set_limits(job["limits"], own_user="user" in fences)
-    if job["limits"]["num_processes"] <= 1 and forbid_processes():
-        fences.append("forks")
+    if filter_calls(forks=job["limits"]["num_processes"] > 1, signals="processes" in fences):
+        fences += ["calls"] if "network" in fences else ["calls", "network"]
     os.environ["RILL_FENCES"] = " ".join(fences)
     sys.stdin = io.TextIOWrapper(io.BytesIO(job["stdin"].encode()), encoding="utf-8")
-    run_program(job, report)
+    run_program(job.pop("code"), report, questions)
 
 
 def separate() -> list[str]:
@@ -67,8 +94,8 @@ def run_as_first_process() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def forbid_writing(folder: str) -> bool:
-    """Landlock: nothing on the file system can be changed but below `folder` (and /dev/null)."""
+def fence_files(folder: str) -> bool:
+    """Landlock: nothing can be changed but below `folder`, nothing read but there and where Python's own files lie."""
 
     class Ruleset(ctypes.Structure):
         _fields_ = (("handled_access_fs", ctypes.c_uint64),)
@@ -80,14 +107,23 @@ def forbid_writing(folder: str) -> bool:
     version = libc.syscall(LANDLOCK_CREATE_RULESET, 0, 0, 1)
     if version < 1:
         return False
-    writes = LANDLOCK_WRITES & (
-        (1 << (13 + min(version - 1, 2))) - 1
-    )  # later rights came with later versions
-    ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(Ruleset(writes)), ctypes.sizeof(Ruleset), 0)
+    # Later rights came with later versions.
+    writes = LANDLOCK_WRITES & ((1 << (13 + min(version - 1, 2))) - 1)
+    reads = LANDLOCK_READ_FILE | LANDLOCK_READ_DIR
+    ruleset = libc.syscall(
+        LANDLOCK_CREATE_RULESET, ctypes.byref(Ruleset(writes | reads)), ctypes.sizeof(Ruleset), 0
+    )
     if ruleset < 0:
         return False
-    for path, access in ((folder, writes), ("/dev/null", 1 << 1)):
-        fd = os.open(path, os.O_PATH)
+    python = {sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
+    allowed = {folder: writes | reads, "/dev/null": LANDLOCK_WRITE_FILE | LANDLOCK_READ_FILE}
+    allowed |= dict.fromkeys(READABLE_FILES, LANDLOCK_READ_FILE)
+    allowed |= dict.fromkeys((*python, *READABLE_FOLDERS), reads)
+    for path, access in allowed.items():
+        try:
+            fd = os.open(path, os.O_PATH)
+        except OSError:
+            continue  # not on this machine
         rule = PathBeneath(access, fd)
         libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, ctypes.byref(rule), 0)
         os.close(fd)
@@ -126,20 +162,27 @@ def drop_capabilities() -> None:
     libc.capset(header, (ctypes.c_uint32 * 6)())
 
 
-def forbid_processes() -> bool:
-    """A system-call filter that refuses new processes; threads stay possible."""
-    numbers = {"x86_64": (0xC000003E, 56, (57, 58)), "aarch64": (0xC00000B7, 220, ())}.get(os.uname().machine)
-    if numbers is None:
+def filter_calls(*, forks: bool, signals: bool) -> bool:
+    """A system-call filter: no sockets, no hold on other processes, and no new ones unless `forks`; threads are free.
+
+    Calls of another architecture (32-bit ones, say) are refused: their numbers would slip through.
+    """
+    if os.uname().machine not in CALLS:
         return False
-    architecture, clone, forks = numbers
-    deny, no_such_call = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    (architecture, clone, only_forks), refused, to_others = CALLS[os.uname().machine]
+    deny, no_such_call, allow = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x7FFF0000
     # (code, jump if true, jump if false, value); jumps count the instructions to leap over.
-    program = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x7FFF0000), (0x20, 0, 0, 0)]
-    for number in forks:
+    program = [(0x20, 0, 0, 4), (0x15, 1, 0, architecture), (0x06, 0, 0, deny), (0x20, 0, 0, 0)]
+    program += [(0x35, 0, 1, X32_CALLS), (0x06, 0, 0, deny)]
+    for number in (*refused, *(() if signals else to_others), *(() if forks else only_forks)):
         program += [(0x15, 0, 1, number), (0x06, 0, 0, deny)]
-    program += [(0x15, 0, 1, CLONE3), (0x06, 0, 0, no_such_call)]  # the C library then falls back to clone
-    program += [(0x15, 0, 3, clone), (0x20, 0, 0, 16), (0x45, 1, 0, CLONE_THREAD), (0x06, 0, 0, deny)]
-    program += [(0x06, 0, 0, 0x7FFF0000)]
+    if not forks:
+        program += [
+            (0x15, 0, 1, CLONE3),
+            (0x06, 0, 0, no_such_call),
+        ]  # the C library then falls back to clone
+        program += [(0x15, 0, 3, clone), (0x20, 0, 0, 16), (0x45, 1, 0, CLONE_THREAD), (0x06, 0, 0, deny)]
+    program += [(0x06, 0, 0, allow)]
     packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
     filter_program = struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(buffer))
@@ -162,34 +205,47 @@ def set_limits(limits: dict[str, int], *, own_user: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def run_program(job: dict[str, object], report: int) -> None:
-    """The program, then its checks. Confirmations go straight to the pipe: the program may have closed sys.stdout."""
-    secret, checks = str(job["secret"]), job["checks"]
-    assert isinstance(checks, list)
+def run_program(code: str, report: int, questions: int) -> None:
+    """The program; then, handed over only now, its checks. Reports go straight to the pipe: the program may have
+    closed sys.stdout. What is needed afterwards is held in local names, which it cannot replace from within."""
     namespace: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
-    write = os.write
-    # The program should not find the secret lying about in the frames above it.
-    code = str(job["code"])
-    job.clear()
+    write, read, leave, load, run, translate, text = (
+        os.write,
+        os.read,
+        os._exit,
+        json.loads,
+        exec,
+        compile,
+        str,
+    )
+    anything, leaving_early, kind = BaseException, SystemExit, type
+    failure = ""
     try:
-        exec(compile(code, "<program>", "exec"), namespace)
-    except SystemExit as leaving:
+        run(translate(code, "<program>", "exec"), namespace)
+    except leaving_early as leaving:
         if leaving.code not in (None, 0):
-            write(report, f"error exit code {leaving.code}\n".encode())
-            checks = []
-    except BaseException as error:  # noqa: BLE001  boundary: the program may raise anything
-        write(report, f"error {type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
-        checks = []  # a program that failed has passed nothing
-    for index, check in enumerate(checks):
+            failure = f"exit code {leaving.code}"
+    except anything as error:
+        failure = f"{kind(error).__name__}: {text(error)}"
+    if failure:  # a program that failed has passed nothing
+        write(report, f"error {failure}".replace("\n", " ").encode() + b"\n")
+        sys.stdout.flush()
+        leave(0)
+    write(report, b"ready\n")
+    asked = b""
+    while chunk := read(questions, 65_536):
+        asked += chunk
+    job = load(asked)
+    for index, check in enumerate(job["checks"]):
         try:
-            exec(compile(check, f"<check {index}>", "exec"), namespace)
-        except BaseException as error:  # noqa: BLE001  boundary: so may a check
-            text = f"error check {index}: {type(error).__name__}: {error}".replace("\n", " ")
-            write(report, text.encode() + b"\n")
+            run(translate(check, f"<check {index}>", "exec"), namespace)
+        except anything as error:
+            line = f"error check {index}: {kind(error).__name__}: {text(error)}".replace("\n", " ")
+            write(report, line.encode() + b"\n")
         else:
-            write(report, f"{secret} {index}\n".encode())
+            write(report, f"{job['secret']} {index}\n".encode())
     sys.stdout.flush()
-    os._exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -154,6 +154,18 @@ def test_code_is_judged_by_its_tests() -> None:
     assert "no tests" in (all_or_nothing[1].error or "")
 
 
+def test_programs_wait_for_one_another_without_losing_their_time() -> None:
+    prompt = Prompt(id="a", text="q", metadata={"tests": ["assert True"]})
+    slow = answered("import time; time.sleep(0.4)")
+    scored = run({"type": "code", "timeout_s": 2.0, "max_concurrent": 2}, [(prompt, slow)] * 12)
+    assert [t.error for t in scored] == [None] * 12
+
+
+def test_a_prompt_without_an_answer_is_no_match_but_a_failure() -> None:
+    scored = run({"type": "exact"}, [(Prompt(id="p", text="q"), answered("None"))])[0]
+    assert scored.reward == 0.0 and "has no answer" in (scored.error or "")
+
+
 def test_code_is_taken_from_the_last_whole_block() -> None:
     assert extract_code("```python\na\n```\nthen\n```python\nb\n```") == "b\n"
     assert extract_code("print(1)") == "print(1)"

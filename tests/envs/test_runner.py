@@ -39,6 +39,22 @@ def not_a_number(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     return float("nan")
 
 
+def a_text(prompt: Prompt, text: str, trajectory: Trajectory) -> str:
+    return "1.0"
+
+
+def nothing(prompt: Prompt, text: str, trajectory: Trajectory) -> None:
+    return None
+
+
+def too_few(prompt: Prompt, text: str) -> float:
+    return 1.0
+
+
+def hungry(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    return float(len(bytearray(2**30)))
+
+
 def dies(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     import os
 
@@ -176,6 +192,24 @@ def test_a_score_that_is_not_finite_is_a_failure(run: Any) -> None:
     assert scored.reward == 0.0 and "nan" in scored.error
 
 
+@pytest.mark.parametrize("run_in", ["inline", "thread", "process"])
+def test_a_text_or_nothing_is_not_a_score(run: Any, run_in: str) -> None:
+    assert "returned '1.0'" in run(function("a_text", run_in=run_in))[0].error
+    assert "returned None" in run(function("nothing", run_in=run_in))[0].error
+
+
+def test_a_function_that_cannot_be_called_is_named_before_anything_starts() -> None:
+    with pytest.raises(
+        ValueError, match=r"too_few cannot be called with \(prompt, response_text, trajectory\)"
+    ):
+        config(function("too_few"))
+
+
+def test_a_score_that_wants_too_much_memory_is_a_failure(run: Any) -> None:
+    assert "MemoryError" in run(function("hungry"), memory_bytes=2**28)[0].error
+    assert run(function("hungry"), memory_bytes=2**31)[0].reward == 2**30, "libraries do not count"
+
+
 def test_a_dying_process_is_a_failure_and_is_replaced(run: Any) -> None:
     scored, runner = run(function("dies"))
     assert "died" in scored.error
@@ -209,3 +243,16 @@ def test_no_more_scores_run_at_once_than_allowed() -> None:
     scored = runner.score_all([(PROMPT, answered("x"))] * 12)
     runner.close()
     assert [t.reward for t in scored] == [1.0] * 12 and this.most_running == 3
+
+
+def test_a_terms_own_bound_is_kept_and_the_wait_does_not_count_against_its_deadline() -> None:
+    from tests.envs import test_runner as this
+
+    this.most_running = 0
+    reward = config(function("counts_itself", max_concurrent=1, timeout_s=0.5))
+    runner = RewardRunner(reward, ScoringConfig(max_concurrent=64))
+    scored = runner.score_all(
+        [(PROMPT, answered("x"))] * 80
+    )  # 0.8 s of work one by one, more than the deadline
+    runner.close()
+    assert {t.error for t in scored} == {None} and this.most_running == 1

@@ -52,6 +52,9 @@ class RewardConfig(PartConfig):
     """Its label in `reward_parts` and metrics. Empty: its type."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Time limit of one score. Unset: that of the environment's `scoring`."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Scores in flight at the same time; the wait of further ones does not count against their time limit. Unset: that
+    of the environment's `scoring`."""
 
     @property
     def label(self) -> str:
@@ -67,3 +70,10 @@ class Reward(Protocol):
     def score(
         self, prompt: Prompt, response_text: str, trajectory: Trajectory
     ) -> float | Awaitable[float]: ...
+
+
+def as_score(value: object) -> float:
+    """What a reward returned, as a float. A text, None or anything else that is no number is a mistake to be told."""
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"the reward returned {value!r:.80}: it must return a number, on every path")
+    return float(value)  # type: ignore[arg-type]  # it has __float__, as seen above

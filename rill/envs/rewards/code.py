@@ -10,7 +10,10 @@ The tests are `prompt.metadata["tests"]`, or the answer itself, in one of three 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -30,6 +33,7 @@ class CodeReward:
         memory_bytes: int = Field(default=2**30, ge=2**26)
         packages: bool = False
         """Let programs import installed libraries (numpy …), not the standard library alone."""
+        max_concurrent: int | None = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1)
         max_tests: int = Field(default=64, ge=1)
         """Only the first so many tests are run."""
 
@@ -40,6 +44,9 @@ class CodeReward:
         self._limits = Limits(
             wall_s=config.wall_s, cpu_s=max(1, round(config.wall_s)), memory_bytes=config.memory_bytes
         )
+        # Of its own: in the event loop's shared pool a program would wait for others while its deadline runs. Twice
+        # the places, because a program whose score was given up on holds its thread until it is ended.
+        self._threads = ThreadPoolExecutor(2 * (config.max_concurrent or 1), thread_name_prefix="rill-code")
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         code = extract_code(response_text)
@@ -58,14 +65,10 @@ class CodeReward:
         return share if self.config.partial else float(share == 1.0)
 
     async def _run(self, code: str, *, checks: Sequence[str] = (), stdin: str = "") -> SandboxResult:
-        return await asyncio.to_thread(
-            run_python,
-            code,
-            checks=checks,
-            stdin=stdin,
-            limits=self._limits,
-            packages=self.config.packages,
+        work = partial(
+            run_python, code, checks=checks, stdin=stdin, limits=self._limits, packages=self.config.packages
         )
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _run_pairs(self, code: str, tests: Mapping[str, Any], prompt_id: str) -> list[bool]:
         inputs, outputs = list(tests.get("inputs", ())), list(tests.get("outputs", ()))

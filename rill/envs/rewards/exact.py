@@ -28,6 +28,8 @@ class ExactReward:
         self.config = config
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
+        if prompt.answer is None:
+            raise ValueError(f"prompt {prompt.id} has no answer to compare with")
         expected = prompt.answer if isinstance(prompt.answer, list | tuple) else [prompt.answer]
         given = extract_answer(response_text, self.config.answer)
         if given is None:

@@ -36,6 +36,12 @@ class FunctionReward:
                 raise ValueError(str(error)) from error
             if not callable(target):
                 raise ValueError(f"{value} is not a function but {type(target).__name__}")
+            try:
+                inspect.signature(target).bind("prompt", "response_text", "trajectory")
+            except TypeError as error:
+                raise ValueError(
+                    f"{value} cannot be called with (prompt, response_text, trajectory): {error}"
+                ) from error
             return value
 
         @property

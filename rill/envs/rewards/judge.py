@@ -53,8 +53,7 @@ class JudgeReward:
         """A longer answer is judged by its last part."""
         retries: int = Field(default=3, ge=0)
         """Further tries after a broken connection, a busy server, or words without a score."""
-        max_concurrent: int = Field(default=32, ge=1)
-        """Questions to the endpoint at the same time."""
+        max_concurrent: int | None = Field(default=32, ge=1)
 
         @field_validator("pattern")
         @classmethod
@@ -85,10 +84,10 @@ class JudgeReward:
             if not key:
                 raise ConfigError(f"judge: the environment variable {config.api_key_variable!r} is not set")
             self._headers["Authorization"] = f"Bearer {key}"
-        self._places = PerLoop(self._connect)
+        self._client = PerLoop(self._connect)
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
-        places, client = self._places()
+        client = self._client()
         body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": self._question(prompt, response_text)}],
@@ -99,8 +98,7 @@ class JudgeReward:
         for attempt in range(self.config.retries + 1):
             if attempt:
                 await asyncio.sleep(min(0.25 * 2**attempt, 8.0))
-            async with places:
-                words, failure = await self._ask(client, body)
+            words, failure = await self._ask(client, body)
             if words is not None:
                 value = self._parse(words)
                 if value is not None:
@@ -141,7 +139,7 @@ class JudgeReward:
         place = (float(found[-1][1]) - self.config.lowest) / (self.config.highest - self.config.lowest)
         return min(1.0, max(0.0, place))
 
-    def _connect(self) -> tuple[asyncio.Semaphore, httpx.AsyncClient]:
-        # No time limit of the client's own: the runner has the deadline.
-        client = httpx.AsyncClient(headers=self._headers, timeout=None, trust_env=False)
-        return asyncio.Semaphore(self.config.max_concurrent), client
+    def _connect(self) -> httpx.AsyncClient:
+        # No limits of the client's own: the runner has the deadline, and bounds how many ask at once.
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, trust_env=False)

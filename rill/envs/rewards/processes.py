@@ -170,23 +170,32 @@ def child_main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     path, parts, memory_bytes = pickle.loads(_read_frame(source))
     sys.path[:] = path
+    from rill.envs.rewards.base import as_score
+
     try:
         rewards = [_build(name, config) for name, config in pickle.loads(parts)]
     except Exception as error:  # noqa: BLE001  boundary: whatever the reward raises is reported to the parent
         _write_frame(answers, (False, f"{type(error).__name__}: {error}"))
         return
     if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        limit = _address_space() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _write_frame(answers, (True, None))
     while (frame := _read_frame(source)) != b"":
         index, arguments, timeout_s = pickle.loads(frame)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)  # default action: end the process
         try:
-            answer: tuple[bool, Any] = (True, float(rewards[index].score(*arguments)))
+            answer: tuple[bool, Any] = (True, as_score(rewards[index].score(*arguments)))
         except Exception as error:  # noqa: BLE001  boundary: see above
             answer = (False, f"{type(error).__name__}: {error}")
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_frame(answers, answer)
+
+
+def _address_space() -> int:
+    """Bytes mapped so far: the libraries that rewards import can map many gigabytes without using them."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _build(name: str, config: Any) -> Any:

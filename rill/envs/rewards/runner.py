@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import Field
 
 from rill.config import Config, PartConfig
-from rill.envs.rewards.base import REWARDS, Isolation, Reward
+from rill.envs.rewards.base import REWARDS, Isolation, Reward, as_score
 from rill.envs.rewards.mix import Term, flatten
 from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.rewards.processes import RewardProcesses, RewardTimeoutError
@@ -46,9 +46,9 @@ class ScoringConfig(Config):
     num_processes: int = Field(default=2, ge=1)
     """Worker processes for rewards that need one. They start only then."""
     memory_bytes: int = Field(default=8 * 2**30, ge=0)
-    """Address space of a worker process. 0: no limit."""
+    """Address space that scores may take in a worker process, beyond its libraries. 0: no limit."""
     max_concurrent: int = Field(default=256, ge=1)
-    """Scores of one thread or async term in flight on one event loop; further ones wait."""
+    """Scores of one thread or async term in flight on one event loop; further ones wait. A term may set its own."""
     log_failures: int = Field(default=20, ge=0)
     """Failures written to the log, per term; all are counted. 0: none."""
 
@@ -86,8 +86,8 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._processes: RewardProcesses | None = None
         self._threads: ThreadPoolExecutor | None = None
-        limit = self.config.max_concurrent
-        self._places = PerLoop(lambda: [asyncio.Semaphore(limit) for _ in self.terms])
+        limits = [term.config.max_concurrent or self.config.max_concurrent for term in self.terms]
+        self._places = PerLoop(lambda: [asyncio.Semaphore(limit) for limit in limits])
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its reward, its parts and, if a term failed, its error."""
@@ -127,7 +127,7 @@ class RewardRunner:
     async def _score_term(self, index: int, prompt: Prompt, text: str, trajectory: Trajectory) -> _Scored:
         started = time.perf_counter()
         try:
-            value = float(await self._run(index, (prompt, text, trajectory)))
+            value = as_score(await self._run(index, (prompt, text, trajectory)))
             if not math.isfinite(value):
                 raise ValueError(f"the score is {value}")
         except Exception as error:  # noqa: BLE001  boundary: rewards are user code; their failures are data
@@ -230,4 +230,4 @@ async def _in_daemon_thread(reward: Reward, arguments: tuple[Prompt, str, Trajec
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, daemon=True, name="rill-reward-call").start()
-    return float(await answer)
+    return as_score(await answer)
