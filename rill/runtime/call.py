@@ -1,4 +1,4 @@
-"""One remote call: what travels to a process and back, and what the caller keeps meanwhile.
+"""One remote call, at the caller: what travels to a process and back, and what is kept meanwhile (called.py: the rest).
 
     caller                                                    process of the called ranks
     CallBook.call ──[call, meta, header, buffers…]──▶ work inbox (each rank's calls in order), or mailbox
@@ -19,19 +19,17 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.runtime import wire
-from rill.runtime.context import WorkerAddress, current
+from rill.runtime.context import WorkerAddress
 from rill.runtime.line import Line
 from rill.runtime.line_pump import LinePump
 from rill.runtime.mailbox import Frames, Mailbox
-from rill.runtime.parcel import Parcels, pack_inline
 from rill.runtime.work_inbox import connect
 
 CALL, REPLY, STOP = b"call", b"reply", b"stop"
@@ -299,90 +297,3 @@ def _refuse(_: Frames) -> Any:
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:
     """A call's arguments, ready to be packed for those who are called."""
     return wire.encode((args, dict(kwargs)))
-
-
-# --- the called process's side ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call as it arrived. `process_identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
-
-    call_id: int
-    method: str
-    reply_to: str
-    process_identity: str
-    node_id: str
-    positions: Sequence[int] | None
-    """Which of the process's ranks are called; None: all of them."""
-    payload: Frames = field(repr=False)
-
-    @staticmethod
-    def read(frames: Frames) -> Call:
-        """From the frames after the kind."""
-        meta: list[Any] = [*pickle.loads(frames[0]), frames[1:]]
-        return Call(*meta)
-
-    def arguments(self, num_ranks: int, parcels: Parcels) -> Callable[[str | None], Any]:
-        """What gives each of `num_ranks` called ranks arguments that it may change; those that were on a GPU come to
-        the rank's device."""
-        if num_ranks > 1:
-            return parcels.opener(self.payload)
-        return lambda device: parcels.unpack(self.payload, device=device)
-
-
-class Answers:
-    """The answers of one process's ranks to one call. Thread-safe: each rank answers from its own thread."""
-
-    def __init__(self, call: Call, num_ranks: int, send: Callable[[Frames], None]) -> None:
-        """`send` takes a message to the caller."""
-        self._send = send
-        self._call = call
-        self._num_left = num_ranks
-        self._entries: list[tuple[int, bool, float, Mapping[str, float]]] = []
-        self._headers: list[bytes] = []
-        self._lock = threading.Lock()
-
-    def value(self, position: int, value: object, seconds: float, timers: Mapping[str, float]) -> None:
-        """Answer with a result. What is held back is bytes already: the worker may change its objects."""
-        encoded = wire.encode(value)
-        if encoded.buffers:
-            frames = current().parcels.pack(encoded, [self._call])
-            self._post([(position, False, seconds, dict(timers))], [], frames)
-            self._add(None, b"", is_urgent=False)
-        else:
-            self._add((position, False, seconds, dict(timers)), encoded.header, is_urgent=False)
-
-    def error(self, position: int, error: BaseException, seconds: float, timers: Mapping[str, float]) -> None:
-        """Answer with an exception: its text and traceback always, the object itself where it can travel."""
-        text = f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error))
-        try:
-            encoded = wire.encode((text, trace, error))
-            wire.copy_through(error)  # some exceptions pickle but do not unpickle
-        except Exception:  # noqa: BLE001  the boundary of user exceptions: they may fail in any way
-            encoded = wire.encode((text, trace, None))
-        entry = (position, True, seconds, dict(timers))
-        if encoded.buffers:
-            self._post([entry], [], pack_inline(encoded))
-            self._add(None, b"", is_urgent=True)
-        else:
-            self._add(entry, encoded.header, is_urgent=True)
-
-    def _add(
-        self, entry: tuple[int, bool, float, Mapping[str, float]] | None, header: bytes, *, is_urgent: bool
-    ) -> None:
-        with self._lock:
-            self._num_left -= 1
-            if entry is not None:
-                self._entries.append(entry)
-                self._headers.append(header)
-            if not self._entries or (self._num_left and not is_urgent):
-                return
-            entries, self._entries = self._entries, []
-            headers, self._headers = self._headers, []
-        self._post(entries, headers, [])
-
-    def _post(self, entries: Sequence[Any], headers: Sequence[bytes], frames: Frames) -> None:
-        meta = pickle.dumps((self._call.call_id, entries, headers))
-        self._send([REPLY, meta, *frames])

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rill.runtime import context as runtime_context
-from rill.runtime.call import CALL, STOP, Answers, Call, CallBook, HostProcess
+from rill.runtime.call import CALL, STOP, CallBook, HostProcess
+from rill.runtime.called import Answers, Call
 from rill.runtime.context import RuntimeContext, WorkerAddress
 from rill.runtime.line import Line
 from rill.runtime.mailbox import Frames, Mailbox

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rill.errors import UserError
-from rill.runtime.call import Answers
+from rill.runtime.called import Answers
 from rill.runtime.channel_ends import finish_call, settle_call
 from rill.runtime.context import RuntimeContext, install_for_thread
 from rill.runtime.worker import Seating, Worker, begin_call, build
