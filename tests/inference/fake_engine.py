@@ -178,8 +178,10 @@ class FakeEngine:
             self._version = version
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        if not (Path(source) / ADAPTER_FILES[0]).is_file():
-            raise ModelError(f"{source} holds no adapter")
+        try:
+            (Path(source) / ADAPTER_FILES[0]).read_bytes()
+        except (OSError, ValueError) as error:
+            raise ModelError(f"the folder holds no adapter: {error}") from error
         self.adapters |= {name}
 
     def unload_adapter(self, name: str) -> None:

@@ -20,6 +20,7 @@ import torch
 from rill.cli.serve import build_config, run
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
+from rill.models.lora import LoRAConfig, add_lora, save_adapter
 from tests.inference.scripted_model import write_scripted_model
 from tests.inference.serve_process import rill_serve
 
@@ -98,7 +99,8 @@ def test_two_replicas_answer_take_weights_and_drain(tmp_path: Path) -> None:
     model = ModelConfig(shape=SHAPE, tokenizer="chars")
     load_model(model, dtype=torch.float32).save_pretrained(tmp_path)
     load_tokenizer(model).save_pretrained(tmp_path)
-    settings = ("--replicas", "2", "engine.num_kv_blocks=512")
+    first = f"adapters.first={_write_adapter(tmp_path / 'first', 1)}"
+    settings = ("--replicas", "2", "engine.num_kv_blocks=512", first)
     with rill_serve(tmp_path, *settings, environment={"RILL_ADMIN_KEY": "adm"}) as (process, url):
         messages = [{"role": "user", "content": "hi"}]
         body = {"messages": messages, "max_tokens": 8, "seed": 3, "return_token_ids": True}
@@ -110,7 +112,39 @@ def test_two_replicas_answer_take_weights_and_drain(tmp_path: Path) -> None:
         again = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
         assert again["token_ids"] == first["token_ids"] and set(again["token_versions"]) == {1}
         assert httpx.get(f"{url}/health", timeout=60).json()["replicas"] == 2.0
+        _adapters(url, tmp_path)
         _ends_after_what_runs(process, url)
+
+
+def _write_adapter(folder: Path, seed: int) -> Path:
+    adapted, config = load_model(ModelConfig(shape=SHAPE), dtype=torch.float32), LoRAConfig(rank=4, seed=seed)
+    add_lora(adapted, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    save_adapter(adapted.named_parameters(), config, folder, base_model="tiny")
+    return folder
+
+
+def _adapters(url: str, tmp_path: Path) -> None:
+    """One came with the command line, one comes now; both replicas answer for both, and for the model itself."""
+    load = {"lora_name": "second", "lora_path": str(_write_adapter(tmp_path / "second", 2))}
+    admin = {"Authorization": "Bearer adm"}
+    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=load, headers=admin, timeout=60)
+    names = [tmp_path.name, "first", "second"]
+    assert answer.json() == {"status": "ok", "models": names}
+    assert [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]] == names
+    texts = {
+        (name, prompt): httpx.post(
+            f"{url}/v1/completions",
+            json={"model": name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True},
+            timeout=60,
+        ).json()["choices"][0]["text"]
+        for name in names
+        for prompt in ("abc", "xyz", "123", "a b")
+    }
+    assert len(set(texts.values())) > 8, texts
 
 
 def test_settings_reach_engine_server_and_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from fastapi.responses import PlainTextResponse
 from rill.errors import RillError
 from rill.inference.base import MemoryLevel, PauseMode
 from rill.inference.server.administration import act, admin_state
+from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError
 from rill.inference.server.schemas import InitBroadcasterBody, PauseBody, SleepBody, UpdateWeightsBody
-from rill.inference.server.state import ServerState, json_response, state_of
+from rill.inference.server.state import ServerState, state_of
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion
 from rill.inference.base import Request as EngineRequest
+from rill.inference.server.answers import DONE, event, respond
 from rill.inference.server.chat import (
     template_messages,
     template_options,
@@ -28,7 +29,7 @@ from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream
 from rill.inference.server.sampling import build_requests, new_id, refuse_top_logprobs, refuse_unsupported
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
-from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
+from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
 from rill.inference.server.tool_calls import ParsedCall, ToolCallStream
 
@@ -65,24 +66,15 @@ async def _respond(
     state: ServerState, caller: str, body: ChatBody, prompt: list[int], request: Request
 ) -> Response:
     answer = _Answer(state, body, prompt)
-    requests = answer.requests()
-    state.admission.enter(caller)
-    try:
-        if not body.stream:
-            completions = await state.generation.run(requests, request)
-            result = json_response(answer.whole(completions))
-            state.admission.leave()
-            return result
-        stream = await state.generation.open(requests, request)
-    except BaseException:
-        state.admission.leave()
-        raise
-
-    def close() -> None:
-        stream.close()
-        state.admission.leave()
-
-    return EventStream(answer.events(stream), close)
+    return await respond(
+        state,
+        caller,
+        answer.requests(),
+        request,
+        is_streamed=bool(body.stream),
+        whole=answer.whole,
+        events=answer.events,
+    )
 
 
 class _Sample:
@@ -143,7 +135,7 @@ class _Answer:
             config=self._state.config,
         )
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
             sample = self._new_sample()

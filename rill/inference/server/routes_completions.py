@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.base import Request as EngineRequest
+from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.choices import (
     as_piece,
     completion_logprobs,
@@ -30,7 +31,7 @@ from rill.inference.server.sampling import (
     resolve_model,
 )
 from rill.inference.server.schemas import CompletionBody
-from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
+from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
 
 routes = APIRouter()
@@ -42,29 +43,18 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     caller = state.keys.check_client(request)
     _refuse(body)
     answer = _Answer(state, body, await _prompts(state, body))
-    state.admission.enter(caller)
     if body.max_tokens == 0:
-        try:
+        with state.admission.admit(caller):
             return json_response(await answer.scored())
-        finally:
-            state.admission.leave()
-    try:
-        requests = answer.requests()
-        if not body.stream:
-            completions = await state.generation.run(requests, request)
-            result = json_response(await answer.whole(completions))
-            state.admission.leave()
-            return result
-        stream = await state.generation.open(requests, request)
-    except BaseException:
-        state.admission.leave()
-        raise
-
-    def close() -> None:
-        stream.close()
-        state.admission.leave()
-
-    return EventStream(answer.events(stream), close)
+    return await respond(
+        state,
+        caller,
+        answer.requests(),
+        request,
+        is_streamed=bool(body.stream),
+        whole=answer.whole,
+        events=answer.events,
+    )
 
 
 def _refuse(body: CompletionBody) -> None:

@@ -11,10 +11,11 @@ from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import AdapterEngine, Feature
 from rill.inference.server.administration import act, admin_state
+from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.sampling import resolve_model, served_names
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
-from rill.inference.server.state import ServerState, json_response, state_of
+from rill.inference.server.state import ServerState, state_of
 
 routes = APIRouter()
 

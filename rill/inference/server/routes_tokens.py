@@ -11,6 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion, Feature
+from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
 from rill.inference.server.choices import as_piece, finish_reason, usage
 from rill.inference.server.errors import bad_request
@@ -18,7 +19,7 @@ from rill.inference.server.generation import Piece, SampleStream, finite
 from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id, resolve_model
 from rill.inference.server.schemas import ChatTemplateBody, DetokenizeBody, GenerateBody, TokenizeBody
-from rill.inference.server.state import DONE, EventStream, ServerState, event, json_response, state_of
+from rill.inference.server.state import ServerState, state_of
 
 routes = APIRouter()
 
@@ -47,24 +48,21 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         model=body.model,
         priority=body.priority or body.sampling_params.priority,
     )
-    state.admission.enter(caller)
-    try:
-        if not body.stream:
-            prompt_logprobs = await _prompt_logprobs(state, body)
-            completions = await state.generation.run(requests, request)
-            answer = _answer(body, request_id, completions) | {"prompt_logprobs": prompt_logprobs}
-            state.admission.leave()
-            return json_response(answer)
-        stream = await state.generation.open(requests, request)
-    except BaseException:
-        state.admission.leave()
-        raise
 
-    def close() -> None:
-        stream.close()
-        state.admission.leave()
+    async def whole(completions: list[Completion]) -> dict[str, Any]:
+        return _answer(body, request_id, completions) | {
+            "prompt_logprobs": await _prompt_logprobs(state, body)
+        }
 
-    return EventStream(_events(body, request_id, stream), close)
+    return await respond(
+        state,
+        caller,
+        requests,
+        request,
+        is_streamed=bool(body.stream),
+        whole=whole,
+        events=lambda stream: _events(body, request_id, stream),
+    )
 
 
 @routes.post("/tokenize")

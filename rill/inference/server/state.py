@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi import Request
 
-from rill.errors import RillError
 from rill.inference.base import Engine
 from rill.inference.server.auth import KeyRing
 from rill.inference.server.config import ServerConfig
-from rill.inference.server.errors import ApiError, error_body, to_api_error
 from rill.inference.server.generation import Generation
 from rill.inference.server.limits import Admission
 from rill.inference.server.metrics import Metrics
@@ -27,8 +21,6 @@ from rill.inference.server.tool_calls import ToolSyntax
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
     from rill.models.loading import ModelConfig
-
-encode_json = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,39 +49,3 @@ def state_of(request: Request) -> ServerState:
     state = request.app.state.server
     assert isinstance(state, ServerState)
     return state
-
-
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(encode_json(body), status_code=status, media_type="application/json")
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. `on_close` runs even when the client left before the first event."""
-
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(
-            _with_errors(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_close()
-
-
-def event(body: Any) -> bytes:
-    return b"data: " + encode_json(body) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The status line is sent already: an error in the middle becomes the last event."""
-    try:
-        async for data in events:
-            yield data
-    except (ApiError, RillError) as error:
-        yield event(error_body(to_api_error(error))) + DONE
