@@ -21,10 +21,10 @@ from rill.telemetry.metrics import read_metrics
 from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run, write_atomically
 
+DEVICE_LANE = "device "
+"""How the lanes of devices begin; a lock's holder writes its turns there."""
 MAX_SPANS = 20_000
 MAX_GROUPS = 400
-MIN_SPAN_SHARE = 1e-5
-"""Spans shorter than this share of the run are not drawn once there are too many."""
 
 
 def write_report(run: Run, out: Path | None = None) -> Path:
@@ -78,7 +78,7 @@ def _timeline(run: Run) -> dict[str, Any]:
     lanes: dict[tuple[str, str], int] = {}
     spans = []
     for event in sorted(events, key=_lane_order):
-        lane = lanes.setdefault((event.process, event.lane), len(lanes))
+        lane = lanes.setdefault(_lane(event), len(lanes))
         start_s = (event.at_ns - begin_ns) / 1e9
         detail = ", ".join(f"{name}={value}" for name, value in event.attributes.items())
         spans.append([lane, event.name, round(start_s, 6), round(event.duration_ns / 1e9, 6), detail])
@@ -89,8 +89,15 @@ def _timeline(run: Run) -> dict[str, Any]:
     }
 
 
-def _lane_order(event: Event) -> tuple[str, str, int]:
-    return (event.process, event.lane, event.at_ns)
+def _lane(event: Event) -> tuple[str, str]:
+    """A device is one lane, whoever holds it: that two parts take turns is seen at a glance."""
+    return ("", event.lane) if event.lane.startswith(DEVICE_LANE) else (event.process, event.lane)
+
+
+def _lane_order(event: Event) -> tuple[bool, tuple[str, str], int]:
+    """Devices first."""
+    process, lane = _lane(event)
+    return (process != "", (process, lane), event.at_ns)
 
 
 def _rollouts(run: Run) -> list[Any]:

@@ -82,3 +82,14 @@ def test_an_empty_run_folder_is_an_error_in_words(tmp_path: Path) -> None:
     run.close()
     with pytest.raises(UserError, match="nothing to report"):
         write_report(run)
+
+
+def test_a_device_is_one_lane_whoever_holds_it_and_stands_first(run: Run) -> None:
+    for process in ("rollout[0]", "actor[0]"):
+        trace.configure(run.path, process)
+        with trace.span(process, lane="device 0"):
+            pass
+        trace.shutdown()
+    timeline = collect(run)["timeline"]
+    assert timeline["lanes"][0] == {"process": "", "lane": "device 0"}
+    assert {span[1] for span in timeline["spans"] if span[0] == 0} == {"rollout[0]", "actor[0]"}
