@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 
-from rill.errors import EngineError, PeerDiedError, RequestError, StuckError
+from rill.errors import EngineError, PeerDiedError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, Request
 from rill.inference.flight import Flight
+from rill.inference.requests import check_ids
 from rill.inference.tally import Tally
 from rill.types import PolicyVersion, StopReason
 
@@ -73,11 +74,8 @@ class RemoteFlights:
         with self._lock:
             if self.is_closed:
                 raise EngineError(f"{self._where}: the engine is closed")
+            check_ids([flight.request.id for flight in flights], self._flights)
             for flight in flights:
-                if flight.request.id in self._flights:
-                    raise RequestError(
-                        f"request {flight.request.id!r} is already under way: give it its own id"
-                    )
                 self._flights[flight.request.id] = flight
         self._loop.call_soon_threadsafe(self._start, flights)
 

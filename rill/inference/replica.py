@@ -30,7 +30,7 @@ from rill.inference.base import (
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica_outbox import End
 from rill.inference.replica_process import EngineFacts, replica_main
-from rill.inference.requests import wait_for_all
+from rill.inference.requests import check_ids, wait_for_all
 from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
 
@@ -112,6 +112,7 @@ class ReplicaEngine:
         futures: list[Future[Completion]] = [Future() for _ in requests]
         with self._lock:
             self._check_alive()
+            check_ids([request.id for request in requests], self._flights)
             for request, future in zip(requests, futures, strict=True):
                 self._flights[request.id] = (future, on_delta)
         self._send(("submit", list(requests), is_streamed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
@@ -73,6 +73,12 @@ def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -
             f"{who}: {ids.size} tokens, and at most {max_tokens} fit here: shorten the prompt, or raise the engine's"
             " max_context or KV cache"
         )
+
+
+def check_ids(ids: Sequence[str], under_way: Container[str]) -> None:
+    """Raises RequestError where two are the same or one is in use: results are found by their ids."""
+    if len(set(ids)) != len(ids) or any(request_id in under_way for request_id in ids):
+        raise RequestError("two requests under way have the same id: give each its own")
 
 
 def check_fits(request: Request, max_context: int) -> None:

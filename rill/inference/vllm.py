@@ -46,7 +46,7 @@ from rill.inference.base import (
 )
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import check_fits, check_request, wait_for_all
+from rill.inference.requests import check_fits, check_ids, check_request, wait_for_all
 from rill.inference.vllm_loop import Job, VllmLoop
 from rill.inference.vllm_words import VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
@@ -124,9 +124,7 @@ class VllmEngine:
         self._check_available()
         for request in requests:
             self._check(request)
-        ids = [request.id for request in requests]
-        if len(set(ids)) != len(ids) or any(i in self._loop.jobs for i in ids):
-            raise RequestError("two requests under way have the same id: give each its own")
+        check_ids([request.id for request in requests], self._loop.jobs)
         jobs = [Job(Flight(request, on_delta)) for request in requests]
         self._loop.post(lambda: self._loop.add(jobs))
         return [job.flight.future for job in jobs]

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from rill.errors import RequestError
 from rill.inference.base import Delta
 from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.inference.requests import check_ids
 from rill.types import StopReason
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class CallerOutlet:
         """Callers' threads. RequestError when two are the same or one is in use."""
         given = list(ids)
         with self._lock:
-            if len(set(given)) != len(given) or not self._ids.isdisjoint(given):
-                raise RequestError("two requests under way have the same id: give each its own")
+            check_ids(given, self._ids)
             self._ids.update(given)
 
     def deliver(self, news: Iterable[News]) -> None:

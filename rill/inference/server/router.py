@@ -30,7 +30,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.flight import Flight
-from rill.inference.requests import check_request, wait_for_all
+from rill.inference.requests import check_ids, check_request, wait_for_all
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.tally import total
@@ -93,6 +93,7 @@ class Router:
         with self._lock:
             if self._replicas.is_closed:
                 raise EngineError("the router is closed")
+            check_ids([request.id for request in requests], self._flights)
             for flight in flights:
                 self._flights[flight.request.id] = flight
         self._dispatch(flights)

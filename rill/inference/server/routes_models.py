@@ -89,6 +89,6 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": base,
         "parent": None if name == base else base,
         "max_model_len": state.engine.max_context,
-        "vocab_size": state.codec.vocab_size,
+        "vocab_size": state.engine.vocab_size,
         "version": int(state.engine.version),
     }
