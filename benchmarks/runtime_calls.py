@@ -111,6 +111,7 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
         for handle in [one.nothing() for _ in range(num_calls)]:
             handle.wait(30)
         report("calls_in_flight", system, num_calls / (time.perf_counter() - started_s), "calls/s")
+        group.ping(20).wait(120)  # connections are made at first use
         report("p2p_round_trip", system, 1e6 * max(group.ping(num_calls).wait(120)), "us")
         for num_bytes in (16 * 2**20, 64 * 2**20):
             sending = group.on(0).send_arrays(num_bytes, num_arrays)
