@@ -25,9 +25,9 @@ from rill.cli.progress import Progress
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
 from rill.telemetry import trace
-from rill.telemetry.guards import Finding, GuardWatch
+from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
-from rill.telemetry.rollouts import then_and_now
+from rill.telemetry.rollouts import latest_error, then_and_now
 from rill.telemetry.run import Run
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
@@ -113,6 +113,8 @@ def _drive(config: RecipeConfig, run: Run) -> tuple[Progress, Sequence[Finding]]
     def guard(report: StepReport) -> None:
         for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
             progress.note(f"guard: {finding}")
+            if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
+                progress.note(f"  for example: {error}")
 
     observers = [record, progress.observe, guard, interrupts.observe]
     say(f"run folder: {run.path}")

@@ -12,6 +12,7 @@ import typer
 from rill.cli.console import say, say_json, say_table
 from rill.telemetry.chrome import export_chrome
 from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.rollouts import read_rollouts, samples_of
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
 
 REWARD = "reward/mean"
@@ -41,6 +42,7 @@ def runs(
       rill runs                      the runs in ./runs
       rill runs --root /data/runs    those elsewhere
       rill runs show demo            one of them
+      rill runs rollouts demo        what its model says
       rill runs trace demo           its timeline, for https://ui.perfetto.dev
     """
     if context.invoked_subcommand is not None:
@@ -85,6 +87,42 @@ def show(
         say_table(
             ["figure", "value"], [[name, f"{value:.6g}"] for name, value in sorted(rows[-1].values.items())]
         )
+
+
+@app.command()
+def rollouts(
+    run: Name,
+    root: Root = Path(RUNS_FOLDER),
+    step: Annotated[
+        int | None, typer.Option("--step", help="Of the policy after so many steps. Unset: the newest.")
+    ] = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Groups.")] = 1,
+    failed: Annotated[bool, typer.Option("--failed", help="Only samples whose reward failed.")] = False,
+) -> None:
+    """Print what the model said, with the reward of each answer.
+
+    \b
+    Examples:
+      rill runs rollouts demo                the newest group
+      rill runs rollouts demo --step 0 -n 3  three groups from before the first step
+      rill runs rollouts demo --failed       answers whose reward raised or hung, and why
+    """
+    opened = Run.open(run, root=root)
+    groups = [
+        group
+        for group in read_rollouts(opened)
+        if (step is None or group["version"] == step + 1)
+        and (not failed or any(said.error for said in samples_of(group)))
+    ]
+    if not groups:
+        say(f"{opened.path} has recorded no such rollouts (see rollout.log_groups)")
+    for group in groups[-count:]:
+        say(f"{group['group']}, after step {group['version'] - 1}, expected {group['answer']!r}")
+        for said in samples_of(group):
+            if said.error or not failed:
+                say(f"  {said.reward:6.2f}  {said.prompt}▸{said.response}".replace("\n", "\n          "))
+                if said.error:
+                    say(f"          {said.error}")
 
 
 @app.command()

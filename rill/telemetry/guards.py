@@ -19,6 +19,7 @@ from rill.errors import GuardError
 from rill.telemetry.jsonl import LineFile, encode_line
 
 GUARDS_FILE = "guards.jsonl"
+FAILING_REWARDS = "failing rewards"
 _log = logging.getLogger(__name__)
 
 
@@ -109,12 +110,39 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
             patience=3,
         ),
         Guard(
-            name="failing rewards",
+            name=FAILING_REWARDS,
             metric="rollout/errors",
             is_off=lambda value: value > 0.1,
             expected="at most 10 %",
             meaning="Environments or rewards fail; `error` in the rollouts says how.",
             patience=2,
+        ),
+        Guard(
+            name="empty answers",
+            metric="length/response",
+            is_off=lambda value: value <= 1.0,
+            expected="above 1 token",
+            meaning="Answers end with their first token: look at the chat template, at what counts as an end-of-text "
+            "token, and at `stop`.",
+            patience=3,
+        ),
+        Guard(
+            name="clipped updates",
+            metric="policy/clipped",
+            is_off=lambda value: value > 0.5,
+            expected="at most half of the tokens",
+            meaning="Most tokens have left the trust region within one batch: lower the learning rate, the number of "
+            "epochs or mini-batches, or loop.max_lag.",
+            patience=2,
+        ),
+        Guard(
+            name="no update",
+            metric="grad_norm",
+            is_off=lambda value: value == 0.0,
+            expected="above 0",
+            meaning="Nothing is learned: all advantages are 0 (see `reward/std`), every token is masked, or no "
+            "parameter is trained.",
+            patience=3,
         ),
         Guard(
             name="gradient",

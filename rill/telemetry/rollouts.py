@@ -54,6 +54,12 @@ def then_and_now(run: Run) -> list[Said]:
     return [_typical(samples_of(group)) for group in (groups[0], groups[-1])]
 
 
+def latest_error(run: Run) -> str:
+    """Why the newest recorded sample with an error failed; empty when none did."""
+    errors = [said.error for group in read_rollouts(run) for said in samples_of(group) if said.error]
+    return errors[-1] if errors else ""
+
+
 def _typical(samples: list[Said]) -> Said:
     return sorted(samples, key=lambda said: said.reward)[len(samples) // 2]
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from rill.cli.main import app
 from rill.cli.runs import format_seconds
 from rill.telemetry import trace
+from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.run import Run
 
@@ -83,3 +84,27 @@ def test_a_trace_is_exported_for_perfetto(tmp_path: Path) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_rollouts_are_printed_by_step_and_failures_with_their_reason() -> None:
+    folder = finished_run().rollouts_dir
+    log = LineFile(folder / "rollout-0.jsonl")
+    for version, error in ((1, "KeyError: 'x'"), (2, None)):
+        sample = {
+            "tokens": ["2+2=", "4"],
+            "sampled": [0, 1],
+            "reward": 1.0 - (error is not None),
+            "error": error,
+        }
+        log.write(
+            encode_line({"version": version, "group": f"g{version}", "answer": "4", "samples": [sample]})
+        )
+    log.close()
+    assert run("runs", "rollouts", "demo").splitlines() == [
+        "g2, after step 1, expected '4'",
+        "    1.00  2+2=▸4",
+    ]
+    assert "g1, after step 0" in run("runs", "rollouts", "demo", "--step", "0")
+    failed = run("runs", "rollouts", "demo", "--failed")
+    assert "KeyError: 'x'" in failed and "g2" not in failed
+    assert "no such rollouts" in run("runs", "rollouts", "demo", "--step", "9")

@@ -20,7 +20,7 @@ def test_a_constant_reward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "mismatch" not in findings
     printed = capfd.readouterr().out
     assert printed.count("guard: step 3: no signal: reward/std is 0") == 1
-    assert "guard:    step 3: no signal" in printed, "and again in the summary"
+    assert "guard          step 3: no signal" in printed, "and again in the summary"
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "the reward does not see the answer" in page
 

@@ -20,6 +20,11 @@ def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
         "mismatch/ess": 1.0,
         "policy/entropy": 0.5,
         "reward/std": 0.4,
+        "length/response": 12.5,
+        "length/truncated": 0.1,
+        "policy/clipped": 0.05,
+        "rollout/errors": 0.0,
+        "grad_norm": 0.3,
     }
     assert watch(tmp_path).check(1, healthy) == []
 
@@ -34,6 +39,9 @@ def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
         ("reward/std", 0.0, 3, "no signal"),
         ("length/truncated", 0.9, 3, "truncated answers"),
         ("rollout/errors", 0.5, 2, "failing rewards"),
+        ("length/response", 1.0, 3, "empty answers"),
+        ("policy/clipped", 0.8, 2, "clipped updates"),
+        ("grad_norm", 0.0, 3, "no update"),
     ],
 )
 def test_each_fault_is_named_after_its_patience_and_once(
