@@ -20,6 +20,7 @@ from rill.inference.base import PauseMode, Request
 from rill.inference.vllm_server import VllmServerEngine
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
+from tests.inference.conformance import EngineConformance
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 if importlib.util.find_spec("vllm") is None:
@@ -131,3 +132,9 @@ def test_an_update_reaches_every_layer_and_cut_requests_go_on(
     assert np.abs(expected - completion.logprobs[first_new:]).max() < TOLERANCE
     (after,) = engine.generate([request("after", prompt)], 60.0)
     assert error_of(reference, prompt, after) < TOLERANCE
+
+
+class TestVllmServer(EngineConformance):
+    """The suite that every engine runs, on the same server and reference: both take the same weights."""
+
+    atol = TOLERANCE
