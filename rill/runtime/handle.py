@@ -70,7 +70,8 @@ class Handle:
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
-        self._pump.poll()
+        if self._num_left:
+            self._pump.poll()
         return [None if slot is None else slot.outcome() for slot in self._slots]
 
     def done(self) -> bool:
