@@ -4,6 +4,7 @@ verl                data_source, prompt [messages], ability, reward_model {style
 messages            messages [{role, content}], answer?        a last assistant message is the written solution
 prompt/completion   prompt (text or messages), completion, answer?
 question/answer     question, answer                           names can be set
+preference          prompt, chosen, rejected, margin?          or two conversations that differ in their last message
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +25,8 @@ QUESTION_NAMES = ("question", "problem", "prompt", "instruction", "query")
 ANSWER_NAMES = ("answer", "ground_truth", "final_answer", "target", "label")
 SOLUTION_NAMES = ("completion", "response", "output", "solution")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"
+"""Of a preference, in the row and in the prompt's metadata."""
 
 
 class RowConfig(DatasetConfig):
@@ -101,9 +105,38 @@ def prompt_from_row(row: Any, config: RowConfig, *, where: str, row_id: str) -> 
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row must be a table of fields, got {type(row).__name__}")
     row = {key: _plain(value) for key, value in row.items()}
+    if CHOSEN in row or REJECTED in row:
+        return _from_preference(row, config, where, row_id)
     if isinstance(row.get("messages"), list):
         return _from_messages(row, config, where, row_id)
     return _from_question(row, config, where, row_id)
+
+
+def _from_preference(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:
+    talks = [_reply(row.get(name), f"{where}: `{name}`") for name in (CHOSEN, REJECTED)]
+    (before, chosen), (also_before, rejected) = talks
+    if before != also_before:
+        raise DataError(f"{where}: `chosen` and `rejected` must differ in their last message only")
+    rest = {key: value for key, value in row.items() if key not in (CHOSEN, REJECTED)}
+    if before:
+        rest["messages"] = [{"role": m.role, "content": m.content} for m in before]
+    prompt = prompt_from_row(rest, config, where=where, row_id=row_id)
+    try:
+        margin = float(row.get(MARGIN) or 0.0)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: `margin` must be a number, got {row[MARGIN]!r}") from None
+    pair = {CHOSEN: chosen, REJECTED: rejected, MARGIN: margin}
+    return replace(prompt, metadata={**prompt.metadata, **pair})
+
+
+def _reply(value: Any, where: str) -> tuple[tuple[Message, ...], str]:
+    """(the conversation before it, the answer) of a text or of messages that end with the assistant's."""
+    if isinstance(value, str):
+        return (), value
+    messages = parse_messages(value, where)
+    if messages[-1].role != "assistant":
+        raise DataError(f"{where} must end with an assistant message, got {messages[-1].role!r}")
+    return messages[:-1], messages[-1].content
 
 
 def _from_messages(row: dict[str, Any], config: RowConfig, where: str, row_id: str) -> Prompt:

@@ -50,12 +50,16 @@ class SFTEncoder:
             example = self.from_messages(prompt.id, (*prompt.messages, reply))
         elif prompt.messages and prompt.messages[-1].role == "assistant":
             example = self.from_messages(prompt.id, prompt.messages)
-        elif prompt.messages:
-            answer = Message(role="assistant", content=solution_of(prompt))
-            example = self._last_answer_only(prompt.id, (*prompt.messages, answer))
         else:
-            example = self.from_completion(prompt, solution_of(prompt))
+            return self.answered(prompt, solution_of(prompt))
         return self._checked(example)
+
+    def answered(self, prompt: Prompt, answer: str) -> SFTExample:
+        """The prompt with this answer, which alone carries loss."""
+        if not prompt.messages:
+            return self._checked(self.from_completion(prompt, answer))
+        messages = (*prompt.messages, Message(role="assistant", content=answer))
+        return self._checked(self._masked(prompt.id, messages, [len(messages) - 1]))
 
     def from_completion(self, prompt: Prompt, completion: str) -> SFTExample:
         """Plain text: the prompt's ids as the engine gets them, then the completion and the end token."""
@@ -74,9 +78,6 @@ class SFTEncoder:
         if not spoken:
             raise DataError(f"{example_id}: the conversation has no assistant message to learn from")
         return self._masked(example_id, messages, spoken)
-
-    def _last_answer_only(self, example_id: str, messages: Sequence[Message]) -> SFTExample:
-        return self._masked(example_id, messages, [len(messages) - 1])
 
     def _masked(self, example_id: str, messages: Sequence[Message], spoken: Sequence[int]) -> SFTExample:
         whole = self._ids(messages, add_generation_prompt=False)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rill.models.attention_packed import PackedLayout
 from rill.models.cpu_build import load_library
+from rill.models.packed_layout import PackedLayout
 
 _MATMUL_MULTIPLE = 32
 _ROWS_PER_SUM = 64

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rill.models.attention_packed import PackedLayout
 from rill.models.cpu_training import GradientSums, TrainingKernels, load_training_kernels
+from rill.models.packed_layout import PackedLayout
 
 ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"})
 _MAX_HEAD_DIM = 256

@@ -7,15 +7,13 @@ has the same names, so checkpoints are interchangeable.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rill.models.cpu_training import AdamWRates, TrainingKernels
 from rill.training.parallel import local
-
-if TYPE_CHECKING:
-    from rill.training.optim import OptimizerConfig, Slot
+from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
 
 
 class CpuAdamW(torch.optim.Optimizer):
@@ -25,13 +23,7 @@ class CpuAdamW(torch.optim.Optimizer):
         self._slots = {id(s.master): s for s in slots}
         self._kernels = kernels
         self.gradient_scale = 1.0
-        super().__init__(
-            [
-                {"params": [s.master for s in slots if s.template.ndim >= 2], "decay": config.weight_decay},
-                {"params": [s.master for s in slots if s.template.ndim < 2], "decay": 0.0},
-            ],
-            {"lr": config.learning_rate, "betas": config.betas, "epsilon": config.epsilon},
-        )
+        super().__init__(parameter_groups(slots, config.weight_decay), adam_defaults(config))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -50,9 +42,9 @@ class CpuAdamW(torch.optim.Optimizer):
                 rates = AdamWRates(
                     gradient_scale=self.gradient_scale,
                     learning_rate=group["lr"],
-                    weight_decay=group["decay"],
+                    weight_decay=group["weight_decay"],
                     betas=group["betas"],
-                    epsilon=group["epsilon"],
+                    epsilon=group["eps"],
                     step=int(state["step"]),
                 )
                 copy = local(slot.template.detach()) if slot.has_copy else None

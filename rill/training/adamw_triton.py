@@ -2,8 +2,8 @@
 
 Reads the gradient in whatever precision the backward pass left it, updates the float32 master and its two moments, and
 writes the module's low-precision copy: 28 bytes a parameter move, against 44 for copying, scaling, updating and
-publishing one after another. The update is torch.optim.AdamW's; state has the same names, so checkpoints are
-interchangeable.
+publishing one after another; 16 where the moments have 8 bits (rill.training.blockwise). The update is
+torch.optim.AdamW's; state has the same names, so checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -18,17 +18,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rill.models.attention_packed import copy_in
-from rill.training.optim import OptimizerConfig, Slot
+from rill.models.packed_layout import copy_in
+from rill.training.adamw8bit import MOMENTS, SCALE_SUFFIX, is_coded, new_state
+from rill.training.blockwise import BLOCK as CODE_BLOCK
+from rill.training.blockwise import SIGNED_TOP, UNSIGNED_TOP
 from rill.training.parallel import local
+from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
 
 _BLOCK = 2048
 _CHUNK = 32 * _BLOCK
 """Elements of one program: large enough that few programs start, small enough that the last ones end together."""
+_WORDS = 8
+"""Of a row of addresses."""
+
+
+@triton.jit
+def _updated(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+    grad, master, mean, square, rate, decay, beta1, beta2, epsilon, correction1, correction2_sqrt
+):
+    """(master, mean, square) after one step."""
+    mean = mean + (1.0 - beta1) * (grad - mean)
+    square = beta2 * square + (1.0 - beta2) * grad * grad
+    master = master * (1.0 - rate * decay)
+    master = master - (rate / correction1) * mean / (tl.sqrt(square) / correction2_sqrt + epsilon)
+    return master, mean, square
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+def _adamw_kernel(  # type: ignore[no-untyped-def]
     addresses_ptr,
     constants_ptr,
     chunks_ptr,
@@ -42,10 +59,11 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations a
     COPY: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    row = addresses_ptr + 6 * tensor
+    row = addresses_ptr + WORDS * tensor
     # The hints say what the host made sure of; without them every access would be of one element.
     master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
     mean_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
@@ -65,14 +83,117 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations a
         master = tl.load(master_ptr + offsets, mask=inside, other=0.0)
         mean = tl.load(mean_ptr + offsets, mask=inside, other=0.0)
         square = tl.load(square_ptr + offsets, mask=inside, other=0.0)
-        mean = mean + (1.0 - beta1) * (grad - mean)
-        square = beta2 * square + (1.0 - beta2) * grad * grad
-        master = master * (1.0 - rate * decay)
-        master = master - (rate / correction1) * mean / (tl.sqrt(square) / correction2_sqrt + epsilon)
+        master, mean, square = _updated(
+            grad, master, mean, square, rate, decay, beta1, beta2, epsilon, correction1, correction2_sqrt
+        )
         tl.store(master_ptr + offsets, master, mask=inside)
         tl.store(mean_ptr + offsets, mean, mask=inside)
         tl.store(square_ptr + offsets, square, mask=inside)
         tl.store(copy_ptr + offsets, master.to(COPY), mask=inside)
+
+
+@triton.jit
+def _power_of_two(exponent):  # type: ignore[no-untyped-def]
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decoded(codes, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shares of the scale: rill.training.blockwise.value_table by arithmetic, for gathers would take thrice as long."""
+    number = codes.to(tl.float32)
+    bit = (number.to(tl.int32, bitcast=True) >> 23) - 127
+    top = tl.exp2((bit - TOP).to(tl.float32) * 3.3219280948873623)
+    share = top * (0.1 + 0.9 * (number - _power_of_two(bit) + 0.5) * _power_of_two(-bit))
+    share = tl.where(codes == 2 * 2**TOP - 1, 1.0, share)
+    return tl.where(codes > 0, share, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encoded(values, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(codes, scales) of [blocks, values of a block] magnitudes: rill.training.blockwise.encode without the sign.
+
+    A logarithm that falls on the wrong side of a decade's end gives the cell next to it, which is as near.
+    """
+    scales = tl.max(values, axis=1)
+    share = values * (1.0 / tl.where(scales > 0, scales, 1.0))[:, None]
+    bit = tl.ceil(tl.log2(tl.maximum(share, 1e-30)) * 0.30102999566398120) + TOP
+    bit = tl.minimum(tl.maximum(bit, 0.0), TOP * 1.0)
+    cells = _power_of_two(bit.to(tl.int32))
+    decades = tl.exp2((TOP - bit) * 3.3219280948873623)
+    cell = tl.floor((share * decades - 0.1) * (cells * (1.0 / 0.9)))
+    cell = tl.minimum(tl.maximum(cell, 0.0), cells - 1.0)
+    return tl.where(share > 0, cells + cell, 0.0).to(tl.int32), scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _adamw8_kernel(  # type: ignore[no-untyped-def]
+    addresses_ptr,
+    constants_ptr,
+    chunks_ptr,
+    grad_scale,
+    rate,
+    beta1,
+    beta2,
+    epsilon,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+    SIGNED_TOP: tl.constexpr,
+    UNSIGNED_TOP: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    row = addresses_ptr + WORDS * tensor
+    master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
+    mean_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), 16)
+    square_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16)
+    grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
+    copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 16)
+    num_elements = tl.load(row + 5)
+    mean_scale_ptr = tl.load(row + 6).to(tl.pointer_type(tl.float32))
+    square_scale_ptr = tl.load(row + 7).to(tl.pointer_type(tl.float32))
+    decay = tl.load(constants_ptr + 3 * tensor)
+    correction1 = tl.load(constants_ptr + 3 * tensor + 1)
+    correction2_sqrt = tl.load(constants_ptr + 3 * tensor + 2)
+    for start in range(0, CHUNK, ROWS * CODES):
+        blocks = (first + start) // CODES + tl.arange(0, ROWS)
+        offsets = first + start + tl.arange(0, ROWS)[:, None] * CODES + tl.arange(0, CODES)[None, :]
+        inside = offsets < num_elements
+        is_there = blocks * CODES < num_elements
+        grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * grad_scale
+        master = tl.load(master_ptr + offsets, mask=inside, other=0.0)
+        mean_code = tl.load(mean_ptr + offsets, mask=inside, other=0).to(tl.int32)
+        square_code = tl.load(square_ptr + offsets, mask=inside, other=0).to(tl.int32)
+        mean_scale = tl.load(mean_scale_ptr + blocks, mask=is_there, other=0.0)
+        square_scale = tl.load(square_scale_ptr + blocks, mask=is_there, other=0.0)
+        mean = _decoded(mean_code & 127, SIGNED_TOP) * mean_scale[:, None]
+        mean = tl.where(mean_code > 127, -mean, mean)
+        square = _decoded(square_code, UNSIGNED_TOP) * square_scale[:, None]
+        master, mean, square = _updated(
+            grad, master, mean, square, rate, decay, beta1, beta2, epsilon, correction1, correction2_sqrt
+        )
+        tl.store(master_ptr + offsets, master, mask=inside)
+        tl.store(copy_ptr + offsets, master.to(COPY), mask=inside)
+        mean_code, mean_scale = _encoded(tl.abs(mean), SIGNED_TOP)
+        mean_code = tl.where(mean < 0, mean_code + 128, mean_code)
+        square_code, square_scale = _encoded(square, UNSIGNED_TOP)
+        tl.store(mean_ptr + offsets, mean_code.to(tl.uint8), mask=inside)
+        tl.store(square_ptr + offsets, square_code.to(tl.uint8), mask=inside)
+        tl.store(mean_scale_ptr + blocks, mean_scale, mask=is_there)
+        tl.store(square_scale_ptr + blocks, square_scale, mask=is_there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What one launch has in common. Odd sizes go apart, for their ends need care."""
+
+    is_even: bool
+    is_coded: bool
+    grad: torch.dtype
+    copy: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +209,16 @@ class _Update:
     decay: float
 
     @property
-    def kind(self) -> tuple[bool, torch.dtype, torch.dtype]:
-        """One launch takes one precision of gradients and copies; odd sizes go apart, for their ends need care."""
-        return self.slot.master.numel() % 16 == 0, self.grad.dtype, self.slot.template.dtype
+    def kind(self) -> _Kind:
+        is_even = self.slot.master.numel() % 16 == 0
+        return _Kind(is_even, is_coded(self.state), self.grad.dtype, self.slot.template.dtype)
 
     def addresses(self) -> tuple[int, ...]:
-        """Of master, mean, square, gradient and copy, and the number of elements."""
+        """_WORDS of them: master, mean, square, gradient, copy, the number of elements, scales of mean and square."""
         state, copy = self.state, local(self.slot.template.detach())
         tensors = (self.slot.master, state["exp_avg"], state["exp_avg_sq"], self.grad, copy)
-        return (*(t.data_ptr() for t in tensors), copy.numel())
+        scales = [state[key + SCALE_SUFFIX].data_ptr() if is_coded(state) else 0 for key in MOMENTS]
+        return (*(t.data_ptr() for t in tensors), copy.numel(), *scales)
 
 
 class CopyingAdamW(torch.optim.Optimizer):
@@ -104,29 +226,24 @@ class CopyingAdamW(torch.optim.Optimizer):
 
     def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
         self._slots = {id(s.master): s for s in slots}
+        self._has_codes = config.type == "adamw8bit"
         self._chunks: dict[tuple[int, ...], Tensor] = {}
         self._updates: list[_Update] = []
-        self._launches: list[tuple[tuple[bool, torch.dtype, torch.dtype], tuple[Tensor, ...]]] = []
+        self._launches: list[tuple[_Kind, tuple[Tensor, ...]]] = []
         self.gradient_scale = 1.0
-        super().__init__(
-            [
-                {"params": [s.master for s in slots if s.template.ndim >= 2], "decay": config.weight_decay},
-                {"params": [s.master for s in slots if s.template.ndim < 2], "decay": 0.0},
-            ],
-            {"lr": config.learning_rate, "betas": config.betas, "epsilon": config.epsilon},
-        )
+        super().__init__(parameter_groups(slots, config.weight_decay), adam_defaults(config))
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Make the tables of the next step() from the gradients as they are now: host work of a millisecond or two,
         best done while the device is still busy with the backward pass."""
         self._updates = [
-            self._update(self._slots[id(master)], group["decay"])
+            self._update(self._slots[id(master)], group["weight_decay"])
             for group in self.param_groups
             for master in group["params"]
             if self._slots[id(master)].gradient() is not None
         ]
-        by_kind: dict[tuple[bool, torch.dtype, torch.dtype], list[_Update]] = {}
+        by_kind: dict[_Kind, list[_Update]] = {}
         for update in self._updates:
             by_kind.setdefault(update.kind, []).append(update)
         self._launches = [(kind, self._tables(updates)) for kind, updates in by_kind.items()]
@@ -136,22 +253,17 @@ class CopyingAdamW(torch.optim.Optimizer):
         if not self._is_prepared():
             self.prepare()
         group = self.param_groups[0]
-        for (is_even, grad_dtype, copy_dtype), tables in self._launches:
-            _adamw_kernel[(len(tables[-1]),)](
-                *tables,
-                self.gradient_scale,
-                group["lr"],
-                *group["betas"],
-                group["epsilon"],
-                IS_EVEN=is_even,
-                GRAD=_TYPES[grad_dtype],
-                COPY=_TYPES[copy_dtype],
-                CHUNK=_CHUNK,
-                BLOCK=_BLOCK,
-                num_warps=8,
-            )
-        for update in self._updates:
-            update.state["step"] += 1
+        rates = (self.gradient_scale, group["lr"], *group["betas"], group["eps"])
+        for kind, tables in self._launches:
+            types = {"GRAD": _TYPES[kind.grad], "COPY": _TYPES[kind.copy], "CHUNK": _CHUNK, "WORDS": _WORDS}
+            grid = (len(tables[-1]),)
+            if kind.is_coded:
+                shape = {"ROWS": _BLOCK // CODE_BLOCK, "CODES": CODE_BLOCK}
+                tops = {"SIGNED_TOP": SIGNED_TOP, "UNSIGNED_TOP": UNSIGNED_TOP}
+                _adamw8_kernel[grid](*tables, *rates, **types, **shape, **tops, num_warps=8)
+            else:
+                _adamw_kernel[grid](*tables, *rates, IS_EVEN=kind.is_even, BLOCK=_BLOCK, **types, num_warps=8)
+        torch._foreach_add_([update.state["step"] for update in self._updates], 1)
         self._updates, self._launches = [], []
 
     def _is_prepared(self) -> bool:
@@ -164,21 +276,19 @@ class CopyingAdamW(torch.optim.Optimizer):
         state, grad = self.state[slot.master], slot.gradient()
         assert grad is not None
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(slot.master)
-            state["exp_avg_sq"] = torch.zeros_like(slot.master)
+            state.update(new_state(slot) if self._has_codes else _float_state(slot))
         state["step"] = state["step"].cpu()  # a checkpoint may have put it elsewhere
         return _Update(slot, grad, _aligned(grad), state, decay)
 
     def _tables(self, updates: Sequence[_Update]) -> tuple[Tensor, ...]:
-        """(addresses, constants, chunks) on the device, as the kernel wants them."""
+        """(addresses, constants, chunks) on the device, as the kernels want them."""
         device = updates[0].grad.device
         beta1, beta2 = self.param_groups[0]["betas"]
         addresses = np.array([u.addresses() for u in updates], dtype=np.int64)
         numbers = np.array([float(u.state["step"]) for u in updates]) + 1.0
         decays = np.array([u.decay for u in updates])
         constants = np.stack([decays, 1.0 - beta1**numbers, np.sqrt(1.0 - beta2**numbers)], axis=1)
-        sizes = tuple(addresses[:, -1].tolist())
+        sizes = tuple(u.slot.master.numel() for u in updates)
         if sizes not in self._chunks:
             self._chunks[sizes] = copy_in(_chunks_of(sizes), device)
         return (
@@ -189,6 +299,11 @@ class CopyingAdamW(torch.optim.Optimizer):
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _float_state(slot: Slot) -> dict[str, Tensor]:
+    zeros = {key: torch.zeros_like(slot.master) for key in MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def _aligned(grad: Tensor) -> Tensor:

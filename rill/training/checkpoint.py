@@ -98,14 +98,15 @@ class Checkpointer:
             )
         engine.prepare_optimizer_state()
         state = engine.state()
+        group = engine.world.host_group()
         with _without_single_process_warning():
             load(
                 state,
                 storage_reader=FileSystemReader(chosen),
-                process_group=engine.world.host_group(),
-                no_dist=engine.world.size == 1,
+                process_group=group,
+                no_dist=group is None,
             )
-        engine.after_load(int(about["version"]))
+        engine.after_load(int(about["version"]), state)
         return engine.version
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class Checkpointer:
                 state,
                 storage_writer=FileSystemWriter(partial, sync_files=True),
                 process_group=group,
-                no_dist=world.size == 1,
+                no_dist=group is None,
             )
         sums = {p.name: describe(p) for p in self._own_files(partial)}
         if group is not None:
@@ -255,13 +256,10 @@ def _fingerprint(engine: TrainEngine) -> str:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, DTensor):
-        part = value.to_local().detach().to("cpu", copy=True)
-        return DTensor.from_local(
-            part,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
+        # DTensor.from_local would move the part back to the mesh's device.
+        names, about = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
+        parts = {name: _to_host(getattr(value, name)) for name in names}
+        return DTensor.__tensor_unflatten__(  # type: ignore[no-untyped-call]
+            parts, about, value.shape, value.stride()
         )
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -32,7 +32,7 @@ from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
 from rill.training.offload import OffloadLevel, Shelf
-from rill.training.optim import Optimizer, Slot
+from rill.training.optim import Optimizer
 from rill.training.parallel import (
     World,
     apply_tensor_parallel,
@@ -43,6 +43,7 @@ from rill.training.parallel import (
     shard_model,
 )
 from rill.training.recompute import recompute_layer
+from rill.training.slots import Slot
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class TrainEngine:
             trained = {s.name for s in self.slots}
             frozen = [(n, p) for n, p in self.module.named_parameters() if n not in trained]
             state.update({f"frozen.{n}": p.detach() for n, p in frozen})
-        for name, values in self.optimizer.state_tensors().items():
+        for name, values in self.optimizer.plain_state().items():
             template = self.optimizer.template(name)
             for key, value in values.items():
                 if not isinstance(value, Tensor):
@@ -207,8 +208,15 @@ class TrainEngine:
             slot.master.copy_(value)
         self.zero_gradients()
 
-    def after_load(self, version: int) -> None:
-        """Masters and optimizer state were written in place: bring the module and the version in line."""
+    def after_load(self, version: int, state: dict[str, Any]) -> None:
+        """A checkpoint was written into the tensors of state(): bring optimizer, module and version in line."""
+        values: dict[str, dict[str, Tensor]] = {}
+        for address, value in state.items():
+            kind, _, rest = address.partition(".")
+            if kind == "optimizer":
+                name, _, key = rest.rpartition(".")
+                values.setdefault(name, {})[key] = local(value)
+        self.optimizer.load_plain_state(values)
         self._version = version
         self._publish_masters()
 
@@ -261,8 +269,7 @@ class TrainEngine:
                 recompute_layer(layer, self.config.activation_checkpointing)
             if self.config.compile:
                 compile_layer(layer)
-        self._is_sharded = self.world.data_size * self.world.context_size > 1
-        if self._is_sharded:
+        if self.world.shards:
             shard_model(
                 self.module,
                 list(self.module.layers),
@@ -282,7 +289,7 @@ class TrainEngine:
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""
         param_dtype = DTYPES[self.config.param_dtype]
-        self._has_copies = not self._is_sharded and param_dtype != self.compute_dtype
+        self._has_copies = not self.world.shards and param_dtype != self.compute_dtype
         slots: list[Slot] = []
         for name, parameter in self.module.named_parameters():
             master = local(parameter.detach())

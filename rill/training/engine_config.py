@@ -13,8 +13,8 @@ from rill.config import Config
 from rill.models.head import KEEP_BYTES
 from rill.models.loading import ModelConfig
 from rill.models.lora import LoRAConfig
-from rill.training.optim import OptimizerConfig
 from rill.training.schedule import Schedule
+from rill.training.slots import OptimizerConfig
 
 Precision = Literal["float32", "bfloat16"]
 

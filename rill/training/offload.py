@@ -1,7 +1,8 @@
 """Giving device memory back without losing a tensor's identity.
 
 A tensor's storage is emptied in place and filled again later, so that every view, optimizer state and module
-parameter that shares it stays valid. Callers: TrainEngine.offload/onload and ScoreModel, in turns on a shared device.
+parameter that shares it stays valid. Callers: TrainEngine.offload/onload and ScoreModel, in turns on a shared device;
+Optimizer for the pinned memory its offloaded state rests in.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ class Shelf:
         # A storage that is gone may have left its address to another one.
         buffer = self._buffers.get(storage._cdata)
         return buffer is not None and buffer.nbytes == storage.nbytes()
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Pinned host memory for a tensor's values, exactly its size; torch's own allocator rounds up to powers of two."""
+    slab = _pinned_slab(-(-max(tensor.nbytes, 1) // _ALIGN_BYTES) * _ALIGN_BYTES)
+    return slab[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _device_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

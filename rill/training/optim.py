@@ -1,67 +1,29 @@
-"""Optimizers over the local float32 parts of parameters.
+"""The optimizer that an engine steps: one or two torch.optim parts over the slots, and their state by parameter name.
 
-Callers: rill.training.engine. An optimizer sees plain tensors, never how a parameter is distributed; element-wise
-updates need no more. Muon, which works on whole matrices, gets the distributed view through `Slot.template`.
-Vectors (norms, biases) have no weight decay.
+Callers: rill.training.engine, rill.training.checkpoint through it.
+
+    adamw       one pass over memory: adamw_triton (bf16 copies on one GPU), adamw_cpu; torch's fused one elsewhere
+    adamw8bit   adamw_triton likewise, adamw8bit elsewhere
+    muon        muon on the decoder's matrices, AdamW on the rest
+    sgd         torch's
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from pydantic import Field
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from rill.config import Config
-from rill.errors import MissingExtraError
 from rill.models.cpu_training import TrainingKernels, load_training_kernels
+from rill.training.adamw8bit import MOMENTS, EightBitAdamW, decoded, is_coded, write
 from rill.training.adamw_cpu import CpuAdamW
-from rill.training.parallel import full, like, local, local_slice
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """One trained parameter."""
-
-    name: str
-    template: Tensor
-    """The module's own parameter, distributed or not."""
-    master: Tensor
-    """This rank's part, in the precision that is optimised. Its .grad is the accumulated gradient."""
-    is_matrix: bool
-    """A weight matrix inside the decoder: what Muon is for. Embeddings and heads are not."""
-    has_copy: bool = False
-    """The module computes with a low-precision copy of the master; its gradients come in that precision."""
-
-    def gradient(self) -> Tensor | None:
-        """This rank's part: float32 where passes were added up, else as the only pass left it."""
-        if self.master.grad is not None or self.template.grad is None:
-            return self.master.grad
-        return local(self.template.grad)
-
-
-class OptimizerConfig(Config):
-    """Which optimizer, and its constants."""
-
-    type: Literal["adamw", "muon", "adamw8bit", "sgd"] = "adamw"
-    """`adamw8bit` needs torchao. `muon` uses AdamW for everything that is not a decoder matrix."""
-    learning_rate: float = Field(default=1e-6, gt=0.0)
-    """Peak rate; the schedule multiplies it."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = Field(default=1e-8, gt=0.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled. 0: off."""
-    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Of Muon (Nesterov) and SGD."""
-    one_pass: bool = True
-    """AdamW with bf16 compute on one CUDA device with Triton: scale, update and copy in one kernel, which also reads
-    bf16 gradients as they are. Saves about a third of the optimizer's memory traffic. Elsewhere it means nothing."""
-    offload_state: bool = False
-    """Keep optimizer state in host memory and stream it through the device each step. Saves 8 bytes a parameter."""
+from rill.training.muon import Muon
+from rill.training.offload import pinned_like
+from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
 
 
 @runtime_checkable
@@ -75,7 +37,7 @@ class _Prepares(Protocol):
 
 
 class Optimizer:
-    """AdamW, 8-bit AdamW or SGD on the slots; Muon on matrices. State is addressed by parameter name."""
+    """What `config.type` names, on the slots."""
 
     def __init__(self, config: OptimizerConfig, slots: Sequence[Slot]) -> None:
         self.config = config
@@ -116,7 +78,7 @@ class Optimizer:
                 part.step()
 
     def state_tensors(self) -> dict[str, dict[str, Any]]:
-        """name → state key → tensor (distributed as its parameter where the shapes agree)."""
+        """Parameter name → state key → the tensor itself, as the optimizer holds it."""
         return {
             self._by_master[id(master)].name: dict(state)
             for part in self._parts
@@ -126,15 +88,24 @@ class Optimizer:
     def template(self, name: str) -> Tensor:
         return next(s.template for s in self.slots if s.name == name)
 
-    def load_state(self, states: dict[str, dict[str, Any]]) -> None:
-        by_name = {s.name: s for s in self.slots}
-        for part in self._parts:
-            masters = {id(m) for group in part.param_groups for m in group["params"]}
-            part.state.clear()
-            for name, state in states.items():
-                master = by_name[name].master
-                if id(master) in masters:
-                    part.state[master] = dict(state)
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """state_tensors() with 8-bit moments decoded: what a checkpoint holds, whatever the type of AdamW."""
+        if self.config.offload_state and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the last step's state may still be on its way to the host
+        states = self.state_tensors()
+        for name, state in states.items():
+            if is_coded(state):
+                # One process would have to hold them all at once; its host has room.
+                is_sharded = isinstance(self.template(name), DTensor)
+                plain = {key: value if is_sharded else value.cpu() for key, value in decoded(state).items()}
+                states[name] = {"step": state["step"], **plain}
+        return states
+
+    def load_plain_state(self, states: dict[str, dict[str, Tensor]]) -> None:
+        """Encode again what a checkpoint wrote into the tensors of plain_state(). The rest was written in place."""
+        for name, state in self.state_tensors().items():
+            if is_coded(state):
+                write(state, {key: states[name][key] for key in MOMENTS})
 
     @staticmethod
     def _scale(part: torch.optim.Optimizer, scale: float) -> None:
@@ -150,22 +121,28 @@ class Optimizer:
             torch._foreach_mul_([m.grad for m in masters], scale)
 
     def _step_streamed(self, part: torch.optim.Optimizer) -> None:
-        """One step per parameter group slice with state on the device only while it is used."""
+        """A step for each parameter, its state on the device only meanwhile. Transfers are queued, none is waited for:
+        what the host holds is whole once the device has caught up (see plain_state)."""
         groups = part.param_groups
         for group in groups:
-            params = group["params"]
-            for master in params:
+            for master in group["params"]:
                 part.param_groups = [{**group, "params": [master]}]
-                _move_state(part.state[master], master.device)
+                state = part.state[master]
+                resting = {key: v for key, v in state.items() if v.ndim > 0}
+                for key, host in resting.items():
+                    state[key] = host.to(master.device, non_blocking=True)
                 part.step()
-                _move_state(part.state[master], torch.device("cpu"))
+                for key, value in state.items():
+                    if value.ndim > 0 and value.device.type != "cpu":
+                        host = resting[key] if key in resting else pinned_like(value)
+                        state[key] = host.copy_(value, non_blocking=True)
         part.param_groups = groups
 
 
 def _can_copy(config: OptimizerConfig, slots: Sequence[Slot]) -> bool:
     return (
         config.one_pass
-        and config.type == "adamw"
+        and config.type in ("adamw", "adamw8bit")
         and not config.offload_state
         and all(s.has_copy and s.master.is_cuda for s in slots)
         and find_spec("triton") is not None
@@ -181,77 +158,10 @@ def _cpu_kernels(config: OptimizerConfig, slots: Sequence[Slot]) -> TrainingKern
     return load_training_kernels()
 
 
-def _move_state(state: dict[str, Any], device: torch.device) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.ndim > 0:
-            state[key] = value.to(device, non_blocking=device.type == "cuda")
-
-
 def _elementwise(config: OptimizerConfig, slots: Sequence[Slot]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [s.master for s in slots if s.template.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [s.master for s in slots if s.template.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
+    if config.type == "adamw8bit":
+        return EightBitAdamW(slots, config)
+    groups = parameter_groups(slots, config.weight_decay)
     if config.type == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
-    if config.type == "adamw8bit":
-        try:
-            from torchao.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise MissingExtraError(
-                "optimizer.type = 'adamw8bit' needs torchao: pip install torchao"
-            ) from None
-        eight_bit: torch.optim.Optimizer = AdamW8bit(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon
-        )
-        return eight_bit
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=True
-    )
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton–Schulz:  W ← W − lr · 0.2 · sqrt(max(rows, columns)) · orthogonal(M).
-
-    The factor gives updates the size of AdamW's, so both share one learning rate. A sharded matrix is gathered, the
-    iteration runs on the whole of it on every rank, and each rank keeps its part.
-    """
-
-    def __init__(self, slots: Sequence[Slot], config: OptimizerConfig) -> None:
-        self._slots = {id(s.master): s for s in slots}
-        super().__init__(
-            [s.master for s in slots],
-            {"lr": config.learning_rate, "momentum": config.momentum, "weight_decay": config.weight_decay},
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for master in group["params"]:
-                # A rank whose shard of an uneven matrix is empty still takes part in the gather.
-                state = self.state[master]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(master)
-                grad = master.grad if master.grad is not None else torch.zeros_like(master)
-                state["momentum"].lerp_(grad, 1 - group["momentum"])
-                nesterov = grad.lerp(state["momentum"], group["momentum"])
-                template = self._slots[id(master)].template
-                whole = full(like(nesterov, template))
-                update = local_slice(orthogonalise(whole).to(master.dtype), template)
-                master.mul_(1 - group["lr"] * group["weight_decay"])
-                master.add_(update, alpha=-group["lr"] * 0.2 * max(whole.shape) ** 0.5)
-
-
-def orthogonalise(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """An approximate U Vᵀ of matrix = U S Vᵀ by a quintic Newton–Schulz iteration in bfloat16."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x: Tensor = matrix.bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    if tall:
-        x = x.T
-    x = x / (x.norm() + 1e-7)
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
+    return torch.optim.AdamW(groups, **adam_defaults(config), fused=True)

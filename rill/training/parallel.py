@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rill.errors import ConfigError, UnsupportedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Rendezvous:
 
 
 class World:
-    """This process's place in the mesh. `World.alone()` is one process without any process group."""
+    """This process's place in the mesh; without a mesh, one process alone."""
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, *, owns_group: bool = False) -> None:
         self.mesh = mesh
@@ -107,11 +109,31 @@ class World:
     def tensor_size(self) -> int:
         return 1 if self.mesh is None else self.mesh["tensor"].size()
 
+    @property
+    def shards(self) -> bool:
+        """Parameters are cut over data × context. A mesh of one rank, which only a caller that wants every collective
+        to run makes (World.join does not), counts as cut."""
+        return self.mesh is not None and (self.size == 1 or self.data_size * self.context_size > 1)
+
     def context(self) -> tuple[int, int, object] | None:
         """(rank, size, group) for packing, or None without context parallelism."""
         if self.mesh is None or self.context_size == 1:
             return None
         return self.mesh.get_local_rank("context"), self.context_size, self.mesh.get_group("context")
+
+    @property
+    def leads(self) -> bool:
+        """This rank is the first of those that compute one data rank together: it reads and writes for them."""
+        return self.mesh is None or not any(self.mesh.get_local_rank(axis) for axis in ("context", "tensor"))
+
+    def from_leader(self, value: T | None) -> T:
+        """What the leading rank of this data rank passes in, on all ranks that compute it together. A collective."""
+        box = [value]
+        for axis in ("tensor", "context"):  # the leader's tensor ranks first, then from each of those
+            if self.mesh is not None and self.mesh[axis].size() > 1:
+                dist.broadcast_object_list(box, group_src=0, group=self.mesh.get_group(axis))
+        assert box[0] is not None, "the leading rank passes a value"
+        return box[0]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -136,7 +158,7 @@ class World:
             dist.destroy_process_group()
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
-        if self.mesh is not None and self.data_size > 1:
+        if self.mesh is not None:
             dist.all_reduce(values, op=op, group=self.mesh.get_group("data"))
         return values
 
@@ -168,7 +190,12 @@ def apply_tensor_parallel(model: Any, world: World) -> None:
 
     assert world.mesh is not None
     config = model.config.get_text_config()
-    plan = config.base_model_tp_plan
+    # Embeddings, in the plans of models that tie them to the head, stay whole like the head itself.
+    plan = {
+        name: style
+        for name, style in (config.base_model_tp_plan or {}).items()
+        if style != "embedding_rowwise"
+    }
     if not plan:
         raise UnsupportedError(
             f"{config.model_type} has no tensor-parallel plan in transformers: use tensor_parallel = 1"

@@ -29,7 +29,7 @@ from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError
-from rill.models.attention_packed import copy_in
+from rill.models.packed_layout import copy_in
 from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig
@@ -78,11 +78,10 @@ class PolicyTrainer(Trainer):
         self.algorithm = algorithm
         self._scorer: PackedScorer | None = None
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
-        is_plain = self.world.size == 1 and config.lora is None and self.world.device.type == "cpu"
-        if config.batch_invariant and not is_plain:
+        if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
             raise ConfigError(
-                "batch_invariant reads whole, unsharded weights in host memory: use one process on the CPU without "
-                "lora, or set it to false"
+                f"batch_invariant reads whole weights without adapters, got {self.world.size} ranks and lora "
+                f"{'unset' if config.lora is None else 'set'}: use one process without lora, or set it to false"
             )
 
     def set_teachers(self, teachers: Sequence[tuple[ScoreModel, float]]) -> None:

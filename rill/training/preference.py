@@ -7,21 +7,23 @@ against the log-probabilities of a frozen reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from rill.algorithms.base import LossSum
 from rill.algorithms.preferences import BradleyTerryConfig, DPOConfig, bradley_terry_loss, dpo_loss
 from rill.errors import ConfigError, InvalidSampleError
 from rill.models.loading import DTYPES
-from rill.training.batching import MicroBatch
+from rill.training.batching import MicroBatch, Tally
 from rill.training.engine_config import EngineConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
+from rill.training.score import sequence_scores
 from rill.training.trainer import Trainer
 from rill.types import Bits, Floats, TokenIds
 
@@ -65,17 +67,43 @@ class PairTrainer(Trainer):
         super().__init__(config, rendezvous=rendezvous, device=device)
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch of pairs. Metrics are over all ranks."""
+        """One optimizer step on a batch of pairs, of which this rank brings its part. Metrics are over all ranks."""
         self._begin()
-        kept = self._fitting(self._checked(pairs), lambda p: p.num_tokens, lambda p: True)
-        sequences = [_sequence(p.id, a) for p in kept for a in (p.chosen, p.rejected)]
-        units = [(2 * i, 2 * i + 1) for i in range(len(kept))]
-        for batch in self.batcher.micro_batches(sequences, units):
-            self._train(batch, [kept[i // 2] for i in batch.indices[::2]])
+        own = self._fitting(self._checked(pairs), lambda p: p.num_tokens, lambda p: True)
+        kept = self._dealt_out(own, lambda p: [len(p.chosen.token_ids), len(p.rejected.token_ids)])
+        for batch, inside in self._passes(kept):
+            loss, touched = self._loss(batch, inside)
+            if batch.is_idle:
+                self.engine.backward(touched.sum() * 0.0)
+            else:
+                self.engine.backward(loss.numerator)
+                self._count_pass(batch, loss.numerator, loss.denominator)
+            self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         self._count(samples=len(kept))
         return self._apply()
 
-    def _train(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> None:
+    def evaluate(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
+        """The loss's metrics on held-out pairs over all ranks; nothing is trained."""
+        tally = Tally()
+        tally.add(pairs=float(len(pairs)))
+        with torch.no_grad():
+            for batch, inside in self._passes(self._checked(pairs)):
+                loss, _ = self._loss(batch, inside)
+                tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+        sums, metrics = tally.reduce(self.world)
+        found = {f"eval/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
+        return {**found, "eval/pairs": sums["pairs"]}
+
+    def _passes(
+        self, pairs: Sequence[PreferencePair]
+    ) -> Iterator[tuple[MicroBatch, Sequence[PreferencePair]]]:
+        sequences = [answer_sequence(a, p.id) for p in pairs for a in (p.chosen, p.rejected)]
+        units = [(2 * i, 2 * i + 1) for i in range(len(pairs))]
+        for batch in self.batcher.micro_batches(sequences, units):
+            yield batch, [pairs[i // 2] for i in batch.indices[::2]]
+
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
+        """The loss of one pass, and a tensor through which every parameter is reached."""
         raise AssertionError("a subclass has the loss")
 
     def _checked(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:
@@ -103,33 +131,18 @@ class RewardTrainer(PairTrainer):
 
     def score(self, sequences: Sequence[TokenIds]) -> list[float]:
         """The model's reward of each whole sequence."""
-        packed = []
-        for index, tokens in enumerate(sequences):
-            self.batcher.check_tokens(f"sequence {index}", tokens)
-            packed.append(PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), dtype=np.bool_)))
-        scores = [0.0] * len(packed)
-        with torch.no_grad():
-            for batch in self.batcher.micro_batches(packed):
-                values = self.engine.module(batch.pack, per_sequence=True).tolist()
-                for index, value in zip(batch.indices, values, strict=False):
-                    scores[index] = value
-        return scores
+        return sequence_scores(self.engine.module, self.batcher, sequences)
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
         lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
         return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
 
-    def _train(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> None:
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
         scores_S = self.engine.module(batch.pack, per_sequence=True)
         if batch.is_idle:
-            self.engine.backward(scores_S.sum() * 0.0)
-            loss = bradley_terry_loss(scores_S.detach(), scores_S.detach(), self.config.loss)
-        else:
-            margins_P = torch.tensor([p.margin for p in pairs], device=scores_S.device)
-            loss = bradley_terry_loss(scores_S[::2], scores_S[1::2], self.config.loss, margins_P)
-            self.engine.backward(loss.numerator)
-            self._count_pass(batch, loss.numerator, loss.denominator)
-        self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+            return bradley_terry_loss(scores_S, scores_S, self.config.loss), scores_S
+        margins_P = torch.tensor([p.margin for p in pairs], device=scores_S.device)
+        return bradley_terry_loss(scores_S[::2], scores_S[1::2], self.config.loss, margins_P), scores_S
 
 
 class PreferenceTrainer(PairTrainer):
@@ -146,38 +159,36 @@ class PreferenceTrainer(PairTrainer):
 
     def logprobs(self, answers: Sequence[Answer]) -> list[Floats]:
         """log π of the answers' trained tokens, aligned with token_ids: what a reference computes once."""
-        sequences = [_sequence(f"answer {i}", a) for i, a in enumerate(answers)]
+        sequences = [answer_sequence(a) for a in answers]
         return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
 
-    def _train(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> None:
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
         logprobs_K = self.engine.module(batch.pack).logprobs_K
-        if batch.is_idle:
-            self.engine.backward(logprobs_K.sum() * 0.0)
-            both = torch.zeros(1, dtype=torch.int64, device=logprobs_K.device)
+        if batch.is_idle:  # one sequence, compared with itself
+            chosen_P = rejected_P = torch.zeros(1, dtype=torch.int64, device=logprobs_K.device)
             reference_K = logprobs_K.detach()
         else:
-            both = torch.arange(0, 2 * len(pairs), 2, device=logprobs_K.device)
+            chosen_P = torch.arange(0, 2 * len(pairs), 2, device=logprobs_K.device)
+            rejected_P = chosen_P + 1
             reference_K = torch.from_numpy(_reference(pairs)).to(logprobs_K.device)
         loss = dpo_loss(
-            logprobs_K.detach() if batch.is_idle else logprobs_K,
+            logprobs_K,
             reference_K,
             torch.ones_like(logprobs_K),
             batch.pack.seq_K,
             batch.pack.num_seqs,
-            both,
-            both if batch.is_idle else both + 1,
+            chosen_P,
+            rejected_P,
             self.config.loss,
         )
-        if not batch.is_idle:
-            self.engine.backward(loss.numerator)
-            self._count_pass(batch, loss.numerator, loss.denominator)
-        self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
+        return loss, logprobs_K
 
 
-def _sequence(name: str, answer: Answer) -> PackSequence:
+def answer_sequence(answer: Answer, share_key: str | None = None) -> PackSequence:
+    """What is packed of an answer: its own tokens are wanted."""
     wanted = answer.loss_mask.copy()
     wanted[:1] = False
-    return PackSequence(token_ids=answer.token_ids, wanted=wanted, share_key=name)
+    return PackSequence(token_ids=answer.token_ids, wanted=wanted, share_key=share_key)
 
 
 def _reference(pairs: Sequence[PreferencePair]) -> Floats:
@@ -189,5 +200,5 @@ def _reference(pairs: Sequence[PreferencePair]) -> Floats:
                     f"{pair.id}: DPO needs the reference's log-probabilities: fill Answer.ref_logprobs with "
                     "PreferenceTrainer.logprobs before the first update, or from a ScoreModel"
                 )
-            parts.append(answer.ref_logprobs[_sequence(pair.id, answer).wanted])
+            parts.append(answer.ref_logprobs[answer_sequence(answer).wanted])
     return np.concatenate(parts).astype(np.float32)

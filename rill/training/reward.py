@@ -8,80 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import Field
 from safetensors import safe_open
 
-from rill.config import Config
 from rill.errors import ModelError
-from rill.models.loading import DTYPES, ModelConfig, model_folder
-from rill.training.batching import Batcher
-from rill.training.engine_config import Precision
-from rill.training.module import VALUE_HEAD_FILE, ValueModule, load_packed_lm
-from rill.training.offload import Shelf
-from rill.training.packing import PackSequence
-from rill.training.parallel import World
+from rill.models.loading import ModelConfig, model_folder
+from rill.training.module import VALUE_HEAD_FILE, ValueModule
+from rill.training.score import FrozenModel, sequence_scores
 from rill.types import TokenIds
 
 CLASSIFIER_HEAD = "score.weight"
 """The head of transformers' sequence classifiers, in the model's own files."""
 
 
-class RewardModel:
+class RewardModel(FrozenModel):
     """Scores of whole sequences. Runs in one process; data parallelism is several of them."""
 
-    class Config(Config):
+    class Config(FrozenModel.Config):
         model: ModelConfig
         """A folder that RewardTrainer exported, or one of transformers' sequence classifiers with a single label."""
-        dtype: Precision = "float32"
-        """Precision of weights and arithmetic."""
-        micro_batch_tokens: int = Field(default=16_384, ge=2)
 
     def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
         if not config.model.path:
             raise ModelError(
                 "a reward model with fresh weights prefers nothing: give reward_model.model.path"
             )
-        dtype, folder = DTYPES[config.dtype], Path(model_folder(config.model.path))
-        self.world = World(None, torch.device(device))
-        lm = load_packed_lm(config.model, dtype=dtype, device=self.world.device)
-        self.module = ValueModule(lm, folder / VALUE_HEAD_FILE)
-        if not (folder / VALUE_HEAD_FILE).exists():
-            _load_classifier_head(self.module, folder)
-        self.module.requires_grad_(False)
-        self._shelf = Shelf()
-        self.batcher = Batcher(
-            world=self.world,
-            compute_dtype=dtype,
-            micro_batch_tokens=config.micro_batch_tokens,
-            vocab_size=self.module.vocab_size,
-        )
+        folder = Path(model_folder(config.model.path))
 
-    @torch.no_grad()
+        def with_head(lm: Any) -> ValueModule:
+            module = ValueModule(lm, folder / VALUE_HEAD_FILE)
+            if not (folder / VALUE_HEAD_FILE).exists():
+                _load_classifier_head(module, folder)
+            return module
+
+        super().__init__(config, torch.device(device), with_head)
+
     def scores(self, sequences: Sequence[TokenIds]) -> list[float]:
         """One number to each sequence, in their order."""
-        packed = []
-        for index, tokens in enumerate(sequences):
-            self.batcher.check_tokens(f"sequence {index}", tokens)
-            packed.append(PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), dtype=np.bool_)))
-        scores = [0.0] * len(packed)
-        for batch in self.batcher.micro_batches(packed):
-            values = self.module(batch.pack, per_sequence=True).tolist()
-            for index, value in zip(
-                batch.indices, values, strict=False
-            ):  # an idle pack has one and holds none
-                scores[index] = value
-        return scores
-
-    def offload(self) -> None:
-        if self.world.device.type != "cpu":
-            self._shelf.put([*self.module.parameters(), *self.module.buffers()])
-            torch.cuda.empty_cache()
-
-    def onload(self) -> None:
-        self._shelf.take_all()
+        return sequence_scores(self.module, self.batcher, sequences)
 
 
 def _load_classifier_head(module: ValueModule, folder: Path) -> None:

@@ -1,12 +1,13 @@
-"""ScoreModel: a frozen model that only reads: reference and teacher policies.
+"""Frozen models that only read: FrozenModel, and ScoreModel, a reference or teacher policy.
 
-Callers: reference and teacher workers; PolicyTrainer for distillation over the whole vocabulary. Log-probabilities
-are computed exactly as the trainer computes its own (same packing, head and precision).
+Callers: reference and teacher workers; PolicyTrainer for distillation over the whole vocabulary; rill.training.reward.
+Numbers are computed exactly as the trainers compute their own (same packing, head and precision).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,33 +21,30 @@ from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
 from rill.training.batching import Batcher
 from rill.training.engine_config import Precision
-from rill.training.module import PolicyModule, load_packed_lm
+from rill.training.module import PackedModule, PolicyModule, load_packed_lm
 from rill.training.offload import Shelf
 from rill.training.packing import Pack, PackSequence
 from rill.training.parallel import World
-from rill.types import Floats, Sample
+from rill.types import Floats, Sample, TokenIds
 
 
-class ScoreModel:
-    """Log-probabilities of given tokens. Runs in one process; data parallelism is several of them."""
+class FrozenModel:
+    """A packed module in one process; data parallelism is several of them."""
 
     class Config(Config):
         model: ModelConfig
         dtype: Precision = "float32"
         """Precision of weights and arithmetic."""
-        temperature: float = Field(default=1.0, gt=0.0)
-        """The sampler's."""
         micro_batch_tokens: int = Field(default=16_384, ge=2)
         compile: bool = False
 
-    def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
-        self.config = config
+    def __init__(self, config: Config, device: torch.device, make: Callable[[Any], PackedModule]) -> None:
         dtype = DTYPES[config.dtype]
-        self.world = World(None, torch.device(device))
-        lm = load_packed_lm(config.model, dtype=dtype, device=self.world.device)
-        self.module = PolicyModule(lm)
+        self.world = World(None, device)
+        lm = load_packed_lm(config.model, dtype=dtype, device=device)
+        self.module = make(lm)
         self.module.requires_grad_(False)
-        if self.world.device.type == "cpu" and not config.compile:
+        if device.type == "cpu" and not config.compile:
             fuse_decoder(lm)
         if config.compile:
             for layer in self.module.layers:
@@ -58,6 +56,41 @@ class ScoreModel:
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=self.module.vocab_size,
         )
+
+    def offload(self) -> None:
+        if self.world.device.type != "cpu":
+            self._shelf.put([*self.module.parameters(), *self.module.buffers()])
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._shelf.take_all()
+
+
+def sequence_scores(module: PackedModule, batcher: Batcher, sequences: Sequence[TokenIds]) -> list[float]:
+    """What a ValueModule gives each whole sequence; a collective where its trainer has several ranks."""
+    packed = []
+    for index, tokens in enumerate(sequences):
+        batcher.check_tokens(f"sequence {index}", tokens)
+        packed.append(PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), dtype=np.bool_)))
+    scores = [0.0] * len(packed)
+    with torch.no_grad():
+        for batch in batcher.micro_batches(packed):
+            values = module(batch.pack, per_sequence=True).tolist()
+            for index, value in zip(batch.indices, values, strict=False):
+                scores[index] = value
+    return scores
+
+
+class ScoreModel(FrozenModel):
+    """Log-probabilities of given tokens."""
+
+    class Config(FrozenModel.Config):
+        temperature: float = Field(default=1.0, gt=0.0)
+        """The sampler's."""
+
+    def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
+        super().__init__(config, torch.device(device), PolicyModule)
+        self.config = config
 
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
@@ -75,6 +108,10 @@ class ScoreModel:
             )
             wanted[:1] = False
             sequences.append(PackSequence(token_ids=trajectory.token_ids, wanted=wanted))
+        return self.logprobs_of(sequences, temperature)
+
+    def logprobs_of(self, sequences: Sequence[PackSequence], temperature: float = 1.0) -> list[Floats]:
+        """log π of the wanted tokens, aligned with token_ids; 0 elsewhere."""
         return self.batcher.per_token(sequences, lambda pack: self.module(pack, temperature).logprobs_K)
 
     @torch.no_grad()
@@ -99,11 +136,3 @@ class ScoreModel:
             given.add(name)
         if missing := own.keys() - given:
             raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")
-
-    def offload(self) -> None:
-        if self.world.device.type != "cpu":
-            self._shelf.put([*self.module.parameters(), *self.module.buffers()])
-            torch.cuda.empty_cache()
-
-    def onload(self) -> None:
-        self._shelf.take_all()

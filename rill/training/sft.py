@@ -67,8 +67,10 @@ class SFTTrainer(Trainer):
         return self.apply()
 
     def accumulate(self, examples: Sequence[Example]) -> None:
-        """Add these examples' gradient. Weights do not change until apply()."""
-        kept = self._fitting(self._checked(examples), lambda s: s.num_tokens, lambda s: bool(s.wanted.any()))
+        """Add these examples' gradient. Weights do not change until apply(). A rank brings what it has read and trains
+        on what is dealt out to it."""
+        own = self._fitting(self._checked(examples), lambda s: s.num_tokens, lambda s: bool(s.wanted.any()))
+        kept = self._dealt_out(own, lambda s: [s.num_tokens])
         for batch in self.batcher.micro_batches(kept):
             output = self.engine.module(batch.pack)
             logprobs_K = gather_context(output.logprobs_K, batch.pack, self.world)

@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rill.algorithms.base import Metric
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES, check_vocabulary, load_tokenizer
+from rill.training.balance import CostModel
 from rill.training.batching import Batcher, MicroBatch, Tally
 from rill.training.checkpoint import Checkpointer
 from rill.training.engine import TrainEngine
 from rill.training.engine_config import EngineConfig
+from rill.training.exchange import deal_out
 from rill.training.export import export_model
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
 from rill.training.offload import OffloadLevel
@@ -156,6 +159,17 @@ class Trainer:
             )
         self._count(skipped=float(len(items) - len(kept)))
         return kept
+
+    def _dealt_out(self, items: Sequence[Item], lengths: Callable[[Item], Sequence[int]]) -> list[Item]:
+        """This data rank's share, by cost, of what all have read: equal counts of unequal lengths would leave most
+        ranks waiting."""
+        shape = self.engine.module.lm.config.get_text_config()
+        num_parameters = sum(p.numel() for p in self.engine.module.parameters())
+        cost = CostModel.of_transformer(num_parameters, shape.num_hidden_layers, shape.hidden_size)
+        share, imbalance = deal_out(items, [float(cost(lengths(item)).sum()) for item in items], self.world)
+        spread = Metric.largest(torch.tensor([imbalance], device=self.world.device))
+        self._tally.add_metrics({"rank_imbalance": spread}, is_idle=False)
+        return share
 
     def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
         """One optimizer step with everything counted so far; metrics over all ranks."""

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
-from rill.models.attention_packed import copy_in
 from rill.models.loading import DTYPES
+from rill.models.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm

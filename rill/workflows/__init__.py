@@ -15,6 +15,8 @@ WORKFLOWS = Registry(
         "reasoning": "rill.workflows.reasoning:ReasoningWorkflow",
         "ppo": "rill.workflows.ppo:PPOWorkflow",
         "sft": "rill.workflows.sft:SFTWorkflow",
+        "reward_model": "rill.workflows.preference:RewardModelWorkflow",
+        "dpo": "rill.workflows.preference:DPOWorkflow",
     },
 )
 

@@ -36,7 +36,7 @@ from rill.weights import (
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
-from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm
+from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm, take_share
 
 
 class ActorWorker(Worker):
@@ -64,7 +64,7 @@ class ActorWorker(Worker):
         """The next `num_steps` supervised steps; returns the figures of the last."""
         with self.device_lock():
             if self._warmup is None:
-                self._warmup = SupervisedSteps(self.trainer, data, config, seed, self.rank, self.world_size)
+                self._warmup = SupervisedSteps(self.trainer, data, config, seed)
             return self._warmup.run(num_steps)
 
     def end_warm_up(self) -> None:
@@ -77,8 +77,7 @@ class ActorWorker(Worker):
         is_local = self.algorithm.is_group_scoped
         with self.device_lock(rollouts):
             with self.timer("take samples"):
-                keys = plan.share(self.rank, self.world_size, whole_groups=not is_local)
-                samples = rollouts.take(keys=keys)
+                _, samples = take_share(rollouts, plan, self.trainer.world, whole_groups=not is_local)
             figures: dict[str, float] = {}
             if not is_local:
                 samples, figures = with_batch_advantages(
@@ -92,10 +91,12 @@ class ActorWorker(Worker):
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
         """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
         with self.device_lock(source, target):
-            keys = plan.share(self.rank, self.world_size, whole_groups=False)
-            samples: list[Sample] = source.take(keys=keys)
+            keys, samples = take_share(source, plan, self.trainer.world, whole_groups=False)
             scored = self.trainer.logprobs(samples, trained_only=True)
-            put_all(target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)])
+            if self.trainer.world.leads:
+                put_all(
+                    target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)]
+                )
 
     # --- weights ------------------------------------------------------------------------------------------
 
@@ -173,16 +174,15 @@ def _as_sample(token_ids: TokenIds) -> Sample:
 class SupervisedSteps:
     """A warm-up on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
 
-    def __init__(
-        self, trainer: PolicyTrainer, data: PartConfig, config: WarmupConfig, seed: int, rank: int, world: int
-    ) -> None:
+    def __init__(self, trainer: PolicyTrainer, data: PartConfig, config: WarmupConfig, seed: int) -> None:
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.lr)
         self._config = config
         encoder = PromptEncoder(load_tokenizer(trainer.config.model))
         self._encoder = SFTEncoder(encoder, max_tokens=trainer.config.micro_batch_tokens)
         dataset = open_dataset(data, Split.TRAIN)
-        self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=world)
-        self._batch_size = max(1, config.batch_size // world)
+        rank, size = trainer.world.data_rank, trainer.world.data_size
+        self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
+        self._batch_size = max(1, config.batch_size // size)
         self._step = 0
 
     def run(self, num_steps: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from rill.errors import CheckpointError, StaleWeightsError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.telemetry.run import write_atomically
-from rill.training.parallel import Rendezvous
+from rill.training.parallel import Rendezvous, World
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
@@ -109,23 +109,23 @@ class CriticWorker(Worker):
     ) -> Mapping[str, float]:
         """Add values, then advantages and returns, whitened over all ranks."""
         with self.device_lock(source, for_actor):
-            keys = plan.share(self.rank, self.world_size, whole_groups=True)
-            samples: list[Sample] = source.take(keys=keys)
+            keys, samples = take_share(source, plan, self.trainer.world, whole_groups=True)
             values = self.trainer.values(samples)
             judged, figures = with_batch_advantages(
                 [replace(s, values=v) for s, v in zip(samples, values, strict=True)],
                 self.algorithm,
                 self.trainer.world.sum_over_data,
             )
-            put_all(for_actor, keys, judged)
-            put_all(for_critic, keys, judged)
+            if self.trainer.world.leads:
+                put_all(for_actor, keys, judged)
+                put_all(for_critic, keys, judged)
             self.algorithm.observe(figures, plan.num_samples)
             return figures
 
     def train(self, source: Channel, plan: StepPlan) -> Mapping[str, float]:
         with self.device_lock(source):
-            keys = plan.share(self.rank, self.world_size, whole_groups=True)
-            figures = self.trainer.update(source.take(keys=keys))
+            _, samples = take_share(source, plan, self.trainer.world, whole_groups=True)
+            figures = self.trainer.update(samples)
         return {f"critic/{name.removeprefix('value/')}": value for name, value in figures.items()}
 
     def save(self, folder: str) -> None:
@@ -159,6 +159,15 @@ def rendezvous_of(worker: Worker) -> Rendezvous | None:
         return None
     place = worker.rendezvous()
     return Rendezvous(init_method=place.init_method, rank=place.rank, world_size=place.world_size)
+
+
+def take_share(
+    channel: Channel, plan: StepPlan, world: World, *, whole_groups: bool
+) -> tuple[list[str], list[Sample]]:
+    """Keys and samples of this data rank; ranks that compute one data rank together (tensor and context parallelism)
+    get the same, taken once."""
+    keys = plan.share(world.data_rank, world.data_size, whole_groups=whole_groups)
+    return keys, world.from_leader(channel.take(keys=keys) if world.leads else None)
 
 
 def put_all(channel: Channel, keys: Sequence[str], samples: Sequence[Sample]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_dataset, open_indexed, prompts_of
 from rill.data.chat import PromptEncoder
+from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
 from rill.errors import DataError
 from rill.models.tokenizer import build_char_tokenizer
@@ -195,3 +196,47 @@ def test_reasoning_gym_tasks_come_split_and_reproducible() -> None:
     assert isinstance(train[0], Prompt) and train[0] == opened("reasoning_gym", **settings)[0]
     with pytest.raises(DataError, match="did you mean"):
         opened("reasoning_gym", name="leg_countin")
+
+
+def test_preferences_as_texts_answers_and_conversations(tmp_path: Path) -> None:
+    asked, good, bad = (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "no"},
+    )
+    rows = [
+        {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": 2},
+        {"prompt": [asked], "chosen": [good], "rejected": [bad]},
+        {"chosen": [asked, good], "rejected": [asked, bad]},
+    ]
+    dataset = jsonl(tmp_path, rows)
+    encoder = SFTEncoder(PromptEncoder(build_char_tokenizer()))
+    pairs = [encode_pair(encoder, dataset[i]) for i in range(3)]
+    assert [pair.margin for pair in pairs] == [2.0, 0.0, 0.0]
+    for pair in pairs:
+        for example, text in ((pair.chosen, "yes<eos>"), (pair.rejected, "no<eos>")):
+            spoken = example.token_ids[example.loss_mask]
+            assert encoder.encoder.decode(spoken, skip_special=False) == text
+            assert np.array_equal(example.token_ids[:3], pairs[0].chosen.token_ids[:3])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "q", "chosen": "a"}, "`rejected`"),
+        ({"chosen": "a", "rejected": "b"}, "no question"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number"),
+        (
+            {
+                "chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}],
+                "rejected": [{"role": "user", "content": "y"}, {"role": "assistant", "content": "b"}],
+            },
+            "differ in their last message only",
+        ),
+        ({"chosen": [{"role": "user", "content": "x"}], "rejected": "b"}, "end with an assistant message"),
+    ],
+)
+def test_a_bad_preference_is_named_by_file_and_line(tmp_path: Path, row: Any, says: str) -> None:
+    with pytest.raises(DataError, match="line 1") as caught:
+        jsonl(tmp_path, [row])
+    assert says in str(caught.value)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rill.models.attention_packed import Segment, build_layout, packed_attention
+from rill.models.attention_packed import packed_attention
+from rill.models.packed_layout import Segment, build_layout
 
 CPU = torch.device("cpu")
 H, G, E = 4, 2, 8

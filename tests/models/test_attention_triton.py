@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rill.models.attention_packed import Segment, build_layout, packed_attention
+from rill.models.attention_packed import packed_attention
+from rill.models.packed_layout import Segment, build_layout
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[tuple[int, int]], window: int) -> Tensor:

@@ -166,7 +166,8 @@ def test_products_of_any_number_of_rows_are_right(rows: int) -> None:
 
 
 def test_long_sequences_and_windows_have_the_gradient_of_plain_attention() -> None:
-    from rill.models.attention_packed import Segment, build_layout, packed_attention
+    from rill.models.attention_packed import packed_attention
+    from rill.models.packed_layout import Segment, build_layout
 
     torch.manual_seed(0)
     segments = [Segment(start=0, end=70), Segment(start=70, end=333), Segment(start=333, end=334)]

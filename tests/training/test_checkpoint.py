@@ -26,6 +26,8 @@ def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
         {},
         {"compute_dtype": "bfloat16"},
         {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "mini_batches": 2},
+        {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3}, "compute_dtype": "bfloat16"},
+        {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3, "offload_state": True}},
         {"lora": {"rank": 2}, "schedule": {"type": "linear", "total_steps": 9}},
     ],
     ids=str,
@@ -43,6 +45,20 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, values: dict[str, A
         assert found[name] == wanted[name], name
     for name, tensor in weights(straight).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_run_can_change_between_adamw_with_32_and_with_8_bits(tmp_path: Path) -> None:
+    plain = trainer()
+    plain.update(make_samples(seed=1))
+    plain.save(tmp_path)
+    coded = trainer(optimizer={"type": "adamw8bit", "learning_rate": 1e-3})
+    assert coded.load(tmp_path) == 1
+    before = weights(plain)
+    plain.update(make_samples(seed=2))
+    coded.update(make_samples(seed=2))
+    for name, wanted in weights(plain).items():
+        moved = (wanted - before[name]).norm()
+        assert moved > 0 and (weights(coded)[name] - wanted).norm() < 0.1 * moved, name
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.nn import functional
 
-from rill.errors import MissingExtraError
-from rill.training.optim import Muon, OptimizerConfig, Slot, orthogonalise
+from rill.training.blockwise import decode, encode
+from rill.training.muon import Muon, orthogonalise
 from rill.training.schedule import Schedule
+from rill.training.slots import OptimizerConfig, Slot
 from tests.training.tiny import make_samples, trainer
 
 
@@ -41,7 +43,9 @@ def test_adamw_takes_the_step_of_torchs_own_on_the_clipped_mean_gradient() -> No
         torch.testing.assert_close(slot.master, copies[slot.name], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("values", [{"type": "muon"}, {"type": "sgd"}, {"offload_state": True}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"type": "muon"}, {"type": "sgd"}, {"type": "adamw8bit"}, {"offload_state": True}], ids=str
+)
 def test_every_optimizer_lowers_the_loss(values: dict[str, Any]) -> None:
     t = trainer(optimizer={"learning_rate": 2e-2, **values}, num_epochs=4)
     samples = [s for s in make_samples() if s.advantages.max() > 0]
@@ -50,13 +54,17 @@ def test_every_optimizer_lowers_the_loss(values: dict[str, Any]) -> None:
     assert sum(v.sum() for v in t.logprobs(samples, trained_only=True)) > before
 
 
-def test_state_kept_on_the_host_changes_nothing() -> None:
-    plain, streamed = trainer(), trainer(optimizer={"learning_rate": 1e-3, "offload_state": True})
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
+def test_state_kept_on_the_host_changes_nothing(kind: str) -> None:
+    values = {"learning_rate": 1e-3, "type": kind}
+    plain, streamed = trainer(optimizer=values), trainer(optimizer={**values, "offload_state": True})
+    start = {n: w.clone() for n, w in plain.named_weights()}
     for seed in range(2):
         plain.update(make_samples(seed=seed))
         streamed.update(make_samples(seed=seed))
     for (name, a), (_, b) in zip(plain.named_weights(), streamed.named_weights(), strict=True):
-        torch.testing.assert_close(a, b, msg=name)
+        # Not to the bit: torch's AdamW takes the place of the C++ one, and Muon iterates in bfloat16.
+        assert (a - b).norm() <= 0.02 * (a - start[name]).norm(), name
 
 
 def test_muon_is_for_decoder_matrices_and_its_update_is_orthogonal() -> None:
@@ -72,14 +80,38 @@ def test_muon_is_for_decoder_matrices_and_its_update_is_orthogonal() -> None:
     assert master.square().mean().sqrt() == pytest.approx(0.1 * 0.2, rel=0.4)
 
 
-def test_eight_bit_state_without_torchao_gives_the_install_line() -> None:
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        with pytest.raises(MissingExtraError, match="pip install torchao"):
-            trainer(optimizer={"type": "adamw8bit"})
-    else:
-        trainer(optimizer={"type": "adamw8bit"}).update(make_samples())
+def test_codes_are_near_and_coding_again_changes_nothing() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(40, 100) * torch.logspace(-9, 3, 4000).view(40, 100)
+    values[3] = 0.0
+    for is_signed in (True, False):
+        exact = values if is_signed else values.abs()
+        codes, scales = encode(exact, is_signed=is_signed)
+        found = decode(codes, scales, is_signed=is_signed)
+        assert codes.dtype == torch.uint8 and codes.shape == exact.shape and len(scales) == 16
+        assert torch.equal(found == 0, exact == 0) and torch.equal(found.sign(), exact.sign())
+        largest = functional.pad(exact.flatten(), (0, 96)).view(16, 256).abs().amax(1)
+        torch.testing.assert_close(scales, largest, rtol=0, atol=0)
+        block_max = scales.repeat_interleave(256)[:4000].view(40, 100)
+        near = exact.abs() > 0.1 * block_max
+        assert ((found - exact).abs()[near] <= 0.016 * block_max[near]).all()
+        again, same = encode(found, is_signed=is_signed)
+        assert torch.equal(again, codes) and torch.equal(same, scales)
+
+
+def test_eight_bit_adamw_goes_nearly_where_adamw_goes() -> None:
+    plain, coded = trainer(), trainer(optimizer={"learning_rate": 1e-3, "type": "adamw8bit"})
+    start = {s.name: s.master.clone() for s in plain.engine.slots}
+    for seed in range(6):
+        plain.update(make_samples(seed=seed))
+        coded.update(make_samples(seed=seed))
+    for a, b in zip(plain.engine.slots, coded.engine.slots, strict=True):
+        moved, apart = (a.master - start[a.name]).norm(), (a.master - b.master).norm()
+        assert apart < 0.1 * moved, (a.name, float(apart / moved))
+    states = coded.engine.optimizer.state_tensors()
+    matrix = states["lm.model.layers.0.mlp.up_proj.weight"]
+    assert sum(t.nbytes for t in matrix.values()) < 2.1 * matrix["exp_avg"].numel()
+    assert states["lm.model.norm.weight"]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

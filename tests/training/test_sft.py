@@ -12,6 +12,8 @@ import torch
 
 from rill.errors import InvalidSampleError, ModelError
 from rill.models.loading import ModelConfig, load_model
+from rill.training.exchange import deal_out
+from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.sft import SFTTrainer
 from tests.training.tiny import MODEL, SHAPE, VOCAB, make_samples, run_ranks, trainer
@@ -37,9 +39,16 @@ def sft(rendezvous: Rendezvous | None = None, **values: Any) -> SFTTrainer:
 
 def update_on_a_rank(rendezvous: Rendezvous, steps: int) -> dict[str, Any]:
     t = sft(rendezvous)
-    share = rows()[t.world.data_rank :: t.world.data_size]
+    share = rows()[:5] if t.world.data_rank == 0 else rows()[5:]
     metrics = [t.update(share) for _ in range(steps)]
-    result = {"metrics": metrics, "eval": t.evaluate(share)}
+    sequences = [PackSequence(token_ids=row.token_ids, wanted=row.loss_mask) for row in share]
+    dealt, imbalance = deal_out(sequences, [s.num_tokens for s in sequences], t.world)
+    result = {
+        "metrics": metrics,
+        "eval": t.evaluate(share),
+        "dealt": [s.token_ids.tolist() for s in dealt],
+        "imbalance": imbalance,
+    }
     t.close()
     return result
 
@@ -74,7 +83,14 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     alone = sft()
     wanted = [alone.update(rows()) for _ in range(3)]
     held_out = alone.evaluate(rows())
-    for result in run_ranks(tmp_path, 2, "tests.training.test_sft:update_on_a_rank", 3):
+    results = run_ranks(tmp_path, 2, "tests.training.test_sft:update_on_a_rank", 3)
+    dealt = [tokens for result in results for tokens in result["dealt"]]
+    assert sorted(dealt) == sorted(row.token_ids.tolist() for row in rows())
+    costs = [sum(map(len, result["dealt"])) for result in results]
+    assert results[0]["imbalance"] == pytest.approx(max(costs) / np.mean(costs) - 1) and max(
+        costs
+    ) < 1.2 * min(costs)
+    for result in results:
         for found, expected in zip(result["metrics"], wanted, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)

@@ -1,0 +1,194 @@
+"""What the workflows without rollouts have in common: one worker group that reads rows and takes steps.
+
+`sft`, `reward_model` and `dpo` say what a row becomes and what a step is; reading, evaluating, checkpoints, resume and
+export are here. Each data rank reads its own part of the data; what it trains on is dealt out by cost.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from rill.config import Config, OneOf, PartConfig
+from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
+from rill.data.chat import PromptEncoder
+from rill.data.loader import LoaderConfig, open_loader
+from rill.data.sft import SFTEncoder
+from rill.errors import CheckpointError, ConfigError
+from rill.models.loading import ModelConfig, load_tokenizer
+from rill.runtime.worker import Worker
+from rill.telemetry.run import Run, write_atomically
+from rill.training.engine_config import EngineConfig
+from rill.training.trainer import Trainer
+from rill.types import Prompt
+from rill.workflows.assembly import open_cluster, threads_of
+from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.loop import Observer, StepReport
+from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
+
+LOADER_FILE = "loader.json"
+
+
+class SupervisedLoopConfig(Config):
+    """[loop]"""
+
+    steps: int = Field(500, ge=1)
+    """Optimizer steps of the whole run, resumed parts included."""
+    batch_size: int = Field(64, ge=1)
+    """Rows in a step, over all ranks."""
+    report_every: int = Field(10, ge=1)
+    """Steps between two lines of progress."""
+    eval_every: int = Field(100, ge=0)
+    """Steps between evaluations of the held-out loss. 0: off."""
+    eval_examples: int = Field(256, ge=1)
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps. 0: only at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    timeout_s: float = Field(3600.0, gt=0)
+    """Deadline of the steps between two reports."""
+
+
+class SupervisedConfig(RecipeConfig):
+    """A recipe; the workflows add their trainer."""
+
+    model: ModelConfig
+    data: Annotated[PartConfig, OneOf(DATASETS)]
+    loader: LoaderConfig = LoaderConfig()
+    trainer: EngineConfig
+    loop: SupervisedLoopConfig = SupervisedLoopConfig()
+    placement: Seats = "all"
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "model" in values:
+            seed, model = values.get("seed", 0), values["model"]
+            if isinstance(model, dict):
+                model = {"seed": seed, **model}
+            trainer = {"model": model, **as_table(values.get("trainer", {}))}
+            loader = {"seed": seed, **as_table(values.get("loader", {}))}
+            values = {**values, "model": model, "trainer": trainer, "loader": loader}
+        return values
+
+
+class SupervisedWorker(Worker):
+    """One rank: reads, trains, and keeps its place in the data."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        data: PartConfig,
+        loader: LoaderConfig,
+        loop: SupervisedLoopConfig,
+    ) -> None:
+        self.trainer = self._open_trainer(config)
+        self.encoder = SFTEncoder(
+            PromptEncoder(load_tokenizer(config.model)), max_tokens=config.micro_batch_tokens
+        )
+        world = self.trainer.world
+        if loop.batch_size % world.data_size:
+            raise ConfigError(
+                f"loop.batch_size {loop.batch_size} does not divide over {world.data_size} data ranks: use a multiple"
+            )
+        dataset = open_dataset(data, Split.TRAIN)
+        self.loader = open_loader(dataset, loader, rank=world.data_rank, world=world.data_size)
+        self.batch_size = loop.batch_size // world.data_size
+        self.data = data
+        self.loop = loop
+
+    @abstractmethod
+    def _open_trainer(self, config: EngineConfig) -> Trainer: ...
+
+    @abstractmethod
+    def _update(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """One optimizer step on this rank's rows."""
+
+    @abstractmethod
+    def _evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Figures over all ranks' held-out rows."""
+
+    def train(self, num_steps: int) -> dict[str, float]:
+        """The figures of the last of these steps."""
+        figures: dict[str, float] = {}
+        for _ in range(num_steps):
+            figures = self._update(self.loader.next(self.batch_size))
+        prefix = f"{self.group_name}/"
+        return {prefix + key.removeprefix(prefix): value for key, value in figures.items()}
+
+    def evaluate(self) -> dict[str, float]:
+        held_out = list(prompts_of(open_indexed(self.data, Split.HELD_OUT), self.loop.eval_examples))
+        return self._evaluate(held_out[self.trainer.world.data_rank :: self.trainer.world.data_size])
+
+    def save(self, folder: str) -> None:
+        self.trainer.save(folder)
+        if self.trainer.world.leads:
+            path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
+            write_atomically(path, json.dumps(self.loader.state()))
+
+    def load(self, folder: str) -> None:
+        self.trainer.load(folder)
+        path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
+        if not path.exists():  # fewer ranks wrote it: all stood at the same place, so the first one's will do
+            path = path.with_name(f"0-{LOADER_FILE}")
+        try:
+            self.loader.load_state(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def export(self, folder: str) -> None:
+        self.trainer.export(folder)
+
+
+class SupervisedWorkflow:
+    worker: ClassVar[type[SupervisedWorker]]
+
+    def __init__(self, config: SupervisedConfig, run: Run, observers: Sequence[Observer]) -> None:
+        self.config = config
+        self.folder = run
+        self.observers = observers
+
+    def run(self) -> None:
+        config, loop = self.config, self.config.loop
+        with open_cluster(config.cluster, self.folder) as cluster:
+            worker = self.worker.launch(
+                cluster,
+                name=config.workflow,
+                placement=config.placement,
+                threads=threads_of(config.cluster, cluster),
+                config=config.trainer,
+                data=config.data,
+                loader=config.loader,
+                loop=loop,
+            )
+            checkpoints = RunCheckpoints(
+                self.folder, {config.workflow: worker}, loop.keep_checkpoints, loop.timeout_s
+            )
+            step = checkpoints.load_latest()
+            while step < loop.steps:
+                num_steps = min(loop.report_every, loop.steps - step)
+                figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
+                step += num_steps
+                if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
+                    figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
+                self._report(step, figures)
+                if step == loop.steps or (
+                    loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
+                ):
+                    checkpoints.save(step)
+            worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
+
+    def _report(self, step: int, figures: Mapping[str, float]) -> None:
+        for observer in self.observers:
+            observer(StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures))
+
+
+def crosses(step: int, num_steps: int, every: int) -> bool:
+    """Whether a multiple of `every` lies among the last `num_steps` steps up to `step`."""
+    return step // every > (step - num_steps) // every
