@@ -89,7 +89,12 @@ def load_model(
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation=attention
         )
-    return model.to(device=device, dtype=dtype).eval()
+    # Parameters alone: transformers keeps buffers in float32, and rotary frequencies rounded to 16 bits turn later
+    # tokens by other angles.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model.to(device=device).eval()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from rill.models.loading import ModelConfig
+from pathlib import Path
+
+import torch
+
+from rill.models.loading import ModelConfig, load_model
 
 FRESH = {"shape": {"model_type": "qwen2"}, "tokenizer": "chars"}
 
@@ -18,3 +22,18 @@ def test_a_tokenizer_folder_stays_when_a_path_replaces_a_fresh_model() -> None:
 def test_a_model_in_a_folder_may_use_the_character_tokenizer() -> None:
     values = {"path": "some/folder", "shape": {}, "tokenizer": "chars"}
     assert ModelConfig.model_validate(values).tokenizer == "chars"
+
+
+def test_a_model_in_bfloat16_keeps_its_rotary_frequencies_whether_drawn_or_loaded(tmp_path: Path) -> None:
+    shape = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    drawn = load_model(ModelConfig(shape=shape), dtype=torch.bfloat16)
+    drawn.save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path)), dtype=torch.bfloat16)
+    exact = load_model(ModelConfig(shape=shape), dtype=torch.float32)
+    for model in (drawn, loaded):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.dtype == torch.bfloat16
+        for (name, buffer), wanted in zip(model.named_buffers(), exact.buffers(), strict=True):
+            assert torch.equal(buffer, wanted), name
+    for a, b in zip(drawn.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b)
