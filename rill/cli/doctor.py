@@ -37,7 +37,6 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "pyarrow": ("pyarrow", "data", "parquet files"),
     "datasets": ("datasets", "data", "Hugging Face dataset folders"),
     "zstandard": ("zstandard", "zstd", "smaller weight differences"),
-    "torchao": ("torchao", "lowbit", "8-bit optimizers"),
     "verifiers": ("verifiers", "verifiers", "verifiers environments"),
     "gymnasium": ("gymnasium", "envs", "gymnasium environments"),
     "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),
