@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from typing import Any
 
@@ -32,40 +33,46 @@ def _receive(config: Any, pipe: Any) -> None:
     receiver.close()
 
 
-def _receive_damaged(config: Any, pipe: Any, fault: str) -> None:
-    receiver = open_receiver(config)
-    mend = break_from(receiver, fault, 2)
-    while (manifest := pipe.recv()) is not None:
-        try:
-            pulled(receiver, manifest)
-            pipe.send("taken")
-        except WeightSyncError as error:
-            mend()
-            pipe.send(str(error))
-    receiver.close()
+def _receive_damaged(pipe: Any) -> None:
+    """Takes what a config and a fault (of version 2) are to be tried on; says what became of every manifest."""
+    while (given := pipe.recv()) is not None:
+        config, fault = given
+        receiver = open_receiver(config)
+        mend = break_from(receiver, fault, 2)
+        while (manifest := pipe.recv()) is not None:
+            try:
+                pulled(receiver, manifest)
+                pipe.send("taken")
+            except WeightSyncError as error:
+                mend()
+                pipe.send(str(error))
+        receiver.close()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("verify", ["full", "sampled"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_caught_on_the_gpu_and_the_next_version_arrives(fault: str, verify: str) -> None:
+def test_every_fault_is_caught_on_the_gpu_and_the_next_version_arrives() -> None:
+    """One process for all of them: each would spend seconds on its first touch of the device."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    config = transport("cuda_ipc", verify=verify, bucket_bytes=64)
-    process = context.Process(target=_receive_damaged, args=(config, there, fault), daemon=True)
+    process = context.Process(target=_receive_damaged, args=(there,), daemon=True)
     process.start()
-    publisher = open_publisher(config)
     try:
-        answers = []
-        for version in (1, 2, 3):
-            here.send(publish(publisher, {n: t.cuda() for n, t in of_equal_sizes(version).items()}, version))
-            assert here.poll(120)
-            answers.append(here.recv())
-        assert answers[0] == answers[2] == "taken" and "version 2" in answers[1]
+        for verify, fault in itertools.product(("full", "sampled"), FAULTS):
+            config = transport("cuda_ipc", verify=verify, bucket_bytes=64)
+            here.send((config, fault))
+            publisher = open_publisher(config)
+            answers = []
+            for version in (1, 2, 3):
+                sent = {name: tensor.cuda() for name, tensor in of_equal_sizes(version).items()}
+                here.send(publish(publisher, sent, version))
+                assert here.poll(120)
+                answers.append(here.recv())
+            here.send(None)
+            publisher.close()
+            assert answers[0] == answers[2] == "taken" and "version 2" in answers[1], (verify, fault)
     finally:
         here.send(None)
         process.join(timeout=60)
-        publisher.close()
 
 
 @pytest.mark.gpu
