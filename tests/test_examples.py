@@ -1,0 +1,61 @@
+"""The examples: each is one file, its command is right, and a run with it works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rill.config.files import load_recipe
+from rill.config.resolve import resolve
+from rill.telemetry.metrics import read_metrics
+from rill.telemetry.rollouts import read_rollouts
+from rill.workflows import recipe_schema
+from tests.e2e.tiny import start
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("own_*.py"))
+
+
+def command_of(example: Path) -> list[str]:
+    """The command that the file's docstring gives."""
+    found = re.search(
+        r"^    rill train (.*?)\n\n", example.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert found is not None, f"{example.name} does not say how it is used"
+    return shlex.split(found.group(1).replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_command_of_an_example_names_its_file_and_is_valid(example: Path) -> None:
+    recipe, *overrides = command_of(example)
+    assert any(f"examples.{example.stem}:" in override for override in overrides)
+    values = load_recipe(recipe, overrides)
+    resolve(recipe_schema(values.values), values.values, values.provenance)
+
+
+def test_every_example_stands_in_the_page_about_extending() -> None:
+    page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+    for example in EXAMPLES:
+        assert f"(../examples/{example.name})" in page
+
+
+def test_a_run_with_all_examples_at_once_trains(tmp_path: Path) -> None:
+    run = start(
+        tmp_path,
+        "own",
+        "loop.steps=2",
+        "data.type=examples.own_task:Reversal",
+        "algorithm.loss.type=examples.own_loss:BetterHalf",
+        "rollout.env.type=examples.own_environment:SecondTry",
+        "rollout.env.reward.type=function",
+        "rollout.env.reward.function=examples.own_reward:short_and_right",
+    )
+    assert (run.path / "model" / "config.json").exists()
+    tokens = "".join(read_rollouts(run)[0]["samples"][0]["tokens"])
+    assert re.match(r"\d+>", tokens), "the task is the example's"
+    assert "wrong, again: " in tokens, "so is the environment: an untrained model is wrong at first"
+    assert read_rollouts(run)[0]["samples"][0]["parts"].keys() == {"short_and_right"}
+    assert not [r for r in read_metrics(run.path) if r.values.get("rollout/errors")]
