@@ -4,8 +4,8 @@ The receiver opens the handle on the sender's GPU and copies: on that device if 
 GPU to its own (CUDA uses peer access where the machine has it). The sender's memory stays its own: `Transfer.send`
 returns once the receiver has copied.
 
-Opening a handle costs more than the copy, so a receiver keeps what it opened for LINGER_S: the same memory sent again
-is there at once. What its sender gives up in that time goes back to the sender's allocator when the time is over.
+Opening a handle costs more than the copy, so a receiver keeps the last thing it opened of each sender for LINGER_S: the
+same memory sent again is there at once. What the sender frees in that time is its own again when the time is over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Exporter:
         if gpu not in self._peer.gpus:
             return None
         self.num_exported += 1
-        return import_copy, (gpu, export(tensor))
+        return import_copy, (self._me.identity, gpu, export(tensor))
 
 
 def export(tensor: Any) -> tuple[Any, ...]:
@@ -47,42 +47,43 @@ def export(tensor: Any) -> tuple[Any, ...]:
     return tuple(arguments)
 
 
-_DEVICE_ARGUMENT, _HANDLE_ARGUMENT = 6, 7
-"""The places of the device's number and of the memory's handle in the arguments of torch's rebuild_cuda_tensor."""
+_DEVICE_ARGUMENT = 6
+"""The place of the device's number in the arguments of torch's rebuild_cuda_tensor."""
 LINGER_S = 0.2
 
 
 class _Opened:
-    """Tensors on the memory of other processes, kept open for a while. Thread-safe."""
+    """The last tensor on the memory of each sender, kept open for a while. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._tensors: dict[bytes, tuple[float, Any]] = {}
-        """By handle: until when, and a tensor that keeps it open."""
+        self._tensors: dict[str, tuple[float, Any]] = {}
+        """By sender: until when, and the tensor. One each: what a sender has freed must not pile up here."""
         self._closer: threading.Thread | None = None
 
-    def keep(self, handle: bytes, tensor: Any) -> None:
+    def keep(self, sender: str, tensor: Any) -> None:
         with self._changed:
-            self._tensors[handle] = (time.monotonic() + LINGER_S, tensor)
+            if not self._tensors:
+                self._changed.notify_all()
+            self._tensors[sender] = (time.monotonic() + LINGER_S, tensor)
             if self._closer is None:
                 self._closer = threading.Thread(target=self._close_idle, name="rill-cuda-ipc", daemon=True)
                 self._closer.start()
-            self._changed.notify_all()
 
     def _close_idle(self) -> None:
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: bool(self._tensors))
                 now_s = time.monotonic()
-                self._tensors = {h: kept for h, kept in self._tensors.items() if kept[0] > now_s}
+                self._tensors = {sender: kept for sender, kept in self._tensors.items() if kept[0] > now_s}
                 self._changed.wait(LINGER_S / 2)
 
 
 _opened = _Opened()
 
 
-def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
-    """Open the sender's memory as this process sees the GPU, and copy out of it to a GPU of this process's own."""
+def import_copy(sender: str, gpu: int, arguments: tuple[Any, ...]) -> Any:
+    """Open the memory of `sender` as this process sees the GPU, and copy out of it to a GPU of this process's own."""
     import torch
 
     context = current()
@@ -95,7 +96,7 @@ def import_copy(gpu: int, arguments: tuple[Any, ...]) -> Any:
     else:
         copied = theirs.clone() if gpu in context.own_gpus else theirs.to(context.torch_device)
     torch.cuda.current_stream(copied.device).synchronize()  # the receipt lets the sender change its memory
-    _opened.keep(arguments[_HANDLE_ARGUMENT], theirs)
+    _opened.keep(sender, theirs)
     return copied
 
 

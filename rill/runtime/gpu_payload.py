@@ -14,6 +14,7 @@ from typing import Any
 from rill.errors import UnsupportedError
 from rill.runtime.context import current
 from rill.runtime.cuda_ipc import export, import_copy
+from rill.runtime.service import name_of
 
 _exported: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -33,7 +34,7 @@ class GpuExport:
         self.kept.append(tensor)
         token = secrets.token_hex(8)
         _exported[token] = tensor
-        return _open_on_gpu, (address.name, token, address.gpus[index], export(tensor))
+        return _open_on_gpu, (address.identity, token, address.gpus[index], export(tensor))
 
 
 def gpu_export() -> GpuExport | None:
@@ -47,7 +48,7 @@ def _open_on_gpu(producer: str, token: str, gpu: int, arguments: tuple[Any, ...]
         return _exported[token].clone()
     if gpu not in here.gpus:
         raise UnsupportedError(
-            f"{here.name} cannot read a tensor that {producer} keeps on GPU {gpu}: it sees {list(here.gpus)};"
+            f"{here.name} cannot read a tensor that {name_of(producer)} keeps on GPU {gpu}: it sees {list(here.gpus)};"
             " create the channel with offload=True"
         )
-    return import_copy(gpu, arguments)
+    return import_copy(producer, gpu, arguments)
