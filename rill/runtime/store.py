@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 Ref: TypeAlias = Sequence[Any]
 
 POOL_BYTES = 256 * 1024 * 1024
-"""Free memory that a process keeps for its next payloads; more than that only while it has more in use."""
+"""Free memory that a process keeps for its next payloads; more while it has more in use, or where they are large."""
+_ROTATION = 4
+"""Large payloads that are under way at a time: making their memory anew for each would cost more than the copy."""
+_LARGEST_POOL_BYTES = 1024 * 1024 * 1024
 _CACHED_MAPS_BYTES = 4 * 1024 * 1024 * 1024
 _FULL_WAIT_S = 600.0
 
@@ -94,15 +97,17 @@ class Store:
     def free(self, slots: Sequence[tuple[str, int]]) -> None:
         """The broker says that nobody needs these slots any more: [segment, offset]…"""
         with self._lock:
+            in_rotation_bytes = 0
             for name, offset in slots:
                 segment = self._own.get(name)
                 if segment is None:
                     continue
+                in_rotation_bytes = max(in_rotation_bytes, _ROTATION * segment.slot_bytes)
                 self._free_slots.setdefault(segment.slot_bytes, []).append((name, offset))
                 self._pinned.pop((name, offset), None)
                 self._free_bytes += segment.slot_bytes
                 self._used_bytes -= segment.slot_bytes
-            self._trim(max(POOL_BYTES, self._used_bytes))
+            self._trim(max(POOL_BYTES, self._used_bytes, min(in_rotation_bytes, _LARGEST_POOL_BYTES)))
             self._freed.notify_all()
 
     def pin(self, ref: Ref, keep: object) -> None:

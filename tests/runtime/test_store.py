@@ -97,11 +97,22 @@ def test_small_payloads_share_a_segment_without_touching(producer: Store, consum
 def test_the_pool_does_not_grow_for_ever(
     producer: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "POOL_BYTES", 8_000_000)
+    monkeypatch.setattr(store_module, "POOL_BYTES", 10_000_000)
     refs = [producer.write(encode(np.zeros(2_000_000, dtype=np.uint8))) for _ in range(20)]
     producer.free([(ref[2], ref[3]) for ref in refs])
-    assert producer.stats()["free_bytes"] <= 8_000_000
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8_000_000
+    assert producer.stats()["free_bytes"] <= 10_000_000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000_000
+
+
+def test_the_pool_keeps_a_few_of_the_largest_payloads_and_not_of_huge_ones(
+    producer: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "POOL_BYTES", 1_000_000)
+    monkeypatch.setattr(store_module, "_LARGEST_POOL_BYTES", 25_000_000)
+    for num_bytes in (5_000_000, 20_000_000):
+        refs = [producer.write(encode(np.zeros(num_bytes, dtype=np.uint8))) for _ in range(6)]
+        producer.free([(ref[2], ref[3]) for ref in refs])
+        assert 20_000_000 <= producer.stats()["free_bytes"] <= 25_000_000
 
 
 def test_full_shared_memory_says_what_to_do(producer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
