@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -41,15 +41,13 @@ def carry_out(config: RecipeConfig, run: Run, recipe: str = "RECIPE") -> None:
     try:
         with run.running():
             progress, findings = _drive(config, run)
-    except RillError as error:
-        if mistake_behind(error) is not None and not has_something_to_keep(run):
+    except (RillError, OSError, KeyboardInterrupt) as error:
+        is_misfortune = isinstance(error, OSError) or (
+            isinstance(error, RillError) and mistake_behind(error) is None
+        )
+        if not is_misfortune and not has_something_to_keep(run):
             run.remove()
         _say_what_is_left(run, error)
-        raise
-    except KeyboardInterrupt as interrupt:
-        if not has_something_to_keep(run):
-            run.remove()
-        _say_what_is_left(run, interrupt)
         raise
     _summarise(run, progress, write_report(run), findings, recipe)
 
@@ -138,7 +136,8 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(
             "there is no checkpoint to go on from: `loop.checkpoint_every` was not reached (0: only at the end)"
         )
-    error.add_note(f"what it had reached: {write_report(run).resolve().as_uri()}")
+    with suppress(OSError):  # on a full disk the page has to wait
+        error.add_note(f"what it had reached: {write_report(run).resolve().as_uri()}")
 
 
 def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Finding], recipe: str) -> None:

@@ -3,14 +3,16 @@
     rill --help              imports no command, so it answers at once
     rill COMMAND ...         imports rill.cli.COMMAND and runs its `app`
 
-A RillError becomes one message and its exit code (2: the input is wrong; 1: the run met something); Ctrl-C becomes
-a message that says how to go on and exit code 130. Everything else is a bug and keeps its traceback.
+A RillError becomes one message and its exit code (2: the input is wrong; 1: the run met something, a full disk for
+instance); Ctrl-C becomes a message that says how to go on and exit code 130. Everything else is a bug and keeps its
+traceback.
 
 To add a command: a file `rill/cli/NAME.py` with a `typer.Typer` called `app`, and a line in COMMANDS.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -20,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import RillError, WorkerError, mistake_behind
+from rill.errors import RillError, RunError, WorkerError, mistake_behind
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -39,6 +41,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """name -> (where its Typer app is, what it does)"""
 
 INTERRUPTED = 130
+DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""Errors of the machine's that no part of rill could have foreseen and that are no bug either."""
 
 
 class CommandTable(TyperGroup):
@@ -66,6 +70,11 @@ class CommandTable(TyperGroup):
             message, exit_code = explain(error)
             complain(f"error: {message}", error)
             raise typer.Exit(exit_code) from None
+        except OSError as error:
+            if error.errno not in DISK_TROUBLE:
+                raise
+            complain(f"error: {error}: make room, or write elsewhere (--root FOLDER)", error)
+            raise typer.Exit(RunError.exit_code) from None
         except KeyboardInterrupt as interrupt:
             if is_debug:
                 traceback.print_exc()
@@ -100,10 +109,11 @@ def root(
 
     \b
     Examples:
-      rill doctor                                 is this machine ready?
+      rill train demo                             a first result in minutes
       rill recipes                                which runs can be started
       rill config show demo loop.steps=20         what exactly a run would do
       rill runs                                   how the runs stand
+      rill doctor                                 is this machine ready?
     """
 
 

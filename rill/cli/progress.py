@@ -114,12 +114,8 @@ class Progress:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def summary(self) -> list[str]:
-        """The curves of the run, one line each, aligned."""
-        return [
-            f"{label:<14} {form.format(values[0]):>7} → {form.format(values[-1]):<7} {spark(values)}"
-            for name, label, form in CURVES
-            if (values := self._history.get(name)) and name in self._latest
-        ]
+        """The curves of the run's last phase."""
+        return curve_lines({name: values for name, values in self._history.items() if name in self._latest})
 
     def _panel(self) -> RenderableType:
         elapsed_s = self._clock() - self._began
@@ -177,6 +173,15 @@ class Progress:
 def plain_line(report: StepReport) -> str:
     """One step as one line, for logs."""
     return f"{report.phase} {report.step}/{report.num_steps}  {_written((*CURVES, *STATES, *PHASES), report.metrics)}"
+
+
+def curve_lines(history: Mapping[str, list[float]]) -> list[str]:
+    """The main figures from first to last, one line each, aligned."""
+    return [
+        f"{label:<14} {form.format(values[0]):>7} → {form.format(values[-1]):<7} {spark(values)}"
+        for name, label, form in CURVES
+        if (values := history.get(name))
+    ]
 
 
 def spark(values: list[float], width: int = CURVE_WIDTH) -> str:

@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from rill.cli.console import say, say_json, say_table
+from rill.cli.progress import curve_lines
 from rill.telemetry.chrome import export_chrome
+from rill.telemetry.guards import GUARDS_FILE
+from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import read_rollouts, samples_of
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
 
-REWARD = "reward/mean"
+REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 _STYLES = {
     RunStatus.RUNNING.value: "cyan",
     RunStatus.FINISHED.value: "green",
@@ -53,7 +56,7 @@ def runs(
     elif not found:
         say(f"no runs in {root}/: start one with `rill train RECIPE`")
     else:
-        columns = ["run", "status", "steps", "reward", "started", "lasted"]
+        columns = ["run", "status", "steps", "reward", "held-out", "started", "lasted"]
         say_table(columns, [_row(summary) for summary in found], styles=_STYLES)
 
 
@@ -63,7 +66,7 @@ def show(
     root: Root = Path(RUNS_FOLDER),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show one run: how it stands, what it ran on, its latest figures.
+    """Show one run: how it stands, what it ran on, its curves, what guards found, its latest figures.
 
     \b
     Example:
@@ -82,6 +85,16 @@ def show(
     is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED)
     if is_ended and any(opened.checkpoints_dir.glob("step-*")):
         say(f"resume with: {opened.resume_command}")
+    history: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            history.setdefault(name, []).append(value)
+    for line in curve_lines(history):
+        say(line)
+    for finding in read_lines(opened.path / GUARDS_FILE):
+        say(
+            f"guard          step {finding['step']}: {finding['guard']}: {finding['seen']}. {finding['meaning']}"
+        )
     if rows:
         say(f"step {rows[-1].step}:")
         say_table(
@@ -156,7 +169,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "status": state.status.value,
         "message": state.message,
         "steps": rows[-1].step if rows else 0,
-        "reward": _last_reward(rows),
+        "reward": _last(rows, REWARD),
+        "accuracy": _last(rows, ACCURACY),
         "started_s": state.created_s,
         "lasted_s": until_s - state.created_s,
     }
@@ -164,12 +178,14 @@ def summarise(run: Run) -> dict[str, Any]:
 
 def _row(summary: dict[str, Any]) -> list[str]:
     reward = "-" if summary["reward"] is None else f"{summary['reward']:.3f}"
+    accuracy = "-" if summary["accuracy"] is None else f"{summary['accuracy']:.1%}"
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary["started_s"]))
     return [
         summary["name"],
         summary["status"],
         str(summary["steps"]),
         reward,
+        accuracy,
         started,
         format_seconds(summary["lasted_s"]),
     ]
@@ -187,9 +203,9 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _last_reward(rows: list[MetricRow]) -> float | None:
-    """Of the latest step that has one: evaluation writes steps of its own."""
-    return next((row.values[REWARD] for row in reversed(rows) if REWARD in row.values), None)
+def _last(rows: list[MetricRow], name: str) -> float | None:
+    """Of the latest step that has it: not every step is evaluated."""
+    return next((row.values[name] for row in reversed(rows) if name in row.values), None)
 
 
 def _last_time_s(rows: list[MetricRow]) -> float:

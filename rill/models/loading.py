@@ -105,7 +105,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return build_char_tokenizer()
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
-    folder = model_folder(source)
+    folder = model_folder(source, holds="")
     try:
         loader = PreTrainedTokenizerFast if _stands_alone(folder) else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
@@ -136,13 +136,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: Pretraine
         )
 
 
-def model_folder(path: str) -> str:
-    """The local folder behind a model or tokenizer path; an error in words where there is none."""
+def model_folder(path: str, *, holds: str = "config.json") -> str:
+    """The local folder behind a model or tokenizer path; an error in words where there is none, or not such a one."""
     if path.startswith(SCHEME):
         return str(packaged_folder(path))
     folder = Path(path).expanduser()
     if not folder.exists():
         raise ModelError(
             f"there is no model folder {path!r}: rill loads local folders only and fetches nothing"
+        )
+    if holds and not (folder / holds).is_file():
+        raise ModelError(
+            f"{path!r} holds no {holds}: give the folder of a model as Hugging Face's save_pretrained writes it"
         )
     return str(folder)

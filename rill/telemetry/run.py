@@ -293,13 +293,20 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _make_unique(root: Path, name: str) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"no runs can be kept in {root}: {error.strerror}: name another folder") from error
     for number in range(1, 100_000):
         path = root / (name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir()  # atomic: of two processes with one name only one succeeds
         except FileExistsError:
             continue
+        except OSError as error:
+            raise UserError(
+                f"no runs can be kept in {root}: {error.strerror}: name another folder"
+            ) from error
         return path
     raise UserError(f"there are 100,000 runs called {name!r} in {root}: choose another name")
 

@@ -142,6 +142,8 @@ def fail(how: str):
             raise MissingExtraError('the wandb sink needs wandb: pip install "rill[trackers]"')
         if how == "run":
             raise RunError("the disk is full")
+        if how == "disk":
+            open("/dev/full", "w").write("x" * 100_000)
         if how == "bug":
             raise AssertionError("our own mistake")
         if how == "sleep":
@@ -185,6 +187,13 @@ def test_a_failed_run_ends_with_1_and_debug_shows_the_traceback(tmp_path: Path) 
     assert process.returncode == 1
     assert "Traceback" in stderr
     assert "error: the disk is full" in stderr
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path) -> None:
+    process = failing("disk", tmp_path)
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "No space left on device: make room" in stderr and "Traceback" not in stderr
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:

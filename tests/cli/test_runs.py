@@ -43,8 +43,8 @@ def test_no_runs_is_said_in_words() -> None:
 def test_runs_are_listed_with_status_steps_and_last_reward() -> None:
     finished_run()
     header, row = run("runs").splitlines()
-    assert header.split() == ["run", "status", "steps", "reward", "started", "lasted"]
-    assert row.split()[:4] == ["demo", "finished", "3", "0.750"]
+    assert header.split() == ["run", "status", "steps", "reward", "held-out", "started", "lasted"]
+    assert row.split()[:5] == ["demo", "finished", "3", "0.750", "90.0%"]
     (listed,) = json.loads(run("runs", "--json"))
     assert (listed["steps"], listed["reward"]) == (3, 0.75)
 
@@ -64,6 +64,7 @@ def test_show_tells_how_a_run_stands_and_how_to_go_on() -> None:
     text = run("runs", "show", "demo")
     assert "rill train demo" in text
     assert "eval/accuracy" in text
+    assert "reward           0.250 → 0.750   ▁█" in text
     assert "resume with" not in text
     young = Run.create("young")
     young.close()

@@ -99,3 +99,10 @@ def test_runs_are_listed_oldest_first_and_other_folders_ignored(tmp_path: Path) 
     (tmp_path / "notes").mkdir()
     assert [run.name for run in list_runs(tmp_path)] == ["b", "a"]
     assert list_runs(tmp_path / "nowhere") == []
+
+
+def test_a_place_where_no_runs_can_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
+        with pytest.raises(UserError, match="no runs can be kept in"):
+            Run.create("r", root=root)
