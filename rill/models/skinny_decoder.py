@@ -21,8 +21,10 @@ from rill.models.decoder import Decoder, Layer, Projection
 from rill.models.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
 
 MAX_ROWS = 64
-NUM_BLOCKS_PER_PART = 4
-"""Tiles along the summed axis that one program reads at least: fewer, and parts cost more than they bring."""
+TILE_N = 64
+PREFETCH_BYTES = 8 << 20
+"""Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
+long that asking early changes nothing."""
 
 
 class SkinnyDecoder:
@@ -82,17 +84,23 @@ class SkinnyDecoder:
         return product(x, projection.weight, self._shape(projection.weight), dtype=torch.float32)
 
     def _shape(self, weight: torch.Tensor, *, is_gated: bool = False, is_cut: bool = True) -> ProductShape:
+        """The cut depends on the weight's shape alone, so a row's sums run in the same order in every batch."""
         num_out, num_in = weight.shape
-        tile_k = next(t for t in (128, 64, 32, 16) if num_in % t == 0)
-        tile_n = 64
-        num_tiles, num_blocks = -(-num_out // tile_n), num_in // tile_k
-        num_parts = 1
-        if is_cut and not is_gated:
-            wanted = -(-2 * self._num_sms // num_tiles)
-            num_parts = max(1, min(wanted, num_blocks // NUM_BLOCKS_PER_PART))
+        num_tiles, num_parts = -(-num_out // TILE_N), 1
+        is_cut = is_cut and not is_gated
+        tile_k = next(t for t in (128 if is_cut else 64, 64, 32, 16) if num_in % t == 0)
+        if is_cut:
+            num_blocks = num_in // tile_k
+            num_parts = min(max(1, self._num_sms // num_tiles), num_blocks)
             num_parts = -(-num_blocks // -(-num_blocks // num_parts))  # no part without work
+        per_row = PREFETCH_BYTES // (num_out * num_parts) // 128 * 128 if is_cut else 0
         return ProductShape(
-            num_parts=num_parts, tile_n=tile_n, tile_k=tile_k, num_stages=3, num_warps=4, prefetch_bytes=1024
+            num_parts=num_parts,
+            tile_n=TILE_N,
+            tile_k=tile_k,
+            num_stages=4,
+            num_warps=4,
+            prefetch_bytes=per_row,
         )
 
 

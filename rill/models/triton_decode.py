@@ -39,15 +39,18 @@ def _joined(  # type: ignore[no-untyped-def]
     best = tl.max(tops, axis=1)
     total = tl.sum(sums * tl.exp(tops - best[:, None]), axis=1)
     acc = tl.zeros([GP, DP], tl.float32)
-    for piece in range(num_pieces):
-        its_top = tl.load(stat_ptr + (base + piece) * 2, mask=g < G, other=-1e30, cache_modifier=".cg")
-        its_part = tl.load(
-            part_ptr + (base + piece)[:, None] * DP + d[None, :],
-            mask=(g < G)[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc += tl.exp(its_top - best)[:, None] * its_part
+    for first in range(0, num_pieces, 4):
+        for step in tl.static_range(4):  # four loads under way at a time
+            piece = first + step
+            mine = (g < G) & (piece < num_pieces)
+            its_top = tl.load(stat_ptr + (base + piece) * 2, mask=mine, other=-1e30, cache_modifier=".cg")
+            its_part = tl.load(
+                part_ptr + (base + piece)[:, None] * DP + d[None, :],
+                mask=mine[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.exp(its_top - best)[:, None] * its_part
     return acc / tl.where(g < G, total, 1.0)[:, None]
 
 
@@ -66,10 +69,9 @@ def _decode(  # type: ignore[no-untyped-def]
     piece = tl.load(entry + 1)
     num_pieces = tl.load(entry + 2)
     table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
-    first_token = tl.load(entry + 4)
+    begin = tl.load(entry + 4)
     end = tl.load(entry + 5)
-    await_inputs(PDL)
-    if end > first_token:
+    if end > begin:  # an empty entry waits for nothing and makes room
         first = 0
         if HAS_WINDOW:
             first = tl.maximum(tl.load(entry + 6) - window, 0)
@@ -77,6 +79,7 @@ def _decode(  # type: ignore[no-untyped-def]
         d = tl.arange(0, DP)
         head = kv * G + g
         is_mine = (g < G)[:, None] & (d < D)[None, :]
+        await_inputs(PDL)
         q = tl.load(
             q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=is_mine, other=0.0
         )
@@ -84,7 +87,7 @@ def _decode(  # type: ignore[no-untyped-def]
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, DP], tl.float32)
         # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
-        lo = tl.maximum(first_token, first // TILE * TILE)
+        lo = tl.maximum(begin, first // TILE * TILE)
         for at in range(lo, end, TILE):
             t = at + tl.arange(0, TILE)
             seen = (t < end) & (t >= first)

@@ -37,7 +37,7 @@ class ProductShape:
 
 @triton.jit
 def _prefetch(pointers, num_bytes):  # type: ignore[no-untyped-def]
-    """Ask for num_bytes (a multiple of 16) from each pointer on; nobody waits for them."""
+    """Ask for num_bytes (a multiple of 16) from each pointer on; nobody waits for them. From Hopper on."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -60,7 +60,7 @@ def _activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignor
     return (act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
     GATED: tl.constexpr, GELU: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
@@ -80,9 +80,10 @@ def _product(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + part_in, num_in)
     w_rows = w_ptr + w_row.to(tl.int64) * num_in
     if PREFETCH:
-        _prefetch(
-            w_rows + first, tl.full([TILE_N], 0, tl.int32) + tl.minimum(prefetch_bytes, (end - first) * 2)
-        )
+        # In two halves a row, one to a thread: what several threads hold alike is asked for several times.
+        size = tl.minimum(prefetch_bytes, (end - first) * 2) // 2
+        halves = tl.zeros([TILE_N, 2], tl.int32) + size
+        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // 2), halves)
     await_inputs(PDL)
     b = tl.arange(0, TILE_B)
     k = tl.arange(0, TILE_K)
@@ -112,7 +113,7 @@ def _normed(h, w, size, eps, kind: tl.constexpr, GEMMA: tl.constexpr):  # type: 
     return ((h * scale).to(kind).to(tl.float32) * w).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_parts_norm(  # type: ignore[no-untyped-def]
     h_ptr, part_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, rows, size, eps, P: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_POST: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -151,7 +152,7 @@ def _head_of_parts(  # type: ignore[no-untyped-def]
     return x.to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _turn_parts(  # type: ignore[no-untyped-def]
     part_ptr, bias_ptr, query_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, rows, eps, keys_ptr, values_ptr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -1,7 +1,8 @@
 """A random life of the engine changes nobody's tokens and loses no block.
 
 Arrivals, aborts, pauses, weight updates, releases and a cache far too small run against one engine while a few
-seeded requests are watched; each must come out as it does alone in an engine that does nothing else.
+seeded requests are watched; each must come out as it does alone in an engine that does nothing else. On the CPU blocks
+are recounted after every step; on a GPU steps overlap, and blocks are recounted in the end.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from tests.inference.native_models import VOCAB, make_engine, reference
 def random_request(rng: random.Random, index: int, shared: list[int]) -> Request:
     prefix = shared[: rng.choice([0, 0, 16, 37])]
     tokens = prefix + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 50))]
+    max_new_tokens = rng.randint(1, 40)
     sampling = SamplingParams(
-        max_new_tokens=rng.randint(1, 40),
+        max_new_tokens=max_new_tokens,
         temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
         top_k=rng.choice([0, 0, 5]),
         top_p=rng.choice([1.0, 0.8]),
@@ -32,7 +34,7 @@ def random_request(rng: random.Random, index: int, shared: list[int]) -> Request
         repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
         presence_penalty=rng.choice([0.0, 0.5]),
         frequency_penalty=rng.choice([0.0, 0.2]),
-        min_new_tokens=rng.choice([0, 3]),
+        min_new_tokens=min(rng.choice([0, 3]), max_new_tokens),
         logit_bias={} if rng.random() < 0.7 else {rng.randrange(VOCAB): 2.0},
         seed=index,
     )
@@ -46,7 +48,7 @@ def random_request(rng: random.Random, index: int, shared: list[int]) -> Request
 
 
 def disturb(engine: NativeEngine, rng: random.Random, in_flight: list[str]) -> None:
-    action = rng.choice(["abort", "interrupt", "release", "flush", "score", "none", "none"])
+    action = rng.choice(["abort", "interrupt", "release", "update", "flush", "score", "none", "none"])
     if action == "abort" and in_flight:
         engine.abort([rng.choice(in_flight)])
     elif action == "interrupt":
@@ -57,6 +59,9 @@ def disturb(engine: NativeEngine, rng: random.Random, in_flight: list[str]) -> N
         engine.release(rng.choice(list(MemoryLevel)))
         engine.restore()
         engine.resume()
+    elif action == "update":  # to weights of the same values: a new version, and nobody's tokens change
+        weights = [(name, p.data) for name, p in reference().named_parameters()]
+        engine.update_weights(weights, PolicyVersion(engine.version + 1))
     elif action == "flush":
         engine.flush()
     elif action == "score":
@@ -65,10 +70,26 @@ def disturb(engine: NativeEngine, rng: random.Random, in_flight: list[str]) -> N
 
 @pytest.mark.parametrize(("seed", "batch_invariant"), [(0, False), (1, False), (2, True)])
 def test_a_random_workload_gives_each_request_what_it_gets_alone(seed: int, batch_invariant: bool) -> None:
+    live_randomly(seed, batch_invariant, device="cpu", check_every_step=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check_every_step", [True, False], ids=["step by step", "overlapped"])
+@pytest.mark.parametrize(("seed", "batch_invariant"), [(3, False), (4, False), (5, True)])
+def test_a_random_workload_on_a_gpu_gives_each_request_what_it_gets_alone(
+    seed: int, batch_invariant: bool, check_every_step: bool
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    live_randomly(seed, batch_invariant, device="cuda", check_every_step=check_every_step)
+
+
+def live_randomly(seed: int, batch_invariant: bool, *, device: str, check_every_step: bool) -> None:
     rng = random.Random(seed)
     shared = [rng.randrange(3, VOCAB) for _ in range(40)]
-    crowded = make_engine(num_kv_blocks=14, max_batched_tokens=24, batch_invariant=batch_invariant)
-    alone = make_engine(num_kv_blocks=200, max_batched_tokens=256, batch_invariant=batch_invariant)
+    options: dict[str, Any] = {"device": device, "dtype": "float32", "batch_invariant": batch_invariant}
+    options["check_every_step"] = check_every_step
+    crowded = make_engine(num_kv_blocks=14, max_batched_tokens=24, **options)
+    alone = make_engine(num_kv_blocks=200, max_batched_tokens=256, **options)
     futures: dict[str, Future[Completion]] = {}
     requests: dict[str, Request] = {}
     try:
@@ -90,7 +111,9 @@ def test_a_random_workload_gives_each_request_what_it_gets_alone(seed: int, batc
                 np.testing.assert_allclose(done.logprobs, expected.logprobs, atol=1e-4)
             num_compared += 1
         assert num_compared >= 12
+        assert crowded.stats().num_preempted > 0, "the cache was not small enough to tell anything"
         assert crowded.stats().num_free_kv_blocks == crowded.stats().num_kv_blocks
+        crowded._core.scheduler.check()
     finally:
         crowded.close()
         alone.close()

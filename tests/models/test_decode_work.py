@@ -1,4 +1,4 @@
-"""The list of attention's work: every token once, cut by a row's own length alone."""
+"""The list of attention's work: every token once, cut by a row's own length alone or evenly over a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.models.decode_work import MAX_PIECES, TILE, WHOLE, work_in_runs, work_list
+from rill.models.decode_work import MAX_PIECES, SHORT, TILE, WHOLE, spread, work_in_runs, work_list
 
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=20)
 
@@ -19,10 +19,12 @@ def by_row(words: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> dict[int, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS)
-def test_the_pieces_of_a_row_cover_its_context_once(lengths: list[int]) -> None:
+@given(LENGTHS, st.integers(0, 300))
+def test_the_pieces_of_a_row_cover_its_context_once(lengths: list[int], num_entries: int) -> None:
     tables = np.arange(len(lengths), dtype=np.int32) * 3
-    words = work_list(np.array(lengths, dtype=np.int32), tables)
+    given_lengths = np.array(lengths, dtype=np.int32)
+    piece = spread(given_lengths, num_entries) if num_entries else None
+    words = work_list(given_lengths, tables, piece)
     rows = by_row(words)
     assert sorted(rows) == list(range(len(lengths)))
     for row, pieces in rows.items():
@@ -33,7 +35,7 @@ def test_the_pieces_of_a_row_cover_its_context_once(lengths: list[int]) -> None:
             assert begin == at < end and begin % TILE == 0
             at = end
         assert at == lengths[row]
-        assert len(pieces) == 1 or lengths[row] > WHOLE
+        assert len(pieces) == 1 or lengths[row] > (piece or WHOLE)
     sizes = words[:, 5] - words[:, 4]
     assert (np.diff(sizes) <= 0).all(), "the longest pieces come first"
 
@@ -51,3 +53,9 @@ def test_the_cut_of_a_row_depends_on_nothing_but_its_length(lengths: list[int], 
         assert rows.min() >= first_row and rows.max() < first_row + max_rows
     for row, pieces in by_row(words).items():
         assert pieces == by_row(work_list(given_lengths[row : row + 1], tables[:1]))[0]
+
+
+def test_few_rows_are_cut_finer_than_many() -> None:
+    few, many = np.full(4, 2000, dtype=np.int32), np.full(256, 2000, dtype=np.int32)
+    assert spread(few, 256) == SHORT and spread(many, 256) == WHOLE
+    assert len(work_list(few, few, SHORT)) == 4 * 16

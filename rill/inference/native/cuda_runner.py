@@ -22,7 +22,7 @@ import torch
 
 from rill.errors import EngineError
 from rill.inference.native.batch import ScoredRows, StepBatch
-from rill.inference.native.decode_graphs import DecodeGraphs, sampling_columns
+from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
 from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, apply_edits
@@ -119,7 +119,10 @@ class CudaRunner(ModelRunner):
         self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graphs = DecodeGraphs(max_num_seqs, self._tables, self._upload, self._logits_of, self._stream)
+        self._graphs = DecodeGraphs(
+            max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
+            num_entries=max(1, NUM_PROGRAMS // shape.num_kv_heads), is_invariant=batch_invariant,
+        )  # fmt: skip
         torch.cuda.synchronize(device)
 
     # --- life --------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ A graph reads its inputs from fixed places on the device, filled by one copy bef
     ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
 
 It is captured on first use, for a few batch sizes and lengths of the attention's work list: once for as many entries as
-rows (short contexts), and for two, four, … times as many. Rows beyond the batch write to the null block and have no
-part in the list. Steps with adapters have graphs of their own.
+keep the device busy, and for two, four, … times as many. Rows beyond the batch write to the null block and have no part
+in the list. Steps with adapters have graphs of their own.
 
 Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """
@@ -26,9 +26,11 @@ from rill.inference.native.batch import StepBatch
 from rill.inference.native.sampler import SamplingBatch
 from rill.inference.native.upload import Array, Upload, aligned
 from rill.models.attention_paged import PagedBatch
-from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, work_list
+from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, spread, work_list
 from rill.models.low_rank import NO_ADAPTER
 
+NUM_PROGRAMS = 256
+"""Of attention, that keep a device busy: about two to a multiprocessor."""
 NUM_COLUMNS = 9
 SAMPLING_COLUMNS = range(4, 8)
 """Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
@@ -64,9 +66,16 @@ class DecodeGraphs:
         upload: Upload,
         run: RunStep,
         stream: torch.cuda.Stream,
+        *,
+        num_entries: int,
+        is_invariant: bool,
     ) -> None:
-        """`tables`: block tables with one row per slot and one more, which padding reads."""
+        """`tables`: block tables with one row per slot and one more, which padding reads.
+
+        num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair.
+        """
         self._sizes = graph_sizes(max_num_seqs)
+        self._num_entries, self._is_invariant = num_entries, is_invariant
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
         self._stride = aligned(max_num_seqs)
         self._work_at = NUM_COLUMNS * self._stride
@@ -79,7 +88,9 @@ class DecodeGraphs:
     @staticmethod
     def num_words(max_num_seqs: int) -> int:
         """The most that one replay uploads."""
-        return NUM_COLUMNS * aligned(max_num_seqs) + max_num_seqs * MAX_PIECES * WORDS
+        return (
+            NUM_COLUMNS * aligned(max_num_seqs) + 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
+        )
 
     def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits, of which the first num_seqs rows count, and the sampler's columns."""
@@ -99,8 +110,10 @@ class DecodeGraphs:
                 np.pad(c, (0, size - count), constant_values=f)
                 for c, f in zip(columns, self._fills, strict=True)
             ]
-        work = work_list(batch.context_lens_B, batch.slots_B)
-        num_entries = size
+        lens = batch.context_lens_B
+        piece = None if self._is_invariant else spread(lens, self._num_entries)
+        work = work_list(lens, batch.slots_B, piece)
+        num_entries = 2 * max(size, self._num_entries)  # empty entries are cheap, another graph is not
         while num_entries < len(work):
             num_entries *= 2
         entries = np.zeros(num_entries * WORDS, dtype=np.int32)  # an entry of zeros is no work
