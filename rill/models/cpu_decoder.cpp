@@ -8,7 +8,7 @@
 //
 // Rows are bit-identical whatever else is in the batch and however many threads there are.
 
-#include "cpu_attention.h"
+#include "cpu_attention_paged.h"
 #include "cpu_product.h"
 
 extern "C" {

@@ -1,4 +1,10 @@
-// CPU kernels for decoding. Built by cpu_build.py with the host's compiler; plain pointers, no library headers.
+// CPU kernels for decoding, one for each stage between torch's products. Built by cpu_build.py; called by cpu_kernels.py
+// with plain pointers. Rows lie one after the other:
+//
+//     h, x, out  [n, size]             add_norm: h += x, out = norm(h) · w
+//     gate_up    [n, 2 · size]         act_mul: out = act(gate) · up
+//     qkv        [n, (H + 2K) · D]     rope_store: q and k rotated in place, k and v written to slots of the cache
+//     logits     [n, vocabulary]       sample: token and log-probability of each row
 //
 // Every output row is computed by one thread, in an order that depends on that row's own data alone. A row is
 // therefore bit-identical whatever else is in the batch and however many threads there are.
@@ -7,7 +13,7 @@
 #include <functional>
 #include <vector>
 
-#include "cpu_attention.h"
+#include "cpu_attention_paged.h"
 #include "cpu_vector.h"
 
 namespace {

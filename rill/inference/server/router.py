@@ -217,12 +217,13 @@ class Router:
         idlest = min(ready, key=lambda s: s.num_in_flight)
         chosen = idlest
         if len(ready) > 1:
-            matched = self._prefixes.match(request.token_ids, request.cache_salt)
+            salt = f"{request.adapter or ''}\0{request.cache_salt}"  # what an engine's cache tells apart
+            matched = self._prefixes.match(request.token_ids, salt)
             best = max(ready, key=lambda s: (matched.get(s.index, 0), -s.num_in_flight))
             is_worth = matched.get(best.index, 0) * 2 >= len(request.token_ids)
             if is_worth and best.num_in_flight - idlest.num_in_flight <= self.config.load_gap:
                 chosen = best
-            self._prefixes.insert(request.token_ids, request.cache_salt, chosen.index)
+            self._prefixes.insert(request.token_ids, salt, chosen.index)
         return chosen
 
     def _send(self, slot: Slot, flights: list[Flight], is_streamed: bool) -> None:

@@ -1,5 +1,15 @@
-// Attention over a paged KV cache. A query's result depends on its own keys alone, tile by tile in one order; queries
-// of one sequence are computed side by side so that keys and values are read once for several of them.
+// Attention over a paged KV cache, for the engine. (cpu_attention.cpp is the trainer's, over packed sequences.)
+//
+//     tables[s] = 7, 2, …            block 7                         block 2
+//                                    | pos 0 | pos 1 | … | pos 15 |  | pos 16 | …
+//     keys, values [blocks, block_size, K, D]      a place is K heads × D numbers, side by side
+//
+//     query [tokens, H, D]           a block of up to 16 queries: neighbouring tokens of one sequence × the H / K query
+//                                    heads of one or more key/value heads
+//     scores [16 queries, 64 keys] ─► running maximum and sum ─► acc [16 queries, D] ─► out [tokens, H, D]
+//
+// A query's result depends on its own keys alone, 64 at a time in one order, so it is the same in any batch; queries are
+// taken together only so that keys and values are read once for several of them.
 
 #pragma once
 
