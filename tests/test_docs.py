@@ -58,10 +58,18 @@ def test_every_command_is_documented() -> None:
         assert f"`rill {name}" in page, f"docs/cli.md does not mention rill {name}"
 
 
+def programs_of_the_readme() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_training_step_in_the_readme_is_the_workflows_own() -> None:
+    step = programs_of_the_readme()[0]
+    assert "def train_step" in step
+    assert step in (ROOT / "rill/workflows/reasoning.py").read_text(encoding="utf-8")
+
+
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
-    (program,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    _, program = programs_of_the_readme()
     path = tmp_path / "program.py"
     path.write_text(program)
     done = subprocess.run(
