@@ -62,10 +62,10 @@ def programs_of_the_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_training_step_in_the_readme_is_the_workflows_own() -> None:
-    step = programs_of_the_readme()[0]
-    assert "def train_step" in step
-    assert step in (ROOT / "rill/workflows/reasoning.py").read_text(encoding="utf-8")
+def test_the_workflow_in_the_readme_is_the_real_one() -> None:
+    workflow = programs_of_the_readme()[0]
+    assert "def run(self)" in workflow
+    assert workflow in (ROOT / "rill/workflows/reasoning.py").read_text(encoding="utf-8")
 
 
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
