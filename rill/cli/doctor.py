@@ -37,8 +37,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "pyarrow": ("pyarrow", "data", "parquet files"),
     "datasets": ("datasets", "data", "Hugging Face dataset folders"),
     "zstandard": ("zstandard", "zstd", "smaller weight differences"),
-    "verifiers": ("verifiers", "verifiers", "verifiers environments"),
-    "gymnasium": ("gymnasium", "envs", "gymnasium environments"),
+    "verifiers": ("verifiers", "verifiers", "verifiers environments that play through `rill serve`"),
     "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),
     "wandb": ("wandb", "trackers", "the Weights & Biases sink"),
     "trackio": ("trackio", "trackers", "the trackio sink"),
@@ -108,6 +107,8 @@ def examine(*, deep: bool = False) -> Iterator[Finding]:
     yield _shared_memory(Path("/dev/shm"))
     yield _open_files()
     yield _disk(Path.cwd())
+    yield _compiler()
+    yield _sandbox()
     for module in EXTRAS:
         yield _extra(module, deep=deep)
 
@@ -201,6 +202,30 @@ def _disk(folder: Path) -> Finding:
     if free_bytes < 5 * _GIB:
         return Finding(what="disk", state=State.WARNING, found=found, advice="checkpoints may not fit")
     return Finding(what="disk", state=State.OK, found=found)
+
+
+def _compiler() -> Finding:
+    """The kernels of models on the CPU are compiled on first use and kept."""
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        advice = "on the CPU models run through plain torch, slower; for rill's kernels install g++ or clang"
+        return Finding(what="compiler", state=State.WARNING, found="no C++ compiler on PATH", advice=advice)
+    return Finding(what="compiler", state=State.OK, found=found)
+
+
+def _sandbox() -> Finding:
+    """What keeps programs of the code reward away from this machine."""
+    from rill.envs.sandbox import protections
+
+    fences = protections()
+    missing = [name for name in ("network", "files", "reads", "calls") if name not in fences]
+    if missing:
+        advice = (
+            "the code reward runs here with less of a fence (docs/envs.md): keep secrets off this machine"
+        )
+        found = f"without {', '.join(missing)}"
+        return Finding(what="sandbox", state=State.WARNING, found=found, advice=advice)
+    return Finding(what="sandbox", state=State.OK, found=", ".join(sorted(fences)))
 
 
 def _extra(module: str, *, deep: bool, run: Callable[[str], str] | None = None) -> Finding:

@@ -73,14 +73,9 @@ def _build(compiler: str, name: str) -> Path:
     parts = [path.read_bytes() for path in _with_headers(source)]
     identity = hashlib.sha256(b"".join(parts) + version.stdout + " ".join(flags).encode() + _cpu_identity())
     file_name = f"{name}-{identity.hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rill"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="rill-"))
-    library = folder / file_name
+    library = _cache_folder() / file_name
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             object_file, built = Path(scratch) / "object.o", Path(scratch) / file_name
             # Two steps: linking with fast-math flags would change how the whole process rounds denormals.
             for command in (
@@ -90,6 +85,22 @@ def _build(compiler: str, name: str) -> Path:
                 subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S)
             built.replace(library)  # atomic: processes that start together may all build it
     return library
+
+
+def _cache_folder() -> Path:
+    """In the user's cache; where that cannot be written, in one of the user's own among the temporary files."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rill"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: no home is known at all
+        pass
+    folder = Path(tempfile.gettempdir()) / f"rill-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid == os.getuid() and not folder.is_symlink():
+        return folder
+    return Path(tempfile.mkdtemp(prefix="rill-"))  # somebody else took the name: never load what lies there
 
 
 def _processor_flag() -> str:

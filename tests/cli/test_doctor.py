@@ -67,3 +67,15 @@ def test_little_shared_memory_is_a_warning_with_advice(
     finding = doctor._shared_memory(tmp_path)
     assert finding.state is State.WARNING
     assert "--shm-size" in finding.advice
+
+
+def test_a_machine_without_a_compiler_is_told_what_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    finding = doctor._compiler()
+    assert finding.state is State.WARNING and "install g++" in finding.advice
+
+
+def test_a_sandbox_with_a_fence_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rill.envs.sandbox.protections", lambda: frozenset({"calls", "files", "reads"}))
+    finding = doctor._sandbox()
+    assert finding.state is State.WARNING and finding.found == "without network"

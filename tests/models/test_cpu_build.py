@@ -66,3 +66,17 @@ def test_on_an_older_processor_less_is_compiled_and_the_tokens_are_the_same(
             expected = [greedy_tokens(reference("llama"), p, 12) for p in inputs]
             assert [c.token_ids.tolist() for c in done] == expected
         assert all(len(c.token_ids) == 12 for c in done)
+
+
+def test_without_a_writable_home_the_same_folder_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = cpu_build._cache_folder()
+    assert first.parent == tmp_path and first.stat().st_mode & 0o777 == 0o700
+    assert cpu_build._cache_folder() == first
+    first.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    first.symlink_to(tmp_path / "elsewhere")
+    assert cpu_build._cache_folder() != first, "a link that somebody else may have laid is not followed"
