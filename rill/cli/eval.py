@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from rill.cli.console import say, say_json, say_table
 from rill.config.files import with_overrides
@@ -37,7 +39,10 @@ def evaluate(
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
     config = resolve(ScoringConfig, given.values, given.provenance)
-    figures = summarise_rewards(score(config))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task_id = progress.add_task("answers", total=None)
+        rewards = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
+    figures = summarise_rewards(rewards)
     if as_json:
         say_json(figures)
         return

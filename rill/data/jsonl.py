@@ -24,7 +24,7 @@ class JsonlDataset(RowDataset):
         super().__init__(config, split)
         self._path = Path(config.path).expanduser()
         if not self._path.is_file():
-            raise DataError(f"there is no file {config.path!r}")
+            raise DataError(f"there is no file {config.path!r} (seen from {Path.cwd()})")
         self._lock = threading.Lock()
         self._file = self._path.open("rb")
         starts, lines, position = [], [], 0
@@ -53,8 +53,10 @@ class JsonlDataset(RowDataset):
             line = self._file.readline()
         try:
             return json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{self.where(number)}: not JSON: {error}") from None
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{self.where(number)}, column {error.colno}: not JSON: {error.msg}: {line[:60]!r}"
+            ) from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_file", "_lock")}

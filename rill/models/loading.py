@@ -75,7 +75,9 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in eval mode. `attention` is a name in transformers' attention interface."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would be drawn into the middle of a worker's log or a command's answer
     model: PreTrainedModel
     if config.path:
         model = AutoModelForCausalLM.from_pretrained(
