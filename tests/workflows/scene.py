@@ -123,6 +123,7 @@ class Scene:
         drop_equal: bool = False,
         engine: Mapping[str, Any] | None = None,
         transport: Mapping[str, Any] | None = None,
+        sync_timeout_s: float = 20.0,
         resumed: Scene | None = None,
         **loop: Any,
     ) -> None:
@@ -135,7 +136,10 @@ class Scene:
             {"type": "grpo", "filters": {"drop_equal_rewards": drop_equal}}
         )
         sync = SyncConfig.model_validate(
-            {"timeout_s": 20.0, "transport": {"type": "shm", "bucket_bytes": 128, **(transport or {})}}
+            {
+                "timeout_s": sync_timeout_s,
+                "transport": {"type": "shm", "bucket_bytes": 128, **(transport or {})},
+            }
         )
         rollout = RolloutConfig.model_validate(
             {

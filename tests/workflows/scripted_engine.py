@@ -35,6 +35,7 @@ from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 ENGINE = "tests.workflows.scripted_engine:ScriptedEngine"
 FIRST_TOKEN, NUM_TOKENS = 10, 60
+NEVER_S = 3600.0
 WEIGHT = "w"
 """The only weight that matters: the canary sees its value."""
 
@@ -85,7 +86,7 @@ class ScriptedEngine:
         """Seconds per token."""
         max_delay_ticks: int = 20
         """Requests wait up to this long before their first token, so that they finish in any order."""
-        fault: Literal["", "ignores updates", "stale cache"] = ""
+        fault: Literal["", "ignores updates", "stale cache", "hangs once"] = ""
         fault_from: int = 1 << 30
         """The version from which the fault shows."""
 
@@ -170,6 +171,8 @@ class ScriptedEngine:
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         held = {name: tensor.clone() for name, tensor in tensors}
+        if self.config.fault == "hangs once" and version >= self.config.fault_from and self._is_first():
+            time.sleep(NEVER_S)
         with self._changed:
             is_faulty = self.config.fault == "ignores updates" and version >= self.config.fault_from
             if not is_faulty:
@@ -183,6 +186,14 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._is_closed = True
+
+    def _is_first(self) -> bool:
+        """Of all the processes of a run."""
+        try:
+            (Path(self.config.record_dir) / "hung").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -195,3 +195,19 @@ def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     assert scene.fleet._relaunches == [1], "the new process has no cache"
     assert "rollout-cached[0] says version 2 but answers with other weights" in caplog.text
     scene.close()
+
+
+def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_other_serves(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = {"fault": "hangs once", "fault_from": 3}
+    scene = Scene(
+        tmp_path, cluster, name="late", engines="0-1", steps=4, max_lag=1, engine=late, sync_timeout_s=1.5
+    )
+    with caplog.at_level(logging.WARNING, "rill"):
+        scene.run()
+    check_conserved(scene)
+    check_once(scene, 4, 3)
+    assert sorted(scene.fleet._relaunches) == [0, 1]
+    assert "did not take version 3 within 1.5 s" in caplog.text and "is back in service" in caplog.text
+    scene.close()
