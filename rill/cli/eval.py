@@ -39,7 +39,8 @@ def evaluate(
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
     config = resolve(ScoringConfig, given.values, given.provenance)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
         rewards = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
     figures = summarise_rewards(rewards)

@@ -153,10 +153,11 @@ def _build_engine(config: ServeConfig) -> Engine:
 
 
 def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
-    if adapters and not (Feature.LORA in engine.features and isinstance(engine, AdapterEngine)):
+    if not adapters:
+        return
+    if Feature.LORA not in engine.features or not isinstance(engine, AdapterEngine):
         raise ConfigError(f"adapters: this engine serves none, and {', '.join(adapters)} was asked for")
     for name, folder in adapters.items():
-        assert isinstance(engine, AdapterEngine)
         engine.load_adapter(name, folder)
 
 

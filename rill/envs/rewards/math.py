@@ -5,6 +5,7 @@ Runs in a worker process: the symbolic comparison can take for ever and cannot b
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 from rill.envs.rewards.answers import AnswerForm, extract_answer
@@ -17,7 +18,8 @@ class MathReward:
     class Config(RewardConfig):
         type: Literal["math"] = "math"
         answer: AnswerForm | None = None
-        """Where the answer stands. Unset: math-verify searches the response (boxed first, then expressions)."""
+        """Where the answer stands. Unset: math-verify searches the response (boxed first, then expressions); several
+        boxed answers then count as one set. "boxed": the last one alone."""
         decimals: int = 6
         """Digits after the point that numbers are compared to."""
         correct: float = 1.0
@@ -60,4 +62,5 @@ def _math_verify() -> Any:
         import math_verify
     except ImportError as error:
         raise MissingExtraError('the math reward needs: pip install "rill[math]"') from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     return math_verify

@@ -5,7 +5,7 @@ Called by RewardRunner from its own threads, one thread to a process at most:
     thread ── (term, prompt, text, trajectory) ──▶ child: build the reward once, score ──▶ value or error
               └── no answer by the deadline: kill the child's whole session, start another when next needed
 
-The child is a plain `python -m` process (not a fork of a process full of threads, and no re-import of the user's
+The child is a plain `python -c` process (not a fork of a process full of threads, and no re-import of the user's
 main script). Its stdout is the answer pipe, so a reward's prints are sent to stderr. An alarm set before every score
 ends the child even if its parent has died and cannot kill it any more.
 """
@@ -32,6 +32,7 @@ from rill.registry import Registry
 LENGTH = struct.Struct("<Q")
 START_TIMEOUT_S = 120.0
 ALARM_GRACE_S = 5.0
+CHILD = "from rill.envs.rewards.processes import child_main; child_main()"
 
 
 class RewardTimeoutError(RunError):
@@ -92,7 +93,7 @@ class _Child:
     def __init__(self, setup: bytes) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rill.envs.rewards.processes"],
+            [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # a buffered reader would take bytes that poll() then waits for
@@ -214,7 +215,3 @@ def _write_frame(sink: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value)
     sink.write(LENGTH.pack(len(data)) + data)
     sink.flush()
-
-
-if __name__ == "__main__":
-    child_main()
