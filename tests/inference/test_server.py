@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rill.inference.base import PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 
@@ -374,6 +375,21 @@ def test_a_client_that_leaves_has_its_requests_aborted() -> None:
         _eventually(lambda: engine.stats().num_running == 0)
         with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
             next(response.iter_lines())
+        _eventually(lambda: engine.stats().num_running == 0)
+        assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
+    engine.close()
+
+
+def test_before_its_first_token_a_stream_is_refused_by_status_and_forgotten_with_its_client() -> None:
+    engine = FakeEngine()
+    engine.pause(PauseMode.INTERRUPT)
+    with start(engine, request_timeout_s=0.5) as server:
+        body = {"prompt": "a", "max_tokens": 40, "stream": True}
+        late = httpx.post(server.url + "/v1/completions", json=body)
+        assert late.status_code == 408 and late.json()["error"]["type"] == "timeout_error"
+        _eventually(lambda: engine.stats().num_running == 0)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json=body, timeout=0.2)
         _eventually(lambda: engine.stats().num_running == 0)
         assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
     engine.close()
