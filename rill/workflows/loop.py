@@ -11,7 +11,8 @@ What unblocks what: `take_batch` waits for enough kept groups; `train` takes exa
 version raises the feeder's capacity. With max_lag 0 the epoch of the jobs channel ends with the batch: the engines
 finish, let go of their devices, and the trainer may have them. That is all that sharing devices needs, so a workflow
 file does not know whether its parts share. While it waits, the loop looks after the engines: one that is lost is
-brought back by the fleet (fleet.py). A lost trainer or feeder ends the run, which can be resumed.
+brought back by the fleet (fleet.py). A lost trainer or feeder ends the run, which can be resumed: a checkpoint is taken
+between two steps, with the engines at rest, and holds whatever they have said and nobody has trained on yet.
 
 The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
 with neither. A workflow gives the loop its parts and one function that runs a training step; see reasoning.py.
