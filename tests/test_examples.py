@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.own_engine import PlainEngine
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
+from rill.inference.base import Engine
+from rill.models.loading import ModelConfig
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.rollouts import read_rollouts
 from rill.workflows import recipe_schema
 from tests.e2e.tiny import start
+from tests.inference.conformance import EngineConformance
+from tests.inference.native_models import SHAPES, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("own_*.py"))
@@ -59,3 +66,28 @@ def test_a_run_with_all_examples_at_once_trains(tmp_path: Path) -> None:
     assert "wrong, again: " in tokens, "so is the environment: an untrained model is wrong at first"
     assert read_rollouts(run)[0]["samples"][0]["parts"].keys() == {"short_and_right"}
     assert not [r for r in read_metrics(run.path) if r.values.get("rollout/errors")]
+
+
+class TestPlainEngine(EngineConformance):
+    """The example engine under the suite that every engine runs."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls) -> Iterator[Engine]:
+        engine = PlainEngine(
+            PlainEngine.Config(type="plain", model=ModelConfig(shape=SHAPES["llama"], seed=0))
+        )
+        yield engine
+        engine.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls) -> Any:
+        return reference()
+
+
+def test_a_run_with_the_example_engine_trains(tmp_path: Path) -> None:
+    run = start(tmp_path, "plain", "loop.steps=2", "rollout.engine.type=examples.own_engine:PlainEngine")
+    steps = [row.values for row in read_metrics(run.path) if "mismatch/abs_mean" in row.values]
+    assert (run.path / "model" / "config.json").exists()
+    assert all(values["mismatch/abs_mean"] < 1e-4 for values in steps)

@@ -219,6 +219,11 @@ def test_a_judge_that_refuses_is_data(judge: Any) -> None:
     assert scored.reward == 0.0 and "401" in (scored.error or "") and len(asked) == 1
 
 
+def test_a_judge_needs_a_scale() -> None:
+    with pytest.raises(ValueError, match="must lie below"):
+        REWARDS.load("judge").Config(url="http://x", model="m", lowest=5, highest=5)
+
+
 def test_a_reward_model_is_asked_in_batches() -> None:
     batches = []
 

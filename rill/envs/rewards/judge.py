@@ -8,7 +8,7 @@ import re
 from typing import Any, Literal
 
 import httpx
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rill.envs.rewards.base import Isolation, RewardConfig
 from rill.envs.rewards.per_loop import PerLoop
@@ -72,6 +72,12 @@ class JudgeReward:
             if "{response}" not in template:
                 raise ValueError("`template` must hold {response}")
             return template
+
+        @model_validator(mode="after")
+        def _is_a_scale(self) -> JudgeReward.Config:
+            if self.lowest >= self.highest:
+                raise ValueError(f"`lowest` ({self.lowest:g}) must lie below `highest` ({self.highest:g})")
+            return self
 
     isolation = Isolation.ASYNC
 
