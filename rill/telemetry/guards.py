@@ -55,6 +55,88 @@ class Guard:
     action: Action = Action.WARN
 
 
+WATCHED = (
+    Guard(
+        name="effective samples",
+        metric="mismatch/ess",
+        is_off=lambda value: value < 0.5,
+        expected="above 0.5 of the batch",
+        meaning="A few tokens carry the whole correction. Lower loop.max_lag or the learning rate.",
+        patience=2,
+    ),
+    Guard(
+        name="entropy collapse",
+        metric="policy/entropy",
+        is_off=lambda value: value < 1e-3,
+        expected="above 0.001 nats",
+        meaning="The policy answers the same every time and can learn nothing more: raise the temperature, add "
+        "an entropy bonus, or widen the clip range upwards (DAPO).",
+        patience=5,
+    ),
+    Guard(
+        name="no signal",
+        metric="reward/std",
+        is_off=lambda value: value < 1e-6,
+        expected="above 0",
+        meaning="All answers to a prompt get the same reward, so no advantage is left: the task is too hard, "
+        "too easy, or the reward does not see the answer. Look at the rollouts.",
+        patience=3,
+    ),
+    Guard(
+        name="truncated answers",
+        metric="length/truncated",
+        is_off=lambda value: value > 0.5,
+        expected="at most half",
+        meaning="Most answers end at max_new_tokens: raise it, or penalise over-long answers.",
+        patience=3,
+    ),
+    Guard(
+        name=FAILING_REWARDS,
+        metric="rollout/errors",
+        is_off=lambda value: value > 0.1,
+        expected="at most 10 %",
+        meaning="Environments or rewards fail; `error` in the rollouts says how.",
+        patience=2,
+    ),
+    Guard(
+        name="empty answers",
+        metric="length/response",
+        is_off=lambda value: value <= 1.0,
+        expected="above 1 token",
+        meaning="Answers end with their first token: look at the chat template, at what counts as an end-of-text "
+        "token, and at `stop`.",
+        patience=3,
+    ),
+    Guard(
+        name="clipped updates",
+        metric="policy/clipped",
+        is_off=lambda value: value > 0.5,
+        expected="at most half of the tokens",
+        meaning="Most tokens have left the trust region within one batch: lower the learning rate, the number of "
+        "epochs or mini-batches, or loop.max_lag.",
+        patience=2,
+    ),
+    Guard(
+        name="no update",
+        metric="grad_norm",
+        is_off=lambda value: value == 0.0,
+        expected="above 0",
+        meaning="Nothing is learned: all advantages are 0 (see `reward/std`), every token is masked, or no "
+        "parameter is trained.",
+        patience=3,
+    ),
+    Guard(
+        name="gradient",
+        metric="grad_norm",
+        is_off=lambda value: not math.isfinite(value),
+        expected="finite",
+        meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",
+        action=Action.STOP,
+    ),
+)
+"""Guards whose bounds hold for every run."""
+
+
 def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
     """`mismatch_limit`: largest mean |log π_old − log μ| at lag 0, in nats; it depends on the engine's precision."""
     return [
@@ -75,83 +157,7 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
             "precision, or a template that differs. The canary after each sync tells which side moved.",
             patience=2,
         ),
-        Guard(
-            name="effective samples",
-            metric="mismatch/ess",
-            is_off=lambda value: value < 0.5,
-            expected="above 0.5 of the batch",
-            meaning="A few tokens carry the whole correction. Lower loop.max_lag or the learning rate.",
-            patience=2,
-        ),
-        Guard(
-            name="entropy collapse",
-            metric="policy/entropy",
-            is_off=lambda value: value < 1e-3,
-            expected="above 0.001 nats",
-            meaning="The policy answers the same every time and can learn nothing more: raise the temperature, add "
-            "an entropy bonus, or widen the clip range upwards (DAPO).",
-            patience=5,
-        ),
-        Guard(
-            name="no signal",
-            metric="reward/std",
-            is_off=lambda value: value < 1e-6,
-            expected="above 0",
-            meaning="All answers to a prompt get the same reward, so no advantage is left: the task is too hard, "
-            "too easy, or the reward does not see the answer. Look at the rollouts.",
-            patience=3,
-        ),
-        Guard(
-            name="truncated answers",
-            metric="length/truncated",
-            is_off=lambda value: value > 0.5,
-            expected="at most half",
-            meaning="Most answers end at max_new_tokens: raise it, or penalise over-long answers.",
-            patience=3,
-        ),
-        Guard(
-            name=FAILING_REWARDS,
-            metric="rollout/errors",
-            is_off=lambda value: value > 0.1,
-            expected="at most 10 %",
-            meaning="Environments or rewards fail; `error` in the rollouts says how.",
-            patience=2,
-        ),
-        Guard(
-            name="empty answers",
-            metric="length/response",
-            is_off=lambda value: value <= 1.0,
-            expected="above 1 token",
-            meaning="Answers end with their first token: look at the chat template, at what counts as an end-of-text "
-            "token, and at `stop`.",
-            patience=3,
-        ),
-        Guard(
-            name="clipped updates",
-            metric="policy/clipped",
-            is_off=lambda value: value > 0.5,
-            expected="at most half of the tokens",
-            meaning="Most tokens have left the trust region within one batch: lower the learning rate, the number of "
-            "epochs or mini-batches, or loop.max_lag.",
-            patience=2,
-        ),
-        Guard(
-            name="no update",
-            metric="grad_norm",
-            is_off=lambda value: value == 0.0,
-            expected="above 0",
-            meaning="Nothing is learned: all advantages are 0 (see `reward/std`), every token is masked, or no "
-            "parameter is trained.",
-            patience=3,
-        ),
-        Guard(
-            name="gradient",
-            metric="grad_norm",
-            is_off=lambda value: not math.isfinite(value),
-            expected="finite",
-            meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",
-            action=Action.STOP,
-        ),
+        *WATCHED,
     ]
 
 
