@@ -38,6 +38,9 @@ READY = b"ready\n"
 """The launcher's first word when the program has ended."""
 DISK_CHECK_S = 0.1
 """How often the program's folder is measured."""
+FOLDER_PREFIX = "rill-sandbox-"
+ABANDONED_S = 3600.0
+"""A folder that old belongs to nobody: the process that made it was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,8 @@ def run_python(
     not the standard library alone.
     """
     limits = limits or Limits()
-    folder = tempfile.mkdtemp(prefix="rill-sandbox-")
+    _sweep()
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
     secret = secrets.token_hex(16)
     job = {"code": code, "stdin": stdin, "folder": folder, "limits": asdict(limits)}
     questions = json.dumps({"secret": secret, "checks": list(checks)}).encode()
@@ -119,6 +123,15 @@ def protections() -> frozenset[str]:
     """Which of "network", "processes", "files", "reads", "user" and "calls" are fenced off on this machine."""
     result = run_python("import os; print(os.environ['RILL_FENCES'])")
     return frozenset(result.stdout.split())
+
+
+@lru_cache(maxsize=1)
+def _sweep() -> None:
+    """Once a process: remove what killed ones left behind."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(

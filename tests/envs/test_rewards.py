@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,9 +18,8 @@ from rill.envs.rewards.answers import AnswerForm, extract_answer
 from rill.envs.rewards.base import REWARDS
 from rill.envs.rewards.code import extract_code
 from rill.envs.rewards.format import Shape, has_shape
-from rill.envs.rewards.model import connect_reward_model, disconnect_reward_model
 from rill.envs.rewards.runner import RewardRunner, ScoringConfig
-from rill.types import Prompt, TokenIds, Trajectory
+from rill.types import Prompt, Trajectory
 from tests.envs.test_runner import answered, config
 
 
@@ -224,39 +223,23 @@ def test_a_judge_needs_a_scale() -> None:
         REWARDS.load("judge").Config(url="http://x", model="m", lowest=5, highest=5)
 
 
-def test_a_reward_model_is_asked_in_batches() -> None:
-    batches = []
-
-    async def model(sequences: Sequence[TokenIds]) -> list[float]:
-        batches.append(len(sequences))
-        await asyncio.sleep(0)
-        return [float(s.sum()) for s in sequences]
-
-    connect_reward_model("rm", model)
-    pairs = [(Prompt(id=str(i), text="q"), answered("x")) for i in range(10)]
-    scored = run({"type": "model", "model": "rm", "max_batch": 4}, pairs)
-    disconnect_reward_model("rm")
-    assert [t.reward for t in scored] == [3.0] * 10 and sum(batches) == 10 and len(batches) <= 3
-    assert "connect_reward_model" in (run({"type": "model", "model": "rm"}, pairs[:1])[0].error or "")
+async def one_after_the_other(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    await asyncio.sleep(0.005)
+    return float(len(text))
 
 
 def test_two_event_loops_can_share_one_runner() -> None:
-    """A rollout worker generates on one loop and evaluates on another at the same time."""
-
-    async def model(sequences: Sequence[TokenIds]) -> list[float]:
-        await asyncio.sleep(0.001)
-        return [1.0 for _ in sequences]
-
-    connect_reward_model("shared", model)
-    runner = RewardRunner(
-        config({"type": "model", "model": "shared", "max_batch": 4}), ScoringConfig(timeout_s=20)
-    )
-    pairs = [(Prompt(id=str(i), text="q"), answered("x")) for i in range(30)]
-    with ThreadPoolExecutor(4) as loops:
-        results = list(loops.map(lambda _: runner.score_all(pairs), range(4)))
+    reward = {
+        "type": "function",
+        "function": "tests.envs.test_rewards:one_after_the_other",
+        "max_concurrent": 2,
+    }
+    runner = RewardRunner(config(reward))
+    pairs = [(Prompt(id="p", text="q"), answered("x" * n)) for n in range(8)]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: runner.score_all(pairs), range(2)))
     runner.close()
-    disconnect_reward_model("shared")
-    assert all(t.reward == 1.0 and t.error is None for scored in results for t in scored)
+    assert [[t.reward for t in scored] for scored in both] == [[float(n) for n in range(8)]] * 2
 
 
 def test_reasoning_gym_scores_its_own_tasks() -> None:

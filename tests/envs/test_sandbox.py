@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rill.envs import sandbox
 from rill.envs.sandbox import Limits, protections, run_python
 
 QUICK = Limits(wall_s=3.0, cpu_s=2, memory_bytes=512 * 2**20, output_bytes=100_000)
@@ -190,3 +191,12 @@ def test_it_has_no_hold_on_other_processes() -> None:
 def test_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "sesame")
     assert "sesame" not in run_python("import os; print(dict(os.environ))").stdout
+
+
+def test_what_a_killed_process_left_behind_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, age_s in (("rill-sandbox-old", 7200.0), ("rill-sandbox-new", 0.0), ("other", 7200.0)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    sandbox._sweep.__wrapped__()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "rill-sandbox-new"]

@@ -28,7 +28,6 @@ REWARDS = Registry(
         "overlong": "rill.envs.rewards.length:OverlongReward",
         "code": "rill.envs.rewards.code:CodeReward",
         "judge": "rill.envs.rewards.judge:JudgeReward",
-        "model": "rill.envs.rewards.model:ModelReward",
         "reasoning_gym": "rill.envs.rewards.gym:ReasoningGymReward",
         "function": "rill.envs.rewards.function:FunctionReward",
         "mix": "rill.envs.rewards.mix:MixReward",
