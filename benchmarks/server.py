@@ -1,8 +1,9 @@
 """Claim: the server gives at least 90 % of the engine's own throughput.
 
 The same requests in turns, round by round: to an engine in this process, with nothing around it; and through HTTP (the
-token route, completions whole and as streams) from an asyncio client in a process of its own. Prints one JSON line per
-way; `ratio_to_engine` is the median over the rounds, each against the engine's own rate of that round.
+token route, completions whole and as streams) from an asyncio client in a process of its own, which keeps
+`--in-flight` requests open, as a rollout does. The engine runs as many at once. Prints one JSON line per way;
+`ratio_to_engine` is the median over the rounds, each against the engine's own rate of that round.
 
 `--isolate` serves as `rill serve --isolate` does: a router, and the engine in a process of its own. HTTP, JSON and text
 then cost the engine nothing as long as they need less time per token than it does: `server_us_per_token` (CPU time of
@@ -10,9 +11,10 @@ the serving process) against `engine_us_per_token`. `--threads` are the engine's
 
 `--instant` puts an engine in its place that needs no time: what is left is the server's own cost.
 
-    python benchmarks/server.py --requests 64 --tokens 128 --isolate --threads 1      CPU, tiny model
-    python benchmarks/server.py --requests 256 --prompt 128 --tokens 256 --instant
-    python benchmarks/server.py --shape qwen2.5-1.5b --requests 256 --prompt 128 --tokens 256 --isolate
+    python benchmarks/server.py --isolate                                CPU, tiny model, 256 requests, 64 in flight
+    python benchmarks/server.py --requests 64 --isolate                  64 at once: with the start and the end of it
+    python benchmarks/server.py --requests 256 --in-flight 256 --prompt 128 --tokens 256 --instant
+    python benchmarks/server.py --shape qwen2.5-1.5b --requests 1024 --in-flight 256 --prompt 128 --tokens 256 --isolate
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def main() -> None:
         else ModelConfig(shape=SHAPES[args.shape], tokenizer="chars")
     )
     settings = NativeEngine.Config(
-        model=model, dtype=args.dtype, max_num_seqs=args.requests, kv_memory_fraction=0.2
+        model=model, dtype=args.dtype, max_num_seqs=args.in_flight, kv_memory_fraction=0.2
     )
     alone: Engine = InstantEngine() if args.instant else NativeEngine(settings)  # type: ignore[assignment]
     served: Engine = Router(settings) if args.isolate else alone
@@ -149,7 +151,7 @@ def _measure(
             own.append(rate)
         for way in WAYS:
             before_s = _serving_cpu_s(server, args.isolate)
-            rate = clients.apply(_client, (server.url, way, prompts, args.tokens))
+            rate = clients.apply(_client, (server.url, way, prompts, args.tokens, args.in_flight))
             cost_s = _serving_cpu_s(server, args.isolate) - before_s
             if round_number:
                 rates[way].append(rate)
@@ -175,11 +177,15 @@ def _serving_cpu_s(server: BackgroundServer, is_isolated: bool) -> float:
     return time.process_time() if is_isolated else server.cpu_s
 
 
-def _client(url: str, way: str, prompts: list[list[int]], num_tokens: int) -> float:
+def _client(url: str, way: str, prompts: list[list[int]], num_tokens: int, in_flight: int) -> float:
     """Plain sockets: an HTTP library would need more of the machine than the server that is measured."""
     address = urlsplit(url)
 
-    async def one(prompt: list[int]) -> None:
+    async def one(prompt: list[int], room: asyncio.Semaphore) -> None:
+        async with room:
+            await send(prompt)
+
+    async def send(prompt: list[int]) -> None:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         writer.write(_http_request(way, prompt, num_tokens))
         status = await reader.readline()
@@ -190,7 +196,8 @@ def _client(url: str, way: str, prompts: list[list[int]], num_tokens: int) -> fl
 
     async def run() -> float:
         start = time.perf_counter()
-        await asyncio.gather(*(one(prompt) for prompt in prompts))
+        room = asyncio.Semaphore(in_flight)
+        await asyncio.gather(*(one(prompt, room) for prompt in prompts))
         return len(prompts) * num_tokens / (time.perf_counter() - start)
 
     return asyncio.run(run())
@@ -231,6 +238,7 @@ def _report(
         "isolated": args.isolate,
         "threads": args.threads,
         "requests": args.requests,
+        "in_flight": args.in_flight,
         "prompt_tokens": args.prompt,
         "new_tokens": args.tokens,
     }
@@ -245,12 +253,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--isolate", action="store_true", help="the engine in a process of its own")
     parser.add_argument("--instant", action="store_true", help="an engine that needs no time")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--in-flight", type=int, default=64, help="requests open at one time")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--dtype", default="auto", help="of the engine")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 

@@ -4,7 +4,7 @@
    on_delta(d) ──▶ pending ──┐ one wake-up, however many   ┌──▶ stream A ──▶ one event for each sample
    on_delta(d) ──▶ pending ──┤ are pending: at once for    ├──▶ stream B ──▶ …
    future done ──▶ pending ──┘ first tokens and ends,      └──▶ …
-                               else every stream_interval_s
+                               else every stream_interval_s, or 1 ms for each stream
 
 A request that is not streamed costs the loop one wake-up, when it ends. A stream sends everything new as one event for
 each sample: a loop that falls behind sends larger events, not later ones. Whoever stops waiting (disconnect, deadline,
@@ -227,11 +227,15 @@ class SampleStream:
         )
 
 
+_STREAM_SHARE_S = 0.001
+"""What every open stream adds to the interval, at least: an event costs the loop a seventh of that."""
+
+
 class _Hub:
     """Carries deltas from the engine's thread to the streams of one event loop.
 
     A stream's first token and every end are urgent: everything pending goes with them. The rest waits until
-    `interval_s` after the last flush.
+    `interval_s` after the last flush, or longer where there are many streams.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
@@ -282,7 +286,9 @@ class _Hub:
 
     def _flush_later(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_at(self._flushed_at + self._interval_s, self._flush)
+            # Many streams: larger events, not more of the processor than the engine can spare.
+            interval_s = max(self._interval_s, len(self._streams) * _STREAM_SHARE_S)
+            self._timer = self._loop.call_at(self._flushed_at + interval_s, self._flush)
 
     def _flush(self) -> None:
         if self._timer is not None:
