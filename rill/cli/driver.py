@@ -28,7 +28,7 @@ from rill.telemetry import trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.rollouts import latest_error, then_and_now
-from rill.telemetry.run import Run
+from rill.telemetry.run import Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
 from rill.workflows.checkpoints import step_of, whole_checkpoints
@@ -36,11 +36,17 @@ from rill.workflows.loop import StepReport
 from rill.workflows.sections import RecipeConfig
 
 
-def carry_out(config: RecipeConfig, run: Run, recipe: str = "RECIPE") -> None:
-    """Run a resolved recipe in its folder, showing progress and writing its files."""
+def carry_out(
+    config: RecipeConfig, run: Run, recipe: str = "RECIPE", *, changed_config: str | None = None
+) -> None:
+    """Run a resolved recipe in its folder, showing progress and writing its files.
+
+    `changed_config` replaces a resumed run's saved configuration, once the run has gone on with it: a change that does
+    not work leaves the run as it was.
+    """
     try:
         with run.running():
-            progress, findings = _drive(config, run)
+            progress, findings = _drive(config, run, changed_config)
     except (RillError, OSError, KeyboardInterrupt) as error:
         is_misfortune = isinstance(error, OSError) or (
             isinstance(error, RillError) and mistake_behind(error) is None
@@ -94,7 +100,7 @@ class Interrupts:
         self._progress.note("stopping: this step is finished and saved first (Ctrl-C again ends at once)")
 
 
-def _drive(config: RecipeConfig, run: Run) -> tuple[Progress, Sequence[Finding]]:
+def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
     _log_to(run)
     trace.configure(run.path, "driver")
     sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
@@ -106,6 +112,10 @@ def _drive(config: RecipeConfig, run: Run) -> tuple[Progress, Sequence[Finding]]
     interrupts = Interrupts(progress)
 
     def record(report: StepReport) -> None:
+        nonlocal changed_config
+        if changed_config is not None:
+            write_atomically(run.config_path, changed_config)
+            changed_config = None
         metrics.write(logged_step(report), report.metrics)
 
     def guard(report: StepReport) -> None:

@@ -13,7 +13,8 @@ import typer
 
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
-from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
+from rill.errors import UserError
+from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -41,6 +42,10 @@ def train(
         if recipe:
             changes = [recipe, *changes]  # with --resume there is no recipe, so the first word is a change
         found = Run.open(resume, root=root)
+        if found.state().status is RunStatus.FINISHED and not changes:
+            raise UserError(
+                f"{found.path} has finished: to go on, say what shall be different, such as loop.steps=200"
+            )
         values = load_recipe(found.config_path, changes)
     elif recipe:
         values = load_recipe(recipe, changes)
@@ -58,9 +63,6 @@ def train(
     config_toml = dump_config(config, values.provenance)
     if resume:
         require_checkpoint(found)
-        run = Run.resume(resume, root=root)
-        write_atomically(run.config_path, config_toml)
-        recipe = str(run.config_path)
+        carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
     else:
-        run = Run.create(name or values.name, root=root, config_toml=config_toml)
-    carry_out(config, run, recipe)
+        carry_out(config, Run.create(name or values.name, root=root, config_toml=config_toml), recipe)

@@ -52,14 +52,17 @@ class RunCheckpoints:
         run would otherwise begin anew without saying so.
         """
         found = whole_checkpoints(self._run)
+        damages = []
         for folder in reversed(found):
             damage = self._load(folder)
             if not damage:
                 return step_of(folder)
-            log.warning("%s is damaged (%s): passed over", folder, damage)
-        if found:
+            log.warning("%s cannot be loaded (%s): passed over", folder, damage)
+            damages.append(damage)
+        if damages:
             raise CheckpointError(
-                f"all {len(found)} checkpoints in {self._folder} are damaged: start the run anew"
+                f"none of the {len(found)} checkpoints in {self._folder} can be loaded; the newest: {damages[0]}. If a "
+                "changed configuration does not fit them, resume without the change; else start the run anew"
             )
         return 0
 

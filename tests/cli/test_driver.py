@@ -20,7 +20,12 @@ def step(number: int, phase: str = "step") -> StepReport:
     return StepReport(step=number, num_steps=9, metrics={"reward/mean": number / 10}, phase=phase)
 
 
-def carried_out(monkeypatch: pytest.MonkeyPatch, root: Path, story: Callable[[Run, Observer], None]) -> Run:
+def carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    story: Callable[[Run, Observer], None],
+    resumed: Run | None = None,
+) -> Run:
     """A run whose workflow only tells a story to its observers."""
 
     class Workflow:
@@ -35,8 +40,12 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, root: Path, story: Callable[[Ru
                 observer(report)
 
     monkeypatch.setattr(WORKFLOWS, "load", lambda name: Workflow)
-    run = Run.create("tale", root=root)
-    carry_out(RecipeConfig(workflow="told"), run)
+    if resumed is None:
+        run = Run.create("tale", root=root, config_toml="seed = 1\n")
+        carry_out(RecipeConfig(workflow="told"), run)
+    else:
+        run = Run.resume(resumed.path)
+        carry_out(RecipeConfig(workflow="told"), run, changed_config="seed = 2\n")
     return run
 
 
@@ -154,3 +163,21 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(KeyboardInterrupt):
         carried_out(monkeypatch, tmp_path, story)
+
+
+def test_a_change_that_does_not_work_leaves_a_resumed_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def works(run: Run, tell: Observer) -> None:
+        tell(step(1))
+
+    def fails(run: Run, tell: Observer) -> None:
+        raise UserError("the checkpoint does not fit")
+
+    run = carried_out(monkeypatch, tmp_path, works)
+    with pytest.raises(UserError):
+        carried_out(monkeypatch, tmp_path, fails, resumed=run)
+    assert run.config_path.read_text() == "seed = 1\n"
+    assert '"step":1' in run.metrics_path.read_text()
+    carried_out(monkeypatch, tmp_path, works, resumed=run)
+    assert run.config_path.read_text() == "seed = 2\n"

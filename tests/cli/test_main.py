@@ -14,6 +14,7 @@ import pytest
 from rill.cli.main import COMMANDS, explain
 from rill.errors import UnknownNameError, WorkerError
 from rill.registry import load_target
+from rill.telemetry.run import Run
 
 DEADLINE_S = 60
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,3 +246,11 @@ def test_a_users_mistake_that_a_worker_found_comes_without_its_traceback() -> No
     assert explain(error) == (str(error), 1)
     error.__cause__ = UnknownNameError("no such thing")
     assert explain(error) == ("no such thing (found by rollout[1])", 2)
+
+
+def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:
+    with Run.create("done", root=tmp_path / "runs", config_toml="workflow = 'reasoning'\n").running():
+        pass
+    result = rill("train", "--resume", "done", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "has finished: to go on, say what shall be different" in result.stderr
