@@ -34,9 +34,17 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.template_arguments = dict(template_arguments or {})
         self.tools: list[Any] = [dict(tool) for tool in tools]
+        self._last: tuple[Prompt, TokenIds] | None = None
 
     def encode(self, prompt: Prompt) -> TokenIds:
-        """The ids up to where the model starts to write."""
+        """The ids up to where the model starts to write. The members of a group ask one after the other: they share one
+        array, which is not to be changed."""
+        last = self._last
+        if last is None or last[0] is not prompt:
+            last = self._last = (prompt, self._encode(prompt))
+        return last[1]
+
+    def _encode(self, prompt: Prompt) -> TokenIds:
         if prompt.messages:
             ids = self.encode_text(self.render(prompt.messages, add_generation_prompt=True), special=False)
         elif prompt.text is not None:

@@ -4,14 +4,16 @@
                ▲         (one event loop)                                  └──▶ outcomes ──▶ the loop
                └────────── a job's lease ends when its samples lie in `rollouts` ──────────┘
 
-Two threads: `generate` runs an event loop for as long as the epoch lasts, the engine steps in its own. Calls marked
-concurrent (`update`, `evaluate`, `put_back`) come in beside them. New weights reach the engine between two of its
-steps, and sequences that were running continue under them.
+Two threads: `generate` runs an event loop for as long as the epoch lasts, the engine steps in its own; both need the
+interpreter, so the loop's share of a sample is kept small and the lock changes hands often. Calls marked concurrent
+(`update`, `evaluate`, `put_back`) come in beside them. New weights reach the engine between two of its steps, and
+sequences that were running continue under them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,10 @@ from rill.workflows.policy_client import PolicyClient
 from rill.workflows.rollout_log import RolloutLog
 from rill.workflows.scoring import rewards_of
 from rill.workflows.sections import EvalConfig, SamplingConfig, SyncConfig
+
+LOCK_S = 0.0005
+"""After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which
+asks for the lock in every step: while a batch of answers is being scored it would stand still."""
 
 
 class RolloutConfig(Config):
@@ -65,6 +71,7 @@ class RolloutWorker(Worker):
         seed: int,
         run_dir: str,
     ) -> None:
+        sys.setswitchinterval(LOCK_S)
         self.config = config
         self.algorithm = Algorithm(algorithm)
         self.engine: Engine = ENGINES.load(config.engine.type)(placed(config.engine, self.device))

@@ -62,8 +62,8 @@ class LoopConfig(Config):
     groups_per_step: int = Field(32, ge=1)
     """Prompts in a batch."""
     max_lag: int = Field(0, ge=0)
-    """Versions that generation may run ahead of training. 0: synchronous. Above 0 set algorithm.correction too, to "tis"
-    for one, which weighs tokens of older policies."""
+    """Versions that generation may run ahead of training. 0: synchronous. Above 0 set algorithm.correction too, for
+    instance to "tis", which weighs tokens of older policies."""
     order: Literal["completion", "admission"] = "completion"
     """Which finished groups make the next batch: the first to finish, or strictly those admitted first. With
     max_lag 0 both are the same batch."""
