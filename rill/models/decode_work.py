@@ -4,7 +4,7 @@
     list       C0  A0 A1 A2 A3 A4 A5 A6 A7  A8  B0               most tokens first
 
 By default the cut depends on a row's own length alone, so that a row's sums run in the same order whatever the batch.
-With a `piece` for all rows, which `spread` gives, a batch of few rows is cut finer and keeps the whole device busy.
+With a `piece` for all rows, which `spread` gives, a batch of little work is cut finer and keeps the whole device busy.
 Made on the host by rill.inference.native, read by rill.models.triton_decode.
 
 Axes: B row.
@@ -27,9 +27,9 @@ WHOLE = 512
 LONG = 1536
 PIECE = 256
 """Tokens in a piece of contexts above LONG: they are what is left in the end, when few programs have work."""
-SHORT = 128
-"""Tokens of the shortest piece worth a program of its own."""
-MAX_PIECES = 16
+MAX_OWN_PIECES = 16
+MAX_PIECES = 32
+"""Of a row, by its own length alone and at all."""
 WORDS = 8
 """Of one entry of the list: row, piece, pieces, row of the block tables, first token, end, context length, spare."""
 
@@ -43,21 +43,20 @@ class DecodeWork:
     """(first row, first entry, number of entries), one launch each: buffers hold so many rows at a time."""
 
 
-def spread(lengths_B: Array, num_entries: int) -> int:
-    """Tokens in a piece with which these contexts are about num_entries of them."""
-    tiles = -(-int(lengths_B.sum()) // (num_entries * TILE))
-    return min(max(tiles * TILE, SHORT), WHOLE)
+def spread(lengths_B: Array, num_entries: int) -> int | None:
+    """Tokens in a piece with which these contexts are about num_entries of them; None: they are more as it is."""
+    piece = -(-int(lengths_B.sum()) // (num_entries * TILE)) * TILE
+    return piece if piece <= PIECE else None
 
 
 def work_list(lengths_B: Array, table_rows_B: Array, piece: int | None = None) -> Array:
     """[entries, WORDS], for every piece of every row, those with most tokens first."""
     lengths = lengths_B.astype(np.int64)
-    least = -(-lengths // (MAX_PIECES * TILE)) * TILE
     if piece is None:
-        sizes = np.maximum(PIECE, least)
+        sizes = np.maximum(PIECE, -(-lengths // (MAX_OWN_PIECES * TILE)) * TILE)
         sizes[lengths <= LONG] = WHOLE
     else:
-        sizes = np.maximum(piece, least)
+        sizes = np.maximum(piece, -(-lengths // (MAX_PIECES * TILE)) * TILE)
     counts = -(-lengths // sizes)
     rows = np.repeat(np.arange(len(counts)), counts)
     pieces = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

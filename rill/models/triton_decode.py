@@ -18,29 +18,24 @@ from rill.models.triton_language import await_inputs, early_launch, precision, t
 
 
 @triton.jit
-def _joined(  # type: ignore[no-untyped-def]
-    part_ptr,
-    stat_ptr,
-    base,
-    num_pieces,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    DP: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-):
-    """One row's pieces as one. Reads past the first-level cache, which other programs' writes do not reach."""
-    g = tl.arange(0, GP)
+def _join(  # type: ignore[no-untyped-def]
+    part_ptr, stat_ptr, out_ptr, row, kv, num_pieces, H: tl.constexpr, G: tl.constexpr, GJ: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, MAX_PIECES: tl.constexpr,
+):  # fmt: skip
+    """One row's pieces become its output. Reads past the first-level cache, which others' writes do not reach."""
+    g = tl.arange(0, GJ)
     d = tl.arange(0, DP)
     n = tl.arange(0, MAX_PIECES)
+    base = (row * H + kv * G + g) * MAX_PIECES
     there = (g < G)[:, None] & (n < num_pieces)[None, :]
     at_stat = (base[:, None] + n[None, :]) * 2
     tops = tl.load(stat_ptr + at_stat, mask=there, other=-1e30, cache_modifier=".cg")
     sums = tl.load(stat_ptr + at_stat + 1, mask=there, other=0.0, cache_modifier=".cg")
     best = tl.max(tops, axis=1)
     total = tl.sum(sums * tl.exp(tops - best[:, None]), axis=1)
-    acc = tl.zeros([GP, DP], tl.float32)
-    for first in range(0, num_pieces, 4):
-        for step in tl.static_range(4):  # four loads under way at a time
+    acc = tl.zeros([GJ, DP], tl.float32)
+    for first in range(0, num_pieces, 8):
+        for step in tl.static_range(8):  # eight loads under way at a time
             piece = first + step
             mine = (g < G) & (piece < num_pieces)
             its_top = tl.load(stat_ptr + (base + piece) * 2, mask=mine, other=-1e30, cache_modifier=".cg")
@@ -51,16 +46,21 @@ def _joined(  # type: ignore[no-untyped-def]
                 cache_modifier=".cg",
             )
             acc += tl.exp(its_top - best)[:, None] * its_part
-    return acc / tl.where(g < G, total, 1.0)[:, None]
+    acc = acc / tl.where(g < G, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + (kv * G + g)[:, None] * D + d[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(g < G)[:, None] & (d < D)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["first_entry", "first_row"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, out_ptr,
     part_ptr, stat_ptr, count_ptr, scale, window, cap,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
@@ -119,8 +119,10 @@ def _decode(  # type: ignore[no-untyped-def]
             counter = count_ptr + (seq - first_row) * K + kv
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1:
                 tl.store(counter, 0)  # ready for the next layer
-                out = _joined(part_ptr, stat_ptr, base, num_pieces, G, GP, DP, MAX_PIECES)
-                tl.store(out_ptr + to, out.to(q.dtype), mask=is_mine)
+                out_row = out_ptr + seq.to(tl.int64) * H * D
+                _join(
+                    part_ptr, stat_ptr, out_row, seq - first_row, kv, num_pieces, H, G, GJ, D, DP, MAX_PIECES
+                )
 
 
 class DecodeAttention:
@@ -154,9 +156,11 @@ class DecodeAttention:
         softcap: float,
     ) -> None:
         """The rows of `out` that the work names."""
+        group = self._heads // self._kv_heads
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GP": max(16, triton.next_power_of_2(self._heads // self._kv_heads)), "BLOCK_SIZE": keys.shape[1],
+            "GP": max(16, triton.next_power_of_2(group)), "GJ": max(2, triton.next_power_of_2(group)),
+            "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
             "HAS_CAP": softcap > 0, "PRECISION": precision(query.dtype), "num_warps": self.num_warps,
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.models.decode_work import MAX_PIECES, SHORT, TILE, WHOLE, spread, work_in_runs, work_list
+from rill.models.decode_work import MAX_PIECES, TILE, WHOLE, spread, work_in_runs, work_list
 
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=20)
 
@@ -55,7 +55,8 @@ def test_the_cut_of_a_row_depends_on_nothing_but_its_length(lengths: list[int], 
         assert pieces == by_row(work_list(given_lengths[row : row + 1], tables[:1]))[0]
 
 
-def test_few_rows_are_cut_finer_than_many() -> None:
+def test_little_work_is_cut_finer_than_much() -> None:
     few, many = np.full(4, 2000, dtype=np.int32), np.full(256, 2000, dtype=np.int32)
-    assert spread(few, 256) == SHORT and spread(many, 256) == WHOLE
-    assert len(work_list(few, few, SHORT)) == 4 * 16
+    assert spread(few, 128) == TILE and spread(many, 128) is None
+    assert len(work_list(few, few, TILE)) == 4 * MAX_PIECES
+    assert len(work_list(few, few)) == 4 * 8

@@ -92,7 +92,7 @@ class BatchBuilder:
         self.block_size = block_size
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._admission = [0] * max_num_seqs
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_blocks = [0] * max_num_seqs
         self._tables = np.full((max_num_seqs, max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
@@ -103,11 +103,18 @@ class BatchBuilder:
 
     def build(self, chunks: list[Chunk]) -> StepBatch:
         """Sequences with one token come first; the order is otherwise the scheduler's."""
-        chunks = [c for c in chunks if c.length == 1] + [c for c in chunks if c.length > 1]
-        num_decodes = sum(c.length == 1 for c in chunks)
-        for chunk in chunks:
-            self._sync_tables(chunk.seq)
-        slots_B = np.array([c.seq.slot for c in chunks], dtype=np.int32)
+        longer = [c for c in chunks if c.length > 1]
+        num_decodes = len(chunks) - len(longer)
+        if longer:
+            chunks = [c for c in chunks if c.length == 1] + longer
+        seqs = [c.seq for c in chunks]
+        for seq in seqs:
+            slot = seq.slot
+            if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
+                self._give_slot(seq)
+            if self._num_blocks[slot] < len(seq.block_ids):
+                self._extend_table(seq)
+        slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
         starts_B = np.array([c.start for c in chunks], dtype=np.int64)
         lengths_B = np.array([c.length for c in chunks], dtype=np.int64)
         ends_B = starts_B + lengths_B
@@ -118,12 +125,12 @@ class BatchBuilder:
         positions_N = np.arange(len(row_N)) - query_starts_B1[row_N] + starts_B[row_N]
         size = self.block_size
         blocks_N = self._tables[slots_B[row_N], positions_N // size].astype(np.int64)
-        shared_B = np.array([c.seq.num_shared for c in chunks], dtype=np.int64)
+        shared_B = np.array([seq.num_shared for seq in seqs], dtype=np.int64)
         blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
         updates, self._updates = self._updates, []
 
         sampled_B = np.array([c.is_last and not c.seq.is_scored for c in chunks], dtype=np.bool_)
-        sampled = [c.seq for c, is_sampled in zip(chunks, sampled_B, strict=True) if is_sampled]
+        sampled = seqs if sampled_B.all() else [seqs[i] for i in np.flatnonzero(sampled_B)]
         sampled_slots_S = slots_B[sampled_B]
         return StepBatch(
             chunks=chunks,
@@ -153,23 +160,23 @@ class BatchBuilder:
         """All block tables are void: the cache has been given back."""
         self._owner = [None] * len(self._owner)
 
-    def _sync_tables(self, seq: Sequence) -> None:
-        slot = seq.slot
-        if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
-            self._owner[slot] = seq
-            self._admission[slot] = seq.num_preempted  # preempted and back in the same slot: other blocks
-            self._num_blocks[slot] = 0
-            params = seq.request.sampling
-            self._temperature[slot] = params.temperature
-            self._top_k[slot] = params.top_k
-            self._top_p[slot] = params.top_p
-            self._min_p[slot] = params.min_p
-            self._seeds[slot] = seq.seed
-        have, need = int(self._num_blocks[slot]), len(seq.block_ids)
-        if have < need:
-            self._tables[slot, have:need] = seq.block_ids[have:]
-            self._updates.append((slot, have, need))
-            self._num_blocks[slot] = need
+    def _give_slot(self, seq: Sequence) -> None:
+        """A sequence is new in its slot, or back in it after a preemption, with other blocks."""
+        slot, params = seq.slot, seq.request.sampling
+        self._owner[slot] = seq
+        self._admission[slot] = seq.num_preempted
+        self._num_blocks[slot] = 0
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = seq.seed
+
+    def _extend_table(self, seq: Sequence) -> None:
+        slot, have, need = seq.slot, self._num_blocks[seq.slot], len(seq.block_ids)
+        self._tables[slot, have:need] = seq.block_ids[have:]
+        self._updates.append((slot, have, need))
+        self._num_blocks[slot] = need
 
     def _sampling(self, sampled: list[Sequence], slots_S: Int32s, positions_S: Int64s) -> SamplingBatch:
         edits = LogitEdits()

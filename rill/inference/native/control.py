@@ -104,7 +104,6 @@ class EngineControl:
             runner.reload_weights()
         runner.allocate_cache(self._core.scheduler.blocks.num_blocks)
         self._core.builder.forget()
-        runner.prepare()
         self.released = None
 
     # --- weights -----------------------------------------------------------------------------------------

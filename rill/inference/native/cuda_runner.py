@@ -14,6 +14,7 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.inference.native.upload import NUM_STAGING, Array, Upload
 from rill.models.attention_paged import PagedBatch
-from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, work_in_runs
+from rill.models.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decoder import build_decoder
 from rill.models.invariant import invariant_linear
 from rill.models.low_rank import NO_ADAPTER, LowRankBank
@@ -115,7 +116,7 @@ class CudaRunner(ModelRunner):
         ]
         self._turn = 0
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
-        words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_PIECES * WORDS
+        words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
         self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -136,6 +137,21 @@ class CudaRunner(ModelRunner):
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.set_stream(self._stream)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Graphs are captured before the first request; after a release, as they are needed.
+
+        Python's collector no longer walks through what exists by now: with transformers loaded that is half a million
+        objects and a tenth of a second in which no step is launched.
+        """
+        if self.uses_graphs:
+            self._graphs.capture_all()
+        gc.collect()
+        gc.freeze()
+
+    def leave_thread(self) -> None:
+        gc.unfreeze()
 
     def allocate_cache(self, num_blocks: int) -> None:
         super().allocate_cache(num_blocks)

@@ -5,9 +5,9 @@ A graph reads its inputs from fixed places on the device, filled by one copy bef
     ids │ positions │ kv slots │ context lengths │ table rows │ 1/temperature │ greedy │ uniform │ adapters │ work list
     ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
 
-It is captured on first use, for a few batch sizes and lengths of the attention's work list: once for as many entries as
-keep the device busy, and for two, four, … times as many. Rows beyond the batch write to the null block and have no part
-in the list. Steps with adapters have graphs of their own.
+There is one for each of a few batch sizes, captured before the first request with a work list of attention that most
+batches fit in; for lists of two, four, … times as many entries, for adapters and after a release on first use. Rows
+beyond the batch write to the null block and have no part in the list.
 
 Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """
@@ -92,6 +92,12 @@ class DecodeGraphs:
             NUM_COLUMNS * aligned(max_num_seqs) + 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
         )
 
+    def capture_all(self) -> None:
+        """One for every size, with the list that most batches need; largest first, so that others reuse its memory."""
+        for size in reversed(self._sizes):
+            key = GraphKey(size, self._least_entries(size), has_adapters=False)
+            self._graphs[key] = self._capture(key)
+
     def replay(self, batch: StepBatch, adapters_B: Array | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits, of which the first num_seqs rows count, and the sampler's columns."""
         count = batch.num_seqs
@@ -113,7 +119,7 @@ class DecodeGraphs:
         lens = batch.context_lens_B
         piece = None if self._is_invariant else spread(lens, self._num_entries)
         work = work_list(lens, batch.slots_B, piece)
-        num_entries = 2 * max(size, self._num_entries)  # empty entries are cheap, another graph is not
+        num_entries = self._least_entries(size)
         while num_entries < len(work):
             num_entries *= 2
         entries = np.zeros(num_entries * WORDS, dtype=np.int32)  # an entry of zeros is no work
@@ -134,6 +140,9 @@ class DecodeGraphs:
     def drop_adapted(self) -> None:
         """Adapters were loaded or unloaded: those that read them are void."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key.has_adapters}
+
+    def _least_entries(self, size: int) -> int:
+        return 2 * max(size, self._num_entries)  # empty entries are cheap, another graph is not
 
     def _column(self, index: int) -> torch.Tensor:
         return self._inputs[index * self._stride : (index + 1) * self._stride]

@@ -126,7 +126,6 @@ class NativeEngine:
         )
         self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)
-        self._runner.prepare()
         self._admission = Admission(self._runner.model, tokenizer, self._max_context, config.seed)
         self._commands = CommandQueue(self._control.describe)
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
@@ -274,6 +273,7 @@ class NativeEngine:
         try:
             commands.enter_thread()
             self._runner.enter_thread()
+            self._runner.prepare()
             while not commands.is_closed:
                 commands.run_waiting(lambda: control.can_step)
                 if control.can_step:
@@ -290,6 +290,7 @@ class NativeEngine:
         finally:
             commands.fail_waiting()
             core.close()
+            self._runner.leave_thread()
 
     def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
         self._admission.adapters = self._control.set_adapter(name, tensors, scale)

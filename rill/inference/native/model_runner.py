@@ -125,7 +125,7 @@ class ModelRunner:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def prepare(self) -> None:
-        """Whatever is worth doing once before the first step: warm-up, graphs."""
+        """Whatever is worth doing once before the first step, in the thread that will launch it."""
 
     def offload_weights(self) -> None:
         """Host memory is where CPU weights live already: there is nothing to give back."""
@@ -137,6 +137,9 @@ class ModelRunner:
     def enter_thread(self) -> None:
         """Called once by the thread that will launch the steps."""
         torch.set_grad_enabled(False)
+
+    def leave_thread(self) -> None:
+        """Called once by that thread at its end."""
 
     def record_caller(self) -> object:
         """A mark after whatever the calling thread has queued on the device; see wait_for."""

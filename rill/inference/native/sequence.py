@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ NO_SLOT = -1
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Identity, not equality: two requests with the same tokens are two sequences."""
+
+    is_scored: ClassVar[bool] = False
+    """Whether it computes log-probabilities of its own tokens and generates none."""
 
     request: Request
     seed: int
@@ -60,6 +64,8 @@ class Sequence:
     num_cached: int = 0
     num_reported: int = 0
     """Generated tokens already given to on_delta."""
+    next_delta_at: float = 0.0
+    """Until then new tokens wait for others (Request.delta_interval_s)."""
 
     status: Status = Status.WAITING
     slot: int = NO_SLOT
@@ -90,10 +96,6 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is Status.FINISHED
-
-    @property
-    def is_scored(self) -> bool:
-        return False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -148,10 +150,8 @@ class Sequence:
 class ScoredSequence(Sequence):
     """Computes the log-probability of every one of its tokens and generates none."""
 
+    is_scored: ClassVar[bool] = True
+
     temperature: float = 1.0
     scores: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scored: Future[Floats] = field(default_factory=Future)
-
-    @property
-    def is_scored(self) -> bool:
-        return True
