@@ -85,6 +85,9 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
     """Lower runs first."""
+    delta_interval_s: float = 0.0
+    """How long new tokens may wait for others before on_delta hears of them; the first and the last never wait. Telling
+    of every token by itself costs an engine as much as making it. 0, and engines elsewhere: told as they come."""
     multimodal: Any = None
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.checkpoint import Checkpoint
-from rill.inference.replica_outbox import End
+from rill.inference.replica_outbox import RECORD_WAIT_S, End
 from rill.inference.replica_process import EngineFacts, replica_main
 from rill.inference.requests import check_ids, wait_for_all
 from rill.runtime.scratch import ScratchFolder
@@ -109,6 +110,8 @@ class ReplicaEngine:
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None, *, is_streamed: bool
     ) -> list[Future[Completion]]:
         """on_delta without streaming hears of tokens late and in bulk: enough to continue from."""
+        if not is_streamed:
+            requests = [replace(request, delta_interval_s=RECORD_WAIT_S) for request in requests]
         futures: list[Future[Completion]] = [Future() for _ in requests]
         with self._lock:
             self._check_alive()

@@ -3,7 +3,7 @@
     engine thread                              flush thread                          parent's reader
     add_streamed(delta) ──▶ streamed ──┐ first tokens and ends: at once       ┌──▶ ("news", PackedDeltas, ends)
     add_recorded(delta) ──▶ recorded ──┤ streamed: every _STREAM_WAIT_S       │
-    add_end(completion) ──▶ ends ──────┘ recorded: every _RECORD_WAIT_S ──────┘
+    add_end(completion) ──▶ ends ──────┘ recorded: every RECORD_WAIT_S ──────┘
 
 The engine's thread must not pay for this: it appends, and wakes the flush thread only for what is urgent. Deltas travel
 as a few arrays for all requests together, since pickling three small arrays for each token costs more than making it.
@@ -27,7 +27,7 @@ _COMPANY_WAIT_S = 0.002
 """How long what is urgent waits for more of its kind."""
 _STREAM_WAIT_S = 0.02
 """How long a streamed delta may wait, other than a request's first."""
-_RECORD_WAIT_S = 0.1
+RECORD_WAIT_S = 0.1
 """How long a delta that nobody streams may wait: at most this much work is lost with the process."""
 
 End = Completion | tuple[str, Exception]
@@ -131,7 +131,7 @@ class Outbox:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._streamed or self._recorded or self._ends)
-                wait_s = _STREAM_WAIT_S if self._streamed else _RECORD_WAIT_S
+                wait_s = _STREAM_WAIT_S if self._streamed else RECORD_WAIT_S
                 is_urgent = self._news.wait_for(lambda: self._is_urgent, wait_s)
             if is_urgent:
                 time.sleep(_COMPANY_WAIT_S)
@@ -143,7 +143,7 @@ class Outbox:
                 # later, when another request may have this id.
                 ended = {_request_id(end) for end in ends}
                 self._recorded = [delta for delta in self._recorded if delta.request_id not in ended]
-                if time.monotonic() - recorded_at >= _RECORD_WAIT_S:
+                if time.monotonic() - recorded_at >= RECORD_WAIT_S:
                     recorded_at = time.monotonic()
                     deltas += self._recorded
                     self._recorded = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,14 @@ def test_a_stream_learns_that_its_engine_closed() -> None:
     engine.close()
     assert reasons[-1] is StopReason.ABORTED
     assert future.result(timeout=1).stop_reason is StopReason.ABORTED
+
+
+def test_between_its_first_and_its_last_tokens_a_stream_may_be_told_more_rarely(engine: NativeEngine) -> None:
+    [prompt] = prompts((5,))
+    patient = replace(request("patient", prompt, max_new_tokens=30), delta_interval_s=60.0)
+    deltas: list[Delta] = []
+    [future] = engine.submit([patient], deltas.append)
+    done = future.result(timeout=60)
+    assert [len(delta.token_ids) for delta in deltas] == [1, 29]
+    assert [t for delta in deltas for t in delta.token_ids.tolist()] == done.token_ids.tolist()
+    assert deltas[-1].stop_reason is StopReason.LENGTH

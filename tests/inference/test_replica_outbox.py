@@ -65,7 +65,7 @@ def test_a_streams_first_token_and_every_end_go_at_once(monkeypatch: Any) -> Non
 
 
 def test_recorded_tokens_of_a_request_that_ended_do_not_travel_afterwards(monkeypatch: Any) -> None:
-    monkeypatch.setattr(replica_outbox, "_RECORD_WAIT_S", 0.3)
+    monkeypatch.setattr(replica_outbox, "RECORD_WAIT_S", 0.3)
     here, there = multiprocessing.Pipe()
     outbox = Outbox(there)
     outbox.add_recorded(delta("a", 1))

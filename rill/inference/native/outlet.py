@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -61,8 +62,10 @@ class CallerOutlet:
             self._ids.update(given)
 
     def deliver(self, news: Iterable[News]) -> None:
+        now = time.monotonic()
         for seq, reason in news:
-            if seq.on_delta is not None:
+            if seq.on_delta is not None and (reason is not None or now >= seq.next_delta_at):
+                seq.next_delta_at = now + seq.request.delta_interval_s
                 self._tell(seq, seq.take_delta(reason))
             if reason is not None:
                 with self._lock:
