@@ -87,7 +87,7 @@ def address(hosts: list[str], tmp_path: Path) -> Iterator[str]:
     running = [start_ray(first, tmp_path, *options)]
     try:
         wait_for_ray(first, head_address, 1)
-        running.append(start_ray(second, tmp_path, f"--address={head_address}"))
+        running.append(start_ray(second, tmp_path, f"--address={head_address}", "--labels=room=lab"))
         wait_for_ray(first, head_address, 2)
         yield head_address
     finally:

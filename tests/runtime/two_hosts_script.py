@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 
 import numpy as np
@@ -10,12 +12,16 @@ from rill.errors import PeerDiedError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
+from rill.runtime.device_kind import DeviceKind, register_kind
 from rill.runtime.worker import Worker
 
 
 class Host(Worker):
     def where(self) -> tuple[str, str]:
         return current().node_id, current().host
+
+    def npus(self) -> tuple[str, str]:
+        return current().node_id, os.environ["TEST_NPUS"]
 
     def send_array(self, size: int) -> dict[str, int]:
         self.send({"array": np.arange(size, dtype=np.int32), "text": "x" * 70_000}, self.group_name, 1)
@@ -45,17 +51,29 @@ class Host(Worker):
         self.recv(self.group_name, rank, timeout_s=60)
 
     def die(self) -> None:
-        import os
-
         os._exit(9)
 
     def meet(self) -> str:
         return self.rendezvous(timeout_s=30).init_method
 
 
+def count_npus() -> int:
+    """Asked on the host itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.213.0.3", 9))  # sends nothing: asks for the address that would be used
+        return 2 if probe.getsockname()[0] == "10.213.0.2" else 0
+
+
 def main(address: str) -> None:
-    with Cluster.ray(address, devices="cpu:1") as cluster:
-        group = Host.launch(cluster, name="host", threads=1)
+    register_kind(DeviceKind(name="npu", visible_env="TEST_NPUS", count=count_npus))
+    with Cluster.ray(address, devices={"lab": "cpu:1,npu:auto", "*": "cpu:1"}) as cluster:
+        assert [device.kind for device in cluster.devices] == ["cpu", "cpu", "npu", "npu"]
+        mixed = Host.launch(cluster, name="mixed", placement="npu:0-1:0", threads=1)
+        assert mixed.npus().wait(60) == [("node1", "0,1")]
+        assert len(Host.launch(cluster, name="lab", placement="lab:all", threads=1).npus().wait(60)) == 3
+        print("placed", flush=True)
+
+        group = Host.launch(cluster, name="host", placement="cpu:all", threads=1)
         places = group.where().wait(60)
         assert {node for node, _ in places} == {"node0", "node1"} and len({ip for _, ip in places}) == 2, (
             places
