@@ -11,12 +11,14 @@ filter), no network and a process tree of its own (namespaces), nothing writable
 it and Python's own files (Landlock). `protections()` says which of these hold on this machine.
 
 What the checks are and the word that confirms them reach the launcher only once the program has ended, so they lie in
-no frame, object or file while it runs. They run in the same interpreter all the same: a program that spoke the
-launcher's protocol could forge a pass. It is a fence for training runs, not a vault.
+no frame, object or file while it runs, and an answer whose `==` always says yes equals nothing. They run in the same
+interpreter all the same: a program that spoke the launcher's protocol could forge a pass. It is a fence for training
+runs, not a vault.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -99,7 +101,9 @@ def run_python(
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
     secret = secrets.token_hex(16)
     job = {"code": code, "stdin": stdin, "folder": folder, "limits": asdict(limits)}
-    questions = json.dumps({"secret": secret, "checks": list(checks)}).encode()
+    same = f"_same_{secrets.token_hex(8)}"
+    asked = {"secret": secret, "same": same, "checks": [_tightened(check, same) for check in checks]}
+    questions = json.dumps(asked).encode()
     started = time.monotonic()
     try:
         stdout, report, exit_code, ended = _run(json.dumps(job).encode(), questions, folder, limits, packages)
@@ -116,6 +120,22 @@ def run_python(
         error=error,
         seconds=time.monotonic() - started,
     )
+
+
+def _tightened(check: str, same: str) -> str:
+    """The check with `assert a == b` made `assert same(a, b)`: an object of the program's whose `==` always says yes
+    equals no plain value then. What does not parse stays as it is and fails when it is run."""
+    try:
+        tree = ast.parse(check)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return check
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+            compared = node.test
+            if len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
+                sides = [compared.left, compared.comparators[0]]
+                node.test = ast.Call(func=ast.Name(id=same, ctx=ast.Load()), args=sides, keywords=[])
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 @lru_cache(maxsize=1)

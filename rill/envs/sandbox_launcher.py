@@ -16,6 +16,11 @@ import signal
 import struct
 import sys
 
+TYPE_CHECKING = False  # typing's own would cost every program some milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 CLONE_THREAD, CLONE3 = 0x00010000, 435
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
@@ -218,7 +223,7 @@ def run_program(code: str, report: int, questions: int) -> None:
         compile,
         str,
     )
-    anything, leaving_early, kind = BaseException, SystemExit, type
+    anything, leaving_early, kind, same = BaseException, SystemExit, type, make_same()
     failure = ""
     try:
         run(translate(code, "<program>", "exec"), namespace)
@@ -236,6 +241,7 @@ def run_program(code: str, report: int, questions: int) -> None:
     while chunk := read(questions, 65_536):
         asked += chunk
     job = load(asked)
+    namespace[job["same"]] = same
     for index, check in enumerate(job["checks"]):
         try:
             run(translate(check, f"<check {index}>", "exec"), namespace)
@@ -246,6 +252,35 @@ def run_program(code: str, report: int, questions: int) -> None:
             write(report, f"{job['secret']} {index}\n".encode())
     sys.stdout.flush()
     leave(0)
+
+
+def make_same() -> Callable[[object, object], bool]:
+    """`==` for checks: where plain data is expected, the answer must be plain data, or of a class whose `==` is not
+    the program's own. Everything it needs is bound here, before the program can replace it."""
+    kind, every, lists, dicts = type, all, (list, tuple, set, frozenset), dict
+    plain = frozenset({int, float, complex, bool, str, bytes, bytearray, kind(None), range, dict, *lists})
+    function, libraries, chain, refuse = kind(make_same), os.path.dirname(os.__file__), list, AssertionError
+
+    def parts(value: object) -> list[object]:
+        if kind(value) is dicts:
+            return [*value.keys(), *value.values()]  # type: ignore[attr-defined]
+        return chain(value) if kind(value) in lists else []  # type: ignore[call-overload]
+
+    def is_plain(value: object) -> bool:
+        return kind(value) in plain and every(is_plain(part) for part in parts(value))
+
+    def is_honest(value: object) -> bool:
+        if kind(value) in plain:
+            return every(is_honest(part) for part in parts(value))
+        compare: Any = kind(value).__eq__
+        return kind(compare) is not function or compare.__code__.co_filename.startswith(libraries)
+
+    def same(left: object, right: object) -> bool:
+        if (is_plain(right) and not is_honest(left)) or (is_plain(left) and not is_honest(right)):
+            raise refuse("plain data is compared with an object whose == is the program's own")
+        return left == right
+
+    return same
 
 
 if __name__ == "__main__":

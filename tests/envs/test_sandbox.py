@@ -22,6 +22,41 @@ def test_checks_pass_and_fail_one_by_one() -> None:
     assert result.passed == (True, False) and "check 1" in result.error
 
 
+LIAR = "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+
+
+@pytest.mark.parametrize("answer", ["Yes()", "[1, Yes()]", "{'a': Yes()}", "(lambda: Yes())()"])
+def test_an_object_that_equals_everything_equals_no_plain_value(answer: str) -> None:
+    code = f"{LIAR}def f(): return {answer}"
+    checks = [
+        "assert f() == 3",
+        "assert 3 == f()",
+        "assert f() == [1, 2]",
+        "def check(g):\n    assert g() == {'a': 1}\ncheck(f)",
+    ]
+    assert run_python(code, checks=checks).passed == (False,) * 4
+
+
+def test_honest_comparisons_stay_what_they_are() -> None:
+    code = (
+        "from dataclasses import dataclass\nfrom fractions import Fraction\nfrom collections import Counter\n"
+        "@dataclass\nclass Point:\n    x: int\n"
+        "def f(): return [1, 2.0, ('a', None), {'k': {3}}]"
+    )
+    checks = [
+        "assert f() == [1, 2.0, ('a', None), {'k': {3}}], 'with a message'",
+        "assert Point(1) == Point(1)",
+        "assert Fraction(6, 2) == 3",
+        "assert Counter('aab') == {'a': 2, 'b': 1}",
+        "assert sum(f()[:1]) == 1 and len(f()) == 4",
+    ]
+    assert run_python(code, checks=checks).passed == (True,) * 5
+    assert run_python(code, checks=["assert Point(1) == Point(2)", "assert f() == [1]"]).passed == (
+        False,
+        False,
+    )
+
+
 def test_standard_input_and_output() -> None:
     result = run_python("a, b = map(int, input().split())\nprint(a + b)", stdin="3 4\n")
     assert result.stdout == "7\n" and result.ended == "ok" and result.exit_code == 0
