@@ -142,7 +142,7 @@ class DecodeGraphs:
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key.has_adapters}
 
     def _least_entries(self, size: int) -> int:
-        return 2 * max(size, self._num_entries)  # empty entries are cheap, another graph is not
+        return max(size, 2 * self._num_entries)  # a few empty entries are cheaper than another graph
 
     def _column(self, index: int) -> torch.Tensor:
         return self._inputs[index * self._stride : (index + 1) * self._stride]

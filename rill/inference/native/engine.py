@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+PREPARE_TIMEOUT_S = 600.0
+"""For what is done once before the first request: on a machine's first start that compiles every kernel."""
+
+
 class NativeEngine:
     """See rill.inference.base.Engine for what each method promises."""
 
@@ -130,6 +134,11 @@ class NativeEngine:
         self._commands = CommandQueue(self._control.describe)
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         self._thread.start()
+        try:
+            self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
+        except BaseException:
+            self.close()  # nobody else will get hold of the thread
+            raise
 
     # --- what it is --------------------------------------------------------------------------------------
 
@@ -273,7 +282,6 @@ class NativeEngine:
         try:
             commands.enter_thread()
             self._runner.enter_thread()
-            self._runner.prepare()
             while not commands.is_closed:
                 commands.run_waiting(lambda: control.can_step)
                 if control.can_step:
