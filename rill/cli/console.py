@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -26,6 +27,19 @@ def complain(message: str, error: BaseException | None = None) -> None:
     if error is not None and hasattr(error, "__notes__"):
         for note in error.__notes__:
             typer.echo(f"  {note}", err=True)
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A sign of life while something takes seconds, on a terminal only; it leaves nothing behind."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
 
 
 def say_table(

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from rill.cli.console import waiting
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UserError
@@ -52,13 +53,14 @@ def train(
     else:
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
 
-    from rill.cli.driver import carry_out
-    from rill.workflows import recipe_schema
-    from rill.workflows.checkpoints import require_checkpoint
-    from rill.workflows.sections import RecipeConfig
+    with waiting("loading"):
+        from rill.cli.driver import carry_out
+        from rill.workflows import recipe_schema
+        from rill.workflows.checkpoints import require_checkpoint
+        from rill.workflows.sections import RecipeConfig
 
-    schema = recipe_schema(values.values, str(values.path))
-    config = resolve(schema, values.values, values.provenance)
+        schema = recipe_schema(values.values, str(values.path))
+        config = resolve(schema, values.values, values.provenance)
     assert isinstance(config, RecipeConfig), f"the workflow {schema} has no recipe's Config"
     config_toml = dump_config(config, values.provenance)
     if resume:
