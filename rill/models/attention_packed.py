@@ -52,17 +52,13 @@ def packed_attention(
 
 
 def register() -> None:
-    """Make `rill_packed` known to transformers. Safe to call again."""
+    """Make `rill_packed` known to transformers. Safe to call again.
+
+    No mask function is registered: the layout is the mask, and looking for one transformers would wait for the device.
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout is the mask; transformers need build none."""
-    return None
 
 
 def _flash_attention(

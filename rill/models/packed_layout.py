@@ -122,10 +122,12 @@ def build_layout(
         from rill.models.attention_triton import plan_tiles
 
         query_tiles, key_tiles = (copy_in(t, device) for t in plan_tiles(query_lengths, key_lengths))
+    ends = np.cumsum([[0, *query_lengths], [0, *key_lengths]], axis=1).astype(np.int32)
+    cu_queries, cu_keys = copy_in(ends, device)
     return PackedLayout(
         segments=tuple(segments),
-        cu_queries=_cumulative(query_lengths, device),
-        cu_keys=_cumulative(key_lengths, device),
+        cu_queries=cu_queries,
+        cu_keys=cu_keys,
         max_queries=_next_power_of_two(max(query_lengths)),
         max_keys=_next_power_of_two(max(key_lengths)),
         key_index=key_index,
@@ -233,10 +235,6 @@ def _padded_group(segments: list[Segment], offset: int, device: torch.device) ->
         rows=copy_in((queries - offset)[is_real], device),
         contiguous=segments[0].start - offset if is_view and not offset else None,
     )
-
-
-def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return copy_in(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
 
 def _next_power_of_two(number: int) -> int:

@@ -135,6 +135,7 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
     beta1,
     beta2,
     epsilon,
+    IS_EVEN: tl.constexpr,
     GRAD: tl.constexpr,
     COPY: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -153,6 +154,8 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
     grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
     copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 16)
     num_elements = tl.load(row + 5)
+    if IS_EVEN:
+        num_elements = tl.multiple_of(num_elements, 16)
     mean_scale_ptr = tl.load(row + 6).to(tl.pointer_type(tl.float32))
     square_scale_ptr = tl.load(row + 7).to(tl.pointer_type(tl.float32))
     decay = tl.load(constants_ptr + 3 * tensor)
@@ -255,14 +258,15 @@ class CopyingAdamW(torch.optim.Optimizer):
         group = self.param_groups[0]
         rates = (self.gradient_scale, group["lr"], *group["betas"], group["eps"])
         for kind, tables in self._launches:
-            types = {"GRAD": _TYPES[kind.grad], "COPY": _TYPES[kind.copy], "CHUNK": _CHUNK, "WORDS": _WORDS}
+            types = {"GRAD": _TYPES[kind.grad], "COPY": _TYPES[kind.copy], "IS_EVEN": kind.is_even}
+            sizes = {"CHUNK": _CHUNK, "WORDS": _WORDS, "num_warps": 8}
             grid = (len(tables[-1]),)
             if kind.is_coded:
                 shape = {"ROWS": _BLOCK // CODE_BLOCK, "CODES": CODE_BLOCK}
                 tops = {"SIGNED_TOP": SIGNED_TOP, "UNSIGNED_TOP": UNSIGNED_TOP}
-                _adamw8_kernel[grid](*tables, *rates, **types, **shape, **tops, num_warps=8)
+                _adamw8_kernel[grid](*tables, *rates, **types, **sizes, **shape, **tops)
             else:
-                _adamw_kernel[grid](*tables, *rates, IS_EVEN=kind.is_even, BLOCK=_BLOCK, **types, num_warps=8)
+                _adamw_kernel[grid](*tables, *rates, **types, **sizes, BLOCK=_BLOCK)
         torch._foreach_add_([update.state["step"] for update in self._updates], 1)
         self._updates, self._launches = [], []
 

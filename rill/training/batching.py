@@ -186,8 +186,11 @@ class Tally:
                     total=known.total + metric.total, weight=known.weight + metric.weight
                 )
 
-    def reduce(self, world: World) -> tuple[dict[str, float], dict[str, float]]:
-        """(sums, metrics) over all data ranks: two collectives and one copy to the host."""
+    def reduce(
+        self, world: World, beside: Tensor | None = None
+    ) -> tuple[dict[str, float], dict[str, float], float]:
+        """(sums, metrics, `beside`) over all data ranks: two collectives and one copy to the host, on which a number
+        that is the same on all ranks already may come along."""
         sum_names = sorted(self.sums)
         mean_names = sorted(n for n, m in self.metrics.items() if not m.is_max)
         max_names = sorted(n for n, m in self.metrics.items() if m.is_max)
@@ -197,7 +200,8 @@ class Tally:
         largest = _stack([self.metrics[n].total for n in max_names], world.device)
         if max_names:
             largest = world.max_over_data(largest)
-        values = torch.cat([added, largest]).tolist()
+        extra = _stack([0.0 if beside is None else beside], world.device)
+        *values, passed = torch.cat([added, largest, extra]).tolist()
         num_sums, num_means = len(sum_names), len(mean_names)
         sums = dict(zip(sum_names, values, strict=False))
         totals, weights = values[num_sums : num_sums + num_means], values[num_sums + num_means :]
@@ -206,7 +210,7 @@ class Tally:
             for name, total, weight in zip(mean_names, totals, weights, strict=False)
         }
         metrics.update(zip(max_names, values[num_sums + 2 * num_means :], strict=True))
-        return sums, metrics
+        return sums, metrics, passed
 
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

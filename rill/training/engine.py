@@ -103,13 +103,13 @@ class TrainEngine:
         *,
         is_finite: bool = True,
         learning_rate: float | None = None,
-        norm: Tensor | None = None,
+        norm: float | None = None,
     ) -> dict[str, float]:
         """One optimizer step with gradient / denominator; all ranks pass the same global values.
 
-        `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has it already.
+        `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it.
         """
-        size = (self.gradient_norm() if norm is None else norm).item() / denominator
+        size = (self.gradient_norm().item() if norm is None else norm) / denominator
         is_finite = is_finite and math.isfinite(size)
         rate = self.learning_rate if learning_rate is None else learning_rate
         if not is_finite:

@@ -105,7 +105,7 @@ class Optimizer:
         """Encode again what a checkpoint wrote into the tensors of plain_state(). The rest was written in place."""
         for name, state in self.state_tensors().items():
             if is_coded(state):
-                write(state, {key: states[name][key] for key in MOMENTS})
+                write(state, {key: states[name][key].to(state[key].device) for key in MOMENTS})
 
     @staticmethod
     def _scale(part: torch.optim.Optimizer, scale: float) -> None:

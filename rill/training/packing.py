@@ -222,22 +222,28 @@ class _Row:
             tokens, positions = tokens[lo:hi], positions[lo:hi]
             segments = _cut_segments(segments, lo, hi)
 
-        def tensor(array: npt.NDArray[Any]) -> Tensor:
-            return copy_in(array.astype(np.int64), device)
-
+        ids_M, positions_M, source_K, target_K, last_S, seq_K = _copied(
+            (tokens, positions, source, target, np.array(self.last), seq), device
+        )
         return Pack(
-            input_ids_1M=tensor(tokens)[None],
-            position_ids_1M=tensor(positions)[None],
+            input_ids_1M=ids_M[None],
+            position_ids_1M=positions_M[None],
             layout=build_layout(segments, device=device, use_flash=use_flash, context_group=group),
-            source_K=tensor(source),
-            target_K=tensor(target),
-            last_S=tensor(np.array(self.last)),
-            seq_K=tensor(seq),
+            source_K=source_K,
+            target_K=target_K,
+            last_S=last_S,
+            seq_K=seq_K,
             num_seqs=num_seqs,
             num_row_tokens=num_row_tokens,
             num_sequence_tokens=num_sequence_tokens,
             context_slice=context_slice,
         )
+
+
+def _copied(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
+    """Each as int64 on the device, brought there in one piece: a copy costs the host more than its bytes."""
+    flat = copy_in(np.concatenate(arrays).astype(np.int64), device)
+    return torch.split(flat, [len(array) for array in arrays])
 
 
 def _pad_row(

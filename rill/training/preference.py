@@ -90,7 +90,7 @@ class PairTrainer(Trainer):
             for batch, inside in self._passes(self._checked(pairs)):
                 loss, _ = self._loss(batch, inside)
                 tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
-        sums, metrics = tally.reduce(self.world)
+        sums, metrics, _ = tally.reduce(self.world)
         found = {f"eval/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         return {**found, "eval/pairs": sums["pairs"]}
 

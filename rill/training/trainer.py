@@ -176,8 +176,7 @@ class Trainer:
         tally, self._tally = self._tally, Tally()
         if not tally.sums:
             raise TrainingError("apply() without accumulate(): there is nothing to train on")
-        norm = self.engine.gradient_norm()  # before the next line waits for the device: one wait serves both
-        sums, metrics = tally.reduce(self.world)
+        sums, metrics, norm = tally.reduce(self.world, self.engine.gradient_norm())  # one wait for the device
         if sums["trained_tokens"] == 0:
             self.engine.zero_gradients()
             raise TrainingError(

@@ -7,12 +7,12 @@ take part in every call, because parameters are sharded over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset
 from rill.data.chat import PromptEncoder
@@ -22,6 +22,7 @@ from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
+from rill.training.score import ScoreModel
 from rill.training.sft import SFTTrainer
 from rill.types import NOT_SAMPLED, Floats, PolicyVersion, Sample, TokenIds, Trajectory
 from rill.weights import (
@@ -37,22 +38,38 @@ from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm, take_share
+from rill.workflows.teachers import TeacherConfig, open_teachers
 
 
 class ActorWorker(Worker):
-    def __init__(self, *, config: PolicyTrainer.Config, algorithm: AlgorithmConfig, sync: SyncConfig) -> None:
+    def __init__(
+        self,
+        *,
+        config: PolicyTrainer.Config,
+        algorithm: AlgorithmConfig,
+        sync: SyncConfig,
+        teachers: Sequence[TeacherConfig] = (),
+    ) -> None:
         self.algorithm = Algorithm(algorithm)
         rendezvous = rendezvous_of(self)
         self.trainer = PolicyTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
+        self.teachers: list[tuple[ScoreModel, float]] = []
+        if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs:
+            self.teachers = open_teachers(teachers, config.temperature, self.device)
+            self.trainer.set_teachers(self.teachers)
         self.sync = sync
         self.publisher = open_publisher(sync.transport) if self.rank == 0 else None
         self._warmup: SupervisedSteps | None = None
 
     def onload(self) -> None:
         self.trainer.onload()
+        for teacher, _ in self.teachers:
+            teacher.onload()
 
     def offload(self) -> None:
         self.trainer.offload()
+        for teacher, _ in self.teachers:
+            teacher.offload()
 
     def close(self) -> None:
         if self.publisher is not None:

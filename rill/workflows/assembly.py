@@ -50,7 +50,8 @@ from rill.workflows.sections import (
     as_table,
 )
 from rill.workflows.stage_chain import Stage, StageChain
-from rill.workflows.stages import InferenceWorker, ReferenceWorker
+from rill.workflows.stages import InferenceWorker, ReferenceWorker, TeacherWorker
+from rill.workflows.teachers import TeacherConfig, check_teachers, scoring_config
 from rill.workflows.warmup import warm_up
 
 W = TypeVar("W", bound=Worker)
@@ -80,6 +81,8 @@ class RLConfig(RecipeConfig):
     rollout: RolloutConfig
     reward_model: RewardModelConfig | None = None
     """Scores every answer beside the environment's reward, in a group of its own (placement.reward). Unset: none."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """What on-policy distillation learns from, for an algorithm that has it. Empty: none."""
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
     loop: LoopConfig = LoopConfig()
@@ -139,6 +142,11 @@ class RLConfig(RecipeConfig):
                 f"[reward_model] does not score the greedy answer that {self.algorithm.type!r} compares with: choose "
                 "another algorithm"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_teach(self) -> RLConfig:
+        check_teachers(self.teachers, self.algorithm)
         return self
 
     @model_validator(mode="after")
@@ -233,6 +241,7 @@ class RLSetup:
             config=config.trainer,
             algorithm=config.algorithm,
             sync=config.sync.model_copy(update={"transport": transport}),
+            teachers=config.teachers,
         )
         self.rollout.ready(config.loop.step_timeout_s)
 
@@ -250,6 +259,12 @@ class RLSetup:
         """A frozen copy of the policy as RL begins."""
         model = ScoreModel.Config(model=self.initial_model(), temperature=self.config.trainer.temperature)
         return self.launch(ReferenceWorker, "reference", placement, config=model).score
+
+    def launch_teacher(self, placement: str) -> Stage:
+        """The teacher of distillation on the advantage."""
+        (teacher,) = self.config.teachers
+        model = scoring_config(teacher, self.config.trainer.temperature)
+        return self.launch(TeacherWorker, "teacher", placement, config=model).score
 
     def launch_reward(self, placement: str) -> Stage:
         """The reward model."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rill.algorithms import Algorithm, Need
 from rill.config import Config
 from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
@@ -32,6 +33,8 @@ class PlacementConfig(Config):
     reference: Seats = "all"
     reward: Seats = "all"
     """Used only with a [reward_model]; a rule or a judge is scored where the answers are made."""
+    teacher: Seats = "all"
+    """Used only for distillation on the advantage."""
     inference: Seats | None = None
     """Recomputes the policy's log-probabilities. Unset: the actor does it itself."""
 
@@ -74,6 +77,8 @@ class PPOWorkflow:
             own = setup.actor.score
             stages["scored"] = own if seats.inference is None else setup.launch_inference(seats.inference)
             stages["referenced"] = setup.launch_reference(seats.reference)
+            if Need.TEACHER_LOGPROBS in Algorithm(config.algorithm).needs:
+                stages["taught"] = setup.launch_teacher(seats.teacher)
             chain = setup.chain(stages)
             judged, for_critic = (Channel.create(cluster, name) for name in ("judged", "for_critic"))
 

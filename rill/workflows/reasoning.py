@@ -32,6 +32,8 @@ class PlacementConfig(Config):
     """Used only where the algorithm has a KL term."""
     reward: Seats = "all"
     """Used only with a [reward_model]."""
+    teacher: Seats = "all"
+    """Used only for distillation on the advantage."""
 
 
 class ReasoningWorkflow:
@@ -66,8 +68,11 @@ class ReasoningWorkflow:
                 stages["rewarded"] = setup.launch_reward(seats.reward)
             if seats.inference is not None:
                 stages["scored"] = setup.launch_inference(seats.inference)
-            if Need.REF_LOGPROBS in Algorithm(config.algorithm).needs:
+            needs = Algorithm(config.algorithm).needs
+            if Need.REF_LOGPROBS in needs:
                 stages["referenced"] = setup.launch_reference(seats.reference)
+            if Need.TEACHER_LOGPROBS in needs:
+                stages["taught"] = setup.launch_teacher(seats.teacher)
             chain = setup.chain(stages)
 
             def train_step(plan: StepPlan) -> Mapping[str, float]:

@@ -22,7 +22,7 @@ from rill.telemetry.run import write_atomically
 from rill.training.parallel import Rendezvous, World
 from rill.training.score import ScoreModel
 from rill.training.value import ValueTrainer
-from rill.types import PolicyVersion, Sample
+from rill.types import Floats, PolicyVersion, Sample
 from rill.weights import SealedManifest, open_receiver
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
@@ -82,12 +82,22 @@ class ReferenceWorker(Worker):
         self.model.offload()
 
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
-        """Add log π_ref."""
+        """Add this model's log-probabilities of every answer."""
         with self.device_lock(source, target):
             keys = plan.share(self.rank, self.world_size, whole_groups=False)
             samples: list[Sample] = source.take(keys=keys)
             scored = self.model.logprobs(samples, trained_only=True)
-            put_all(target, keys, [replace(s, ref_logprobs=r) for s, r in zip(samples, scored, strict=True)])
+            put_all(target, keys, [self._with(s, x) for s, x in zip(samples, scored, strict=True)])
+
+    def _with(self, sample: Sample, logprobs: Floats) -> Sample:
+        return replace(sample, ref_logprobs=logprobs)
+
+
+class TeacherWorker(ReferenceWorker):
+    """The frozen policy that is learnt from (on-policy distillation on the advantage)."""
+
+    def _with(self, sample: Sample, logprobs: Floats) -> Sample:
+        return replace(sample, teacher_logprobs=logprobs)
 
 
 class CriticWorker(Worker):

@@ -7,6 +7,7 @@ export are here. Each data rank reads its own part of the data; what it trains o
 from __future__ import annotations
 
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_
 from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
-from rill.errors import CheckpointError, ConfigError
+from rill.errors import CheckpointError, ConfigError, DataError
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run, write_atomically
@@ -30,6 +31,8 @@ from rill.workflows.assembly import open_cluster, threads_of
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
+
+log = logging.getLogger(__name__)
 
 LOADER_FILE = "loader.json"
 
@@ -100,8 +103,7 @@ class SupervisedWorker(Worker):
         dataset = open_dataset(data, Split.TRAIN)
         self.loader = open_loader(dataset, loader, rank=world.data_rank, world=world.data_size)
         self.batch_size = loop.batch_size // world.data_size
-        self.data = data
-        self.loop = loop
+        self.held_out = self._held_out(data, loop) if loop.eval_every else []
 
     @abstractmethod
     def _open_trainer(self, config: EngineConfig) -> Trainer: ...
@@ -123,8 +125,8 @@ class SupervisedWorker(Worker):
         return {prefix + key.removeprefix(prefix): value for key, value in figures.items()}
 
     def evaluate(self) -> dict[str, float]:
-        held_out = list(prompts_of(open_indexed(self.data, Split.HELD_OUT), self.loop.eval_examples))
-        return self._evaluate(held_out[self.trainer.world.data_rank :: self.trainer.world.data_size])
+        """Figures of the held-out rows; none where the data has no such side."""
+        return self._evaluate(self.held_out) if self.held_out else {}
 
     def save(self, folder: str) -> None:
         self.trainer.save(folder)
@@ -144,6 +146,19 @@ class SupervisedWorker(Worker):
 
     def export(self, folder: str) -> None:
         self.trainer.export(folder)
+
+    def _held_out(self, data: PartConfig, loop: SupervisedLoopConfig) -> list[Prompt]:
+        """This rank's part. Now and not at the first evaluation: hours of training may lie before that."""
+        try:
+            rows = list(prompts_of(open_indexed(data, Split.HELD_OUT), loop.eval_examples))
+        except DataError as error:
+            log.warning("no evaluations: %s", error)
+            return []
+        world = self.trainer.world
+        if len(rows) < world.data_size:
+            log.warning("no evaluations: %d held-out rows for %d ranks", len(rows), world.data_size)
+            return []
+        return rows[world.data_rank :: world.data_size]
 
 
 class SupervisedWorkflow:
@@ -177,7 +192,11 @@ class SupervisedWorkflow:
                 step += num_steps
                 if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
                     figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
-                self._report(step, figures)
+                try:
+                    self._report(step, figures)
+                except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
+                    checkpoints.save(step)
+                    raise
                 if step == loop.steps or (
                     loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
                 ):

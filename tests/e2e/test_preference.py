@@ -82,4 +82,4 @@ def test_rows_without_a_pair_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 9, encoding="utf-8")
     with pytest.raises(WorkerError, match="`chosen` and `rejected`"):
-        train(tmp_path / "run", "dpo", f"data.path={path}", "data.held_out=0", "loop.eval_every=0")
+        train(tmp_path / "run", "dpo", f"data.path={path}", "data.held_out=0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from rill.errors import ConfigError
 from rill.training.parallel import Rendezvous, World
-from tests.training.tiny import make_samples, run_ranks, trainer
+from rill.training.preference import Answer, PreferencePair, PreferenceTrainer, RewardTrainer
+from rill.training.value import ValueTrainer
+from tests.training.tiny import MODEL, SHAPE, algorithm, make_samples, run_ranks, trainer
 
 
 def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +62,8 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float 
 
 def check(tmp_path: Path, world_size: int, arguments: dict[str, Any], tolerance: float = 2e-5) -> list[Any]:
     arguments = {"count": 8, "first": 5, **arguments}
-    reference = alone(arguments["count"])
+    shared = {key: value for key, value in arguments["config"].items() if key in ("lora", "model")}
+    reference = alone(arguments["count"], **shared)
     results = run_ranks(tmp_path, world_size, "tests.training.test_parallel:gradient_on_a_rank", arguments)
     for result in results:
         assert_same(result["gradients"], reference["gradients"], tolerance)
@@ -132,12 +136,68 @@ def test_tensor_parallel_ranks_hold_slices_of_matrices(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "values",
-    [{}, {"context_parallel": 2}, {"tensor_parallel": 2}, {"tree_packing": True, "micro_batch_tokens": 64}],
+    [
+        {},
+        {"context_parallel": 2},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "model": {"shape": {**SHAPE, "tie_word_embeddings": True}}},
+        {"tree_packing": True, "micro_batch_tokens": 64},
+        {"lora": {"rank": 2}},
+    ],
+    ids=str,
 )
 def test_four_ranks_in_any_arrangement_have_the_gradient_of_one_process(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     check(tmp_path, 4, {"config": values})
+
+
+def pairs_and_values_on_a_rank(rendezvous: Rendezvous | None, steps: int) -> dict[str, Any]:
+    """Two steps of a critic, a reward model and DPO, with all of the work read by rank 0."""
+    settings: dict[str, Any] = {
+        "model": MODEL,
+        "micro_batch_tokens": 96,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    samples = [
+        dataclasses.replace(s, values=0.1 * s.advantages, returns=s.advantages) for s in make_samples(8)
+    ]
+    answers = [
+        Answer(
+            token_ids=s.trajectory.token_ids,
+            loss_mask=s.trajectory.loss_mask,
+            ref_logprobs=s.trajectory.logprobs,
+        )
+        for s in samples
+    ]
+    pairs = [
+        PreferencePair(id=f"p{i}", chosen=a, rejected=b)
+        for i, (a, b) in enumerate(zip(answers[::2], answers[1::2], strict=True))
+    ]
+    critic = ValueTrainer(ValueTrainer.Config(**settings), algorithm(), rendezvous=rendezvous)
+    judge = RewardTrainer(RewardTrainer.Config(**settings))
+    direct = PreferenceTrainer(PreferenceTrainer.Config(**settings))
+    if critic.world.rank > 0:
+        samples, pairs = [], []
+    results = {
+        "critic": [critic.update(samples) for _ in range(steps)],
+        "judge": [judge.update(pairs) for _ in range(steps)] + [judge.evaluate(pairs)],
+        "direct": [direct.update(pairs) for _ in range(steps)] + [direct.evaluate(pairs)],
+    }
+    critic.close()
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_critics_reward_models_and_dpo_on_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
+    alone = pairs_and_values_on_a_rank(None, 2)
+    for ranked in run_ranks(tmp_path, 2, "tests.training.test_parallel:pairs_and_values_on_a_rank", 2):
+        for name, steps in alone.items():
+            for found, wanted in zip(ranked[name], steps, strict=True):
+                for key in ("loss", "grad_norm", "eval/loss", "eval/accuracy", "eval/pairs", "samples"):
+                    if key in wanted:
+                        assert found[key] == pytest.approx(wanted[key], rel=2e-3, abs=1e-5), (name, key)
 
 
 def test_ranks_that_cannot_be_cut_are_a_config_error() -> None:
