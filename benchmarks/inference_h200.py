@@ -173,7 +173,7 @@ def wide(engine: NativeEngine, fixed_rate: float) -> None:
 
 def one_tail(engine: NativeEngine, lengths: list[int], num_slots: int, tag: str, fixed_rate: float) -> None:
     begin, start = engine.stats().extra, time.perf_counter()
-    futures = engine.submit(requests(random_prompts(len(lengths), 128, 3), lengths, tag))
+    futures = engine.submit(requests(random_prompts(len(lengths), 128, 31), lengths, tag))
     while engine.stats().num_waiting or not engine.stats().num_running:
         time.sleep(0.002)
     queued_s = time.perf_counter() - start
