@@ -96,6 +96,7 @@ class WorkerGroup(Generic[W]):
         self.size = size
         self._cls = cls
         self._owner = owner
+        self._all = tuple(range(size))
         self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
 
     def on(self, *ranks: int) -> Selection[W]:
@@ -103,7 +104,7 @@ class WorkerGroup(Generic[W]):
         unknown = [rank for rank in ranks if not 0 <= rank < self.size]
         if unknown or not ranks:
             raise UserError(f"{self.name} has ranks 0 to {self.size - 1}, asked for {unknown or 'none'}")
-        return Selection(self, ranks)
+        return Selection(self, None if ranks == self._all else ranks)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
         """Call by name; `group.method(...)` is the same."""
@@ -178,9 +179,10 @@ class WorkerGroup(Generic[W]):
 class Selection(Generic[W]):
     """Some ranks of a group."""
 
-    def __init__(self, group: WorkerGroup[W], ranks: Sequence[int]) -> None:
+    def __init__(self, group: WorkerGroup[W], ranks: tuple[int, ...] | None) -> None:
+        """`ranks`: None for all, which needs no sorting out."""
         self._group = group
-        self._ranks = tuple(ranks)
+        self._ranks = ranks
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
         return self._group._call(method, self._ranks, args, kwargs)
