@@ -5,6 +5,7 @@ PolicyTrainer, SFTTrainer, ValueTrainer and RewardTrainer add their loss. Every 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,13 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the next step."""
         return self.engine.learning_rate
+
+    @functools.cached_property
+    def cost_model(self) -> CostModel:
+        """What a sequence costs by its length: by this ranks are balanced."""
+        shape = self.engine.module.lm.config.get_text_config()
+        num_parameters = sum(p.numel() for p in self.engine.module.parameters())
+        return CostModel.of_transformer(num_parameters, shape.num_hidden_layers, shape.hidden_size)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
@@ -163,10 +171,8 @@ class Trainer:
     def _dealt_out(self, items: Sequence[Item], lengths: Callable[[Item], Sequence[int]]) -> list[Item]:
         """This data rank's share, by cost, of what all have read: equal counts of unequal lengths would leave most
         ranks waiting."""
-        shape = self.engine.module.lm.config.get_text_config()
-        num_parameters = sum(p.numel() for p in self.engine.module.parameters())
-        cost = CostModel.of_transformer(num_parameters, shape.num_hidden_layers, shape.hidden_size)
-        share, imbalance = deal_out(items, [float(cost(lengths(item)).sum()) for item in items], self.world)
+        costs = [float(self.cost_model(lengths(item)).sum()) for item in items]
+        share, imbalance = deal_out(items, costs, self.world)
         spread = Metric.largest(torch.tensor([imbalance], device=self.world.device))
         self._tally.add_metrics({"rank_imbalance": spread}, is_idle=False)
         return share

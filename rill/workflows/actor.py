@@ -94,7 +94,7 @@ class ActorWorker(Worker):
         is_local = self.algorithm.is_group_scoped
         with self.device_lock(rollouts):
             with self.timer("take samples"):
-                _, samples = take_share(rollouts, plan, self.trainer.world, whole_groups=not is_local)
+                _, samples = take_share(rollouts, plan, self.trainer, whole_groups=not is_local)
             figures: dict[str, float] = {}
             if not is_local:
                 samples, figures = with_batch_advantages(
@@ -108,7 +108,7 @@ class ActorWorker(Worker):
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
         """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
         with self.device_lock(source, target):
-            keys, samples = take_share(source, plan, self.trainer.world, whole_groups=False)
+            keys, samples = take_share(source, plan, self.trainer, whole_groups=False)
             scored = self.trainer.logprobs(samples, trained_only=True)
             if self.trainer.world.leads:
                 put_all(

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rill.inference.base import Completion
-from rill.training.balance import partition
+from rill.training.balance import CostModel, partition
 from rill.types import Ints, PolicyVersion, Prompt
 
+BY_TOKENS = CostModel()
 Answers = Mapping[str, Completion]
 """What was said so far, by request id. One with the stop reason ABORTED is to be continued."""
 
@@ -113,10 +114,12 @@ class StepPlan(NamedTuple):
         assert isinstance(groups, PlannedGroups)
         return groups
 
-    def share(self, rank: int, num_ranks: int, *, whole_groups: bool) -> list[str]:
+    def share(
+        self, rank: int, num_ranks: int, *, whole_groups: bool, cost: CostModel = BY_TOKENS
+    ) -> list[str]:
         """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
         with _dividing:  # ranks that share a process ask at the same time, and divide once
-            return _shares(self.content, num_ranks, whole_groups)[rank]
+            return _shares(self.content, num_ranks, whole_groups, cost)[rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,19 +158,16 @@ class PlannedGroups:
         rows = zip(self.ids, self.sizes_G.tolist(), self.makers_G.tolist(), strict=True)
         return [sample_key(group, i, self.makers[maker]) for group, size, maker in rows for i in range(size)]
 
-    def shares(self, num_ranks: int, *, whole_groups: bool) -> list[list[str]]:
+    def shares(self, num_ranks: int, *, whole_groups: bool, cost: CostModel = BY_TOKENS) -> list[list[str]]:
         """The sample keys of every rank."""
-        keys_S = self.keys_S
+        keys_S, costs_S = self.keys_S, cost(self.lengths_S.astype(np.int64))
         if num_ranks == 1:
             return [keys_S]
         if not whole_groups:
-            return [
-                [keys_S[s] for s in sorted(part)]
-                for part in partition(self.lengths_S.astype(float).tolist(), num_ranks)
-            ]
+            return [[keys_S[s] for s in sorted(part)] for part in partition(costs_S, num_ranks)]
         ends_G = np.cumsum(self.sizes_G)
         starts_G = ends_G - self.sizes_G
-        parts = partition(np.add.reduceat(self.lengths_S, starts_G).astype(float).tolist(), num_ranks)
+        parts = partition(np.add.reduceat(costs_S, starts_G), num_ranks)
         return [[key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]] for part in parts]
 
 
@@ -175,11 +175,11 @@ _dividing = threading.Lock()
 
 
 @lru_cache(maxsize=4)
-def _shares(content: bytes, num_ranks: int, whole_groups: bool) -> list[list[str]]:
+def _shares(content: bytes, num_ranks: int, whole_groups: bool, cost: CostModel) -> list[list[str]]:
     """A plan is divided once in a process, however many stages and ranks there ask for their share."""
     groups = pickle.loads(content)
     assert isinstance(groups, PlannedGroups)
-    return groups.shares(num_ranks, whole_groups=whole_groups)
+    return groups.shares(num_ranks, whole_groups=whole_groups, cost=cost)
 
 
 def group_id(index: int) -> str:

@@ -19,8 +19,9 @@ from rill.errors import CheckpointError, StaleWeightsError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.telemetry.run import write_atomically
-from rill.training.parallel import Rendezvous, World
+from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
+from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
 from rill.types import Floats, PolicyVersion, Sample
 from rill.weights import SealedManifest, open_receiver
@@ -119,7 +120,7 @@ class CriticWorker(Worker):
     ) -> Mapping[str, float]:
         """Add values, then advantages and returns, whitened over all ranks."""
         with self.device_lock(source, for_actor):
-            keys, samples = take_share(source, plan, self.trainer.world, whole_groups=True)
+            keys, samples = take_share(source, plan, self.trainer, whole_groups=True)
             values = self.trainer.values(samples)
             judged, figures = with_batch_advantages(
                 [replace(s, values=v) for s, v in zip(samples, values, strict=True)],
@@ -134,7 +135,7 @@ class CriticWorker(Worker):
 
     def train(self, source: Channel, plan: StepPlan) -> Mapping[str, float]:
         with self.device_lock(source):
-            _, samples = take_share(source, plan, self.trainer.world, whole_groups=True)
+            _, samples = take_share(source, plan, self.trainer, whole_groups=True)
             figures = self.trainer.update(samples)
         return {f"critic/{name.removeprefix('value/')}": value for name, value in figures.items()}
 
@@ -172,11 +173,12 @@ def rendezvous_of(worker: Worker) -> Rendezvous | None:
 
 
 def take_share(
-    channel: Channel, plan: StepPlan, world: World, *, whole_groups: bool
+    channel: Channel, plan: StepPlan, trainer: Trainer, *, whole_groups: bool
 ) -> tuple[list[str], list[Sample]]:
     """Keys and samples of this data rank; ranks that compute one data rank together (tensor and context parallelism)
     get the same, taken once."""
-    keys = plan.share(world.data_rank, world.data_size, whole_groups=whole_groups)
+    world = trainer.world
+    keys = plan.share(world.data_rank, world.data_size, whole_groups=whole_groups, cost=trainer.cost_model)
     return keys, world.from_leader(channel.take(keys=keys) if world.leads else None)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rill.training.balance import CostModel
 from rill.types import PolicyVersion
 from rill.workflows.jobs import Outcome, StepPlan
 
@@ -48,3 +49,15 @@ def test_what_passes_the_driver_grows_by_bytes_and_not_by_objects(num_groups: in
     plan, _ = plan_of([(index, [100] * 8, "rollout[0]#0") for index in range(num_groups)])
     assert isinstance(plan.content, bytes)
     assert len(pickle.dumps(plan)) < 1000 + 48 * num_groups
+
+
+def test_shares_follow_the_cost_of_attention_where_the_trainer_says_so() -> None:
+    plan, _ = plan_of([(0, [8000], "a"), (1, [2000] * 4, "a")])
+    by_tokens = [len(plan.share(rank, 2, whole_groups=False)) for rank in range(2)]
+    long_is_dear = CostModel(linear=1.0, quadratic=1.0)
+    by_cost = [len(plan.share(rank, 2, whole_groups=False, cost=long_is_dear)) for rank in range(2)]
+    assert sorted(by_tokens) == [1, 4] and sorted(by_cost) == [1, 4]
+    plan, _ = plan_of([(0, [8000], "a"), (1, [2000] * 6, "a")])
+    by_tokens = [len(plan.share(rank, 2, whole_groups=False)) for rank in range(2)]
+    by_cost = [len(plan.share(rank, 2, whole_groups=False, cost=long_is_dear)) for rank in range(2)]
+    assert sorted(by_tokens) == [2, 5] and sorted(by_cost) == [1, 6]
