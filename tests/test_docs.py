@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rill.cli.main import COMMANDS
+from rill.envs.rewards.base import REWARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.md")])
@@ -76,3 +78,18 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
         [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18]\n", done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_piece_of_a_recipe_is_toml(page: Path) -> None:
+    for piece in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        tomllib.loads(piece)
+
+
+def test_the_rewards_of_the_page_about_them_are_valid() -> None:
+    page = (ROOT / "docs/envs.md").read_text(encoding="utf-8")
+    shown = [tomllib.loads(piece) for piece in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    rewards = [piece["rollout"]["env"]["reward"] for piece in shown]
+    assert {reward["type"] for reward in rewards} >= {"mix", "judge", "code"}
+    for reward in rewards:
+        REWARDS.load(reward["type"]).Config.model_validate(reward)
