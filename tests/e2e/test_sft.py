@@ -74,6 +74,13 @@ def assert_near(found: Run, wanted: Run, tolerance: float = 2e-3) -> None:
         assert (weights(found)[name] - weight).norm() <= tolerance * weight.norm(), name
 
 
+def assert_went_on(found: Run, start: Run) -> None:
+    """Two steps from a model leave its embeddings near where they were, but not there."""
+    name = "model.embed_tokens.weight"
+    moved = (weights(found)[name] - weights(start)[name]).norm()
+    assert 0 < moved < 0.5 * weights(start)[name].norm()
+
+
 def test_a_run_on_chats_learns_and_its_model_loads_in_transformers(
     whole: tuple[Run, list[StepReport]],
 ) -> None:
@@ -137,8 +144,7 @@ def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     start = f'model={{path="{whole[0].path / "model"}"}}'
     policy = tiny.start(tmp_path / "rl", "rl", start, "loop.steps=2")
-    assert_near(policy, whole[0], 0.5)
-    assert tiny.fingerprint(policy) != tiny.fingerprint(whole[0])
+    assert_went_on(policy, whole[0])
 
     rows = [
         {"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]}
@@ -148,5 +154,4 @@ def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     after = f'model={{path="{policy.path / "model"}"}}'
     run = sft(tmp_path / "sft", after, f'data={{type="parquet", path="{path}"}}', "loop.steps=2")
-    assert_near(run, policy, 0.5)
-    assert tiny.fingerprint(run) != tiny.fingerprint(policy)
+    assert_went_on(run, policy)
