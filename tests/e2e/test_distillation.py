@@ -22,6 +22,7 @@ def taught(root: Path, teacher: Path, *overrides: str) -> list[StepReport]:
     return [report for report in reports if report.phase == "step" and report.step > 0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_over_the_vocabulary_the_student_comes_nearer_to_its_teacher(
     whole: tuple,  # type: ignore[type-arg]  # noqa: F811

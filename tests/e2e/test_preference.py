@@ -48,6 +48,7 @@ def train(
     return run, reports
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_reward_model_learns_to_prefer_and_rewards_an_rl_run(data: str, tmp_path: Path) -> None:
     run, reports = train(tmp_path / "rm", "reward_model", data)
@@ -65,6 +66,7 @@ def test_a_reward_model_learns_to_prefer_and_rewards_an_rl_run(data: str, tmp_pa
     assert any(report.metrics.get("reward/model", 0.0) != 0.0 for report in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_dpo_widens_the_margin_to_its_reference_and_two_ranks_do_as_one(data: str, tmp_path: Path) -> None:
     run, reports = train(tmp_path / "one", "dpo", data, steps=5)

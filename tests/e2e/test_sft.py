@@ -97,7 +97,10 @@ def test_a_run_on_chats_learns_and_its_model_loads_in_transformers(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("trainer", ["trainer.tensor_parallel=1", "trainer.tensor_parallel=2"])
+@pytest.mark.parametrize(
+    "trainer",
+    ["trainer.tensor_parallel=1", pytest.param("trainer.tensor_parallel=2", marks=pytest.mark.slow)],
+)
 def test_two_ranks_give_the_weights_of_one(
     whole: tuple[Run, list[StepReport]], jsonl: str, tmp_path: Path, trainer: str
 ) -> None:
@@ -137,6 +140,7 @@ def test_a_run_of_one_rank_goes_on_with_two(
     assert_near(run, whole[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     whole: tuple[Run, list[StepReport]], tmp_path: Path
