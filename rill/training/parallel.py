@@ -13,6 +13,7 @@ Gradients are summed, never averaged, over data and context: the trainer divides
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -170,6 +171,8 @@ def shard_model(
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     assert world.mesh is not None
+    # Fused layers return a view of one row; nothing writes to it in place, which is what torch warns of.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     mesh = world.mesh["data", "context"]._flatten("shard") if world.context_size > 1 else world.mesh["data"]
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
