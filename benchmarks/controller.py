@@ -224,7 +224,9 @@ def null_run(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of 8 groups; fewer of more groups, 30 at least"
+    )
     parser.add_argument("--bytes", default="1024,65536,1048576", help="bytes of one sample")
     parser.add_argument("--groups", default="8,64,512", help="groups of 8 samples in a step")
     parser.add_argument("--ranks", default="8,1024", help="simulated ranks; empty: none")
@@ -244,8 +246,9 @@ def main() -> None:
             report(result="step by bytes", sample_bytes=num_bytes, groups=8, goal_cpu_ms=1.0, **figures)
         for groups in numbers(args.groups):
             figures = null_run(
-                cluster, Path(root), f"g{groups}", num_bytes=1024, groups=groups, steps=args.steps
-            )
+                cluster, Path(root), f"g{groups}", num_bytes=1024, groups=groups,
+                steps=max(min(30, args.steps), 8 * args.steps // groups),
+            )  # fmt: skip
             report(result="step by groups", sample_bytes=1024, groups=groups, goal_cpu_ms=1.0, **figures)
         walls = []
         for ranks in numbers(args.ranks):
