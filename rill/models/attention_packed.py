@@ -20,11 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rill.errors import UnsupportedError
 from rill.models.packed_layout import PackedLayout, PaddedGroup
 
 ATTENTION_NAME = "rill_packed"
 _TRITON_WIDTHS = (32, 64, 128)
 """Head widths of rill.models.attention_triton; others take FlashAttention's kernel."""
+
+_CHANGE_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments by which transformers' models change attention scores beyond causal softmax; s_aux are learnt sinks."""
 
 
 def packed_attention(
@@ -41,9 +45,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface."""
     assert packed is not None, "a model loaded with rill_packed attention must be called with packed=…"
-    assert dropout == 0.0 and kwargs.get("softcap") is None, (
-        "attention dropout and soft-capping are not supported"
-    )
+    unknown = [name for name in _CHANGE_SCORES if kwargs.get(name) is not None]
+    if dropout or unknown:
+        raise UnsupportedError(
+            f"packed attention has no {', '.join(unknown) or 'dropout'}: this architecture cannot be trained here"
+        )
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
     if packed.groups:

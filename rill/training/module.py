@@ -126,6 +126,10 @@ def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     attention_packed.register()
     lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
     text = lm.config.get_text_config().to_dict()
+    if "layers" not in dict(lm.base_model.named_children()):
+        raise UnsupportedError(
+            f"{text['model_type']}: the trainer needs a decoder whose blocks are in `layers`, as Llama's are"
+        )
     if text.get("final_logit_softcapping") or text.get("attn_logit_softcapping"):
         raise UnsupportedError(
             f"{text['model_type']}: soft-capped logits are not supported by the packed trainer"
