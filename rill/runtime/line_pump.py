@@ -23,7 +23,7 @@ from collections.abc import Callable
 from rill.runtime.line import Line
 from rill.runtime.mailbox import Frames
 
-DOZE_S = 0.005
+DOZE_S = 0.02
 IDLE_S = 0.1
 _LEAD_S = 1.0
 
