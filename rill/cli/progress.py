@@ -43,6 +43,8 @@ CURVES: tuple[Figure, ...] = (
     ("policy/entropy", "entropy", "{:.3f}"),
     ("warmup/loss", "warm-up loss", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
+    ("reward_model/loss", "loss", "{:.4f}"),
+    ("dpo/loss", "loss", "{:.4f}"),
     ("eval/loss", "held-out loss", "{:.4f}"),
 )
 """Drawn over the whole run."""
@@ -57,6 +59,8 @@ PHASES: tuple[Figure, ...] = (
 STATES: tuple[Figure, ...] = (
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
     ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("reward_model/train_tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("dpo/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("mismatch/abs_mean", "mismatch", "{:.1e}"),
     ("lag/max", "lag", "{:.0f}"),
 )

@@ -20,6 +20,8 @@ DRAWN = (
     ("reward/mean", "reward"),
     ("length/response", "tokens per answer"),
     ("sft/loss", "loss"),
+    ("reward_model/loss", "loss"),
+    ("dpo/loss", "loss"),
     ("eval/loss", "held-out loss"),
 )
 """Figures and their titles; those that a run does not have are left out."""
