@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rill.models.decode_work import MAX_PIECES, TILE, WORDS, DecodeWork
-from rill.models.triton_language import await_inputs, early_launch, precision, tl, triton
+from rill.models.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
 @triton.jit
@@ -135,7 +135,7 @@ class DecodeAttention:
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
     ) -> None:
         self._heads, self._kv_heads = num_heads, num_kv_heads
-        self._dim, self._dim_padded = head_dim, max(16, triton.next_power_of_2(head_dim))
+        self._dim, self._dim_padded = head_dim, max(16, power_of_2(head_dim))
         parts = max_rows * num_heads * MAX_PIECES
         self._part = torch.empty(parts * self._dim_padded, dtype=torch.float32, device=device)
         self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
@@ -159,7 +159,7 @@ class DecodeAttention:
         group = self._heads // self._kv_heads
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GP": max(16, triton.next_power_of_2(group)), "GJ": max(2, triton.next_power_of_2(group)),
+            "GP": max(16, power_of_2(group)), "GJ": max(2, power_of_2(group)),
             "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
             "HAS_CAP": softcap > 0, "PRECISION": precision(query.dtype), "num_warps": self.num_warps,

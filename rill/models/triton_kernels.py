@@ -13,7 +13,15 @@ import torch
 
 from rill.models.attention_paged import PagedBatch
 from rill.models.triton_decode import DecodeAttention
-from rill.models.triton_language import await_inputs, early_launch, precision, tl, triton
+from rill.models.triton_language import (
+    await_inputs,
+    ceil_div,
+    early_launch,
+    power_of_2,
+    precision,
+    tl,
+    triton,
+)
 
 __all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
 
@@ -206,7 +214,7 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     rows, num_in = x.shape
     num_out = weight.shape[0]
     out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(num_out, 128), triton.cdiv(rows, 64))
+    grid = (ceil_div(num_out, 128), ceil_div(rows, 64))
     _product[grid](
         x, weight, bias, out, rows, num_out, num_in, HAS_BIAS=bias is not None, PRECISION=precision(x.dtype),
         M=64, N=128, K=64, num_warps=4, num_stages=3,
@@ -220,7 +228,7 @@ class TritonKernels:
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, device: torch.device
     ) -> None:
-        self._dim_padded = max(16, triton.next_power_of_2(head_dim))
+        self._dim_padded = max(16, power_of_2(head_dim))
         self._decode = DecodeAttention(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -240,7 +248,7 @@ class TritonKernels:
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
         rows, size = hidden.shape
-        block = triton.next_power_of_2(size)
+        block = power_of_2(size)
         _add_norm[(rows,)](
             hidden, addend, weight, out, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
             num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
@@ -250,7 +258,7 @@ class TritonKernels:
     def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-        _act_mul[(rows, triton.cdiv(width // 2, 2048))](
+        _act_mul[(rows, ceil_div(width // 2, 2048))](
             gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4, **early_launch(gate_up.device)
         )
         return out
@@ -270,10 +278,10 @@ class TritonKernels:
         num_heads: int,
     ) -> None:
         kv_heads, dim = keys.shape[2:]
-        turned = triton.next_power_of_2(num_heads + kv_heads)
+        turned = power_of_2(num_heads + kv_heads)
         _rope_store[(qkv.shape[0],)](
             qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
-            HP=turned, KP=triton.next_power_of_2(kv_heads), HALF=triton.next_power_of_2(dim // 2),
+            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2),
             HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
         )  # fmt: skip
 

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
-from rill.models.triton_language import await_inputs, early_launch, precision, tl, triton
+from rill.models.triton_language import (
+    await_inputs,
+    ceil_div,
+    early_launch,
+    power_of_2,
+    precision,
+    tl,
+    triton,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +238,12 @@ def _launch(
     is_gelu: bool,
 ) -> torch.Tensor:
     rows, num_in = x_BK.shape
-    num_tiles = triton.cdiv(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
-    part_in = triton.cdiv(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
+    num_tiles = ceil_div(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
+    part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
     early = early_launch(x_BK.device)
     _product[(num_tiles, shape.num_parts)](
         x_BK, weight_NK, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated, GELU=is_gelu,
-        TILE_B=max(16, triton.next_power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
+        TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
         PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize == 2,
         PRECISION=precision(x_BK.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
     )  # fmt: skip
@@ -257,7 +265,7 @@ def add_parts_norm(
     out = torch.empty_like(hidden_BE)
     _add_parts_norm[(rows,)](
         hidden_BE, parts_PBE, bias, post_norm, weight, out, rows, size, eps, P=len(parts_PBE),
-        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, BLOCK=triton.next_power_of_2(size),
+        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, BLOCK=power_of_2(size),
         num_warps=8, **early_launch(hidden_BE.device),
     )  # fmt: skip
     return out
@@ -283,7 +291,7 @@ def turn_parts(
     query = torch.empty(rows, num_heads * dim, dtype=keys.dtype, device=keys.device)
     _turn_parts[(rows, num_heads + 2 * kv_heads)](
         parts_PBN, bias, query, cos, sin, positions, slots, q_norm, k_norm, rows, eps, keys, values, H=num_heads,
-        G=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,
+        G=kv_heads, D=dim, HALF=power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,
         HAS_NORM=q_norm is not None, num_warps=1, **early_launch(keys.device),
     )  # fmt: skip
     return query

@@ -46,8 +46,8 @@ class EngineCore:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             root_key=self._root_key,
-            # Starting a prompt breaks out of the captured decode step, so starts are gathered.
-            num_gathered=max_num_seqs // 16 if runner.uses_graphs else 0,
+            # Starting prompts breaks out of the captured decode step and costs as much for one as for many.
+            num_gathered=max_num_seqs // 10 if runner.uses_graphs else 0,
         )
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
         self._check_every_step = check_every_step

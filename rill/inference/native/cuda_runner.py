@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rill.errors import EngineError
-from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
 from rill.inference.native.offload import WeightOffload
@@ -316,10 +316,8 @@ class CudaRunner(ModelRunner):
     def _push_tables(self, batch: StepBatch) -> None:
         if not batch.table_updates:
             return
-        width = self._num_columns
-        where = np.concatenate([np.arange(s * width + a, s * width + b) for s, a, b in batch.table_updates])
-        values = np.concatenate([batch.tables[s, a:b] for s, a, b in batch.table_updates])
-        at, new = self._upload([where.astype(np.int32), values])
+        slots, columns = changed_places(batch.table_updates)
+        at, new = self._upload([slots * self._num_columns + columns, batch.tables[slots, columns]])
         self._tables.view(-1).index_copy_(0, at.long(), new)
 
     def _raw_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,12 @@ Sampling stays outside: it is two launches, and its variants would multiply the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rill.inference.native.batch import StepBatch
@@ -82,6 +83,7 @@ class DecodeGraphs:
         num_words = self.num_words(max_num_seqs)
         self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
         self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
+        self._columns_of: dict[int, list[torch.Tensor]] = {}
         self._graphs: dict[GraphKey, DecodeGraph] = {}
         self._pool: Any = None
 
@@ -102,36 +104,33 @@ class DecodeGraphs:
         """Logits, of which the first num_seqs rows count, and the sampler's columns."""
         count = batch.num_seqs
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
-        columns: list[Array] = [
-            batch.token_ids_N.astype(np.int32),
-            batch.positions_N.astype(np.int32),
-            batch.kv_slots_N.astype(np.int32),
+        columns = [
+            batch.token_ids_N,
+            batch.positions_N,
+            batch.kv_slots_N,
             batch.context_lens_B,
             batch.slots_B,
             *sampling_columns(batch.sampling),
-            adapters_B if adapters_B is not None else np.full(count, NO_ADAPTER, dtype=np.int32),
+            NO_ADAPTER if adapters_B is None else adapters_B,
         ]
-        if size > count:
-            columns = [
-                np.pad(c, (0, size - count), constant_values=f)
-                for c, f in zip(columns, self._fills, strict=True)
-            ]
         lens = batch.context_lens_B
         piece = None if self._is_invariant else spread(lens, self._num_entries)
         work = work_list(lens, batch.slots_B, piece)
         num_entries = self._least_entries(size)
         while num_entries < len(work):
             num_entries *= 2
-        entries = np.zeros(num_entries * WORDS, dtype=np.int32)  # an entry of zeros is no work
-        entries[: work.size] = work.reshape(-1)
-        starts = [*(self._stride * i for i in range(NUM_COLUMNS)), self._work_at]
-        self._upload.fill([*columns, entries], starts, self._work_at + len(entries), self._inputs)
+        end = self._work_at + num_entries * WORDS
+        view = self._upload.stage()
+        pack(view, columns, self._fills, count, size, self._stride)
+        view[self._work_at : self._work_at + work.size] = work.reshape(-1)
+        view[self._work_at + work.size : end] = 0  # an entry of zeros is no work
+        self._upload.send(end, self._inputs)
         key = GraphKey(size, num_entries, adapters_B is not None)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(key)
         graph.graph.replay()
-        return graph.logits_BV, [self._column(i)[:count] for i in SAMPLING_COLUMNS]
+        return graph.logits_BV, self._sampling_columns(count)
 
     def drop(self) -> None:
         self._graphs.clear()
@@ -140,6 +139,12 @@ class DecodeGraphs:
     def drop_adapted(self) -> None:
         """Adapters were loaded or unloaded: those that read them are void."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key.has_adapters}
+
+    def _sampling_columns(self, count: int) -> list[torch.Tensor]:
+        found = self._columns_of.get(count)
+        if found is None:
+            found = self._columns_of[count] = [self._column(i)[:count] for i in SAMPLING_COLUMNS]
+        return found
 
     def _least_entries(self, size: int) -> int:
         return max(size, 2 * self._num_entries)  # a few empty entries are cheaper than another graph
@@ -174,6 +179,21 @@ class DecodeGraphs:
         finally:
             graph.capture_end()
         return DecodeGraph(graph, logits)
+
+
+def pack(
+    view: Array,
+    columns: Sequence[npt.NDArray[np.integer[Any]] | int],
+    fills: Sequence[int],
+    count: int,
+    size: int,
+    stride: int,
+) -> None:
+    """Each column into its own stride: `count` words of it, or one word for all, and its fill up to `size`."""
+    for index, (column, fill) in enumerate(zip(columns, fills, strict=True)):
+        at = index * stride
+        view[at : at + count] = column
+        view[at + count : at + size] = fill
 
 
 def sampling_columns(sampling: SamplingBatch) -> list[Array]:

@@ -33,13 +33,17 @@ class Upload:
             starts.append(at)
             at += aligned(len(array))
         into = torch.empty(at, dtype=torch.int32, device=self._device)
-        self.fill(arrays, starts, at, into)
-        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
-
-    def fill(self, arrays: list[Array], starts: list[int], end: int, into: torch.Tensor) -> None:
-        """Each array from its start on; words of `into` below `end` that no array covers are undefined after it."""
-        self._turn = (self._turn + 1) % NUM_STAGING
-        staging, view = self._staging[self._turn], self._views[self._turn]
+        view = self.stage()
         for start, array in zip(starts, arrays, strict=True):
             view[start : start + len(array)] = array
-        into[:end].copy_(staging[:end], non_blocking=True)
+        self.send(at, into)
+        return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
+
+    def stage(self) -> Array:
+        """The next staging buffer, to be written and sent. What it holds is undefined."""
+        self._turn = (self._turn + 1) % NUM_STAGING
+        return self._views[self._turn]
+
+    def send(self, num_words: int, into: torch.Tensor) -> None:
+        """The first words of the buffer that stage() gave last."""
+        into[:num_words].copy_(self._staging[self._turn][:num_words], non_blocking=True)
