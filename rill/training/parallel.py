@@ -49,6 +49,7 @@ class World:
         self.device = device
         self._owns_group = owns_group
         self._host_group: Any = None
+        _make_current(device)
 
     @staticmethod
     def join(
@@ -60,6 +61,7 @@ class World:
     ) -> World:
         """Join the ranks of `rendezvous`; without one, use the process group that exists, or be alone."""
         owns_group = False
+        _make_current(device)  # before the first collective
         if rendezvous is not None and not dist.is_initialized():
             owns_group = True
             dist.init_process_group(
@@ -162,6 +164,12 @@ class World:
         if self.mesh is not None:
             dist.all_reduce(values, op=op, group=self.mesh.get_group("data"))
         return values
+
+
+def _make_current(device: torch.device) -> None:
+    """Triton launches, and nccl moves objects, on the current device."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def shard_model(
