@@ -196,16 +196,17 @@ class TrainEngine:
         return state
 
     def prepare_optimizer_state(self) -> None:
-        """Create optimizer state before the first step, so that a checkpoint has somewhere to be loaded into."""
-        missing = [s for s in self.slots if s.name not in self.optimizer.state_tensors()]
-        if not missing:
+        """Create optimizer state before the first step, so that a checkpoint has somewhere to be loaded into: a step of
+        no gradient at rate 0, which moves nothing and does not count."""
+        known = self.optimizer.state_tensors()
+        if all(slot.name in known for slot in self.slots):
             return
-        before = [s.master.clone() for s in self.slots]
         for slot in self.slots:
             slot.master.grad = torch.zeros_like(slot.master)
         self.optimizer.step(0.0)
-        for slot, value in zip(self.slots, before, strict=True):
-            slot.master.copy_(value)
+        for state in self.optimizer.state_tensors().values():
+            for value in state.values():
+                value.zero_()
         self.zero_gradients()
 
     def after_load(self, version: int, state: dict[str, Any]) -> None:

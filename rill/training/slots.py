@@ -49,7 +49,7 @@ class OptimizerConfig(Config):
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled. 0: off."""
+    """Decoupled, for SGD added to the gradient. 0: off."""
     momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Of Muon (Nesterov) and SGD."""
     one_pass: bool = True

@@ -47,6 +47,21 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, values: dict[str, A
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon", "sgd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, kind: str, dtype: str) -> None:
+    values: dict[str, Any] = {"compute_dtype": dtype}
+    values["optimizer"] = {"type": kind, "learning_rate": 1e-2, "weight_decay": 0.1}
+    saved, other = trainer(**values), trainer(**values)
+    saved.save(tmp_path)
+    resumed = trainer(**values)
+    assert resumed.load(tmp_path) == 0
+    for t in (saved, other, resumed):
+        t.update(make_samples())
+    for name, wanted in weights(other).items():
+        assert torch.equal(weights(saved)[name], wanted) and torch.equal(weights(resumed)[name], wanted), name
+
+
 def test_a_run_can_change_between_adamw_with_32_and_with_8_bits(tmp_path: Path) -> None:
     plain = trainer()
     plain.update(make_samples(seed=1))
