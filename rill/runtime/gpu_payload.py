@@ -13,8 +13,7 @@ from typing import Any
 
 from rill.errors import UnsupportedError
 from rill.runtime.context import current
-from rill.runtime.cuda_ipc import export, import_copy
-from rill.runtime.service import name_of
+from rill.runtime.cuda_ipc import import_copy
 
 _exported: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -26,6 +25,8 @@ class GpuExport:
         self.kept: list[Any] = []
 
     def __call__(self, tensor: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
         address = current().address
         index = tensor.device.index or 0
         if tensor.device.type != "cuda" or index >= len(address.gpus):
@@ -34,7 +35,8 @@ class GpuExport:
         self.kept.append(tensor)
         token = secrets.token_hex(8)
         _exported[token] = tensor
-        return _open_on_gpu, (address.identity, token, address.gpus[index], export(tensor))
+        _, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        return _open_on_gpu, (address.name, token, address.gpus[index], arguments)
 
 
 def gpu_export() -> GpuExport | None:
@@ -48,7 +50,7 @@ def _open_on_gpu(producer: str, token: str, gpu: int, arguments: tuple[Any, ...]
         return _exported[token].clone()
     if gpu not in here.gpus:
         raise UnsupportedError(
-            f"{here.name} cannot read a tensor that {name_of(producer)} keeps on GPU {gpu}: it sees {list(here.gpus)};"
+            f"{here.name} cannot read a tensor that {producer} keeps on GPU {gpu}: it sees {list(here.gpus)};"
             " create the channel with offload=True"
         )
-    return import_copy(producer, gpu, arguments)
+    return import_copy(gpu, arguments)
