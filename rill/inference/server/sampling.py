@@ -97,7 +97,7 @@ def build_requests(
                     adapter=adapter,
                     cache_salt=cache_salt or body.cache_salt or "",
                     priority=body.priority if priority is None else priority,
-                    delta_interval_s=config.stream_interval_s / 2,
+                    delta_interval_s=config.stream_interval_s,
                 )
             )
     return requests
