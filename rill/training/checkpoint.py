@@ -59,6 +59,7 @@ class Checkpointer:
             "format": _FORMAT,
             "version": int(engine.version),
             "parameters": _fingerprint(engine),
+            "optimizer": _moments(engine),
         }
         if not is_async:
             self._write(state, final, about, keep_last)
@@ -95,6 +96,11 @@ class Checkpointer:
             raise CheckpointError(
                 f"{chosen} was saved from another model (parameter names, shapes or adapters differ): load it with "
                 "the configuration it was saved with"
+            )
+        if about.get("optimizer", _moments(engine)) != _moments(engine):
+            raise CheckpointError(
+                f"{chosen} has the optimizer state of {about['optimizer']}, this trainer's is of {_moments(engine)}: "
+                "set optimizer.type to it, or start from an export of those weights (model.path)"
             )
         engine.prepare_optimizer_state()
         state = engine.state()
@@ -252,6 +258,11 @@ def _fingerprint(engine: TrainEngine) -> str:
     """Names and global shapes of what is trained: two engines with the same can read each other's state."""
     text = ";".join(f"{s.name}{tuple(s.template.shape)}" for s in sorted(engine.slots, key=lambda s: s.name))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _moments(engine: TrainEngine) -> str:
+    """What kind of optimizer state a checkpoint holds: that of 8-bit AdamW is plain AdamW's."""
+    return engine.config.optimizer.type.removesuffix("8bit")
 
 
 def _to_host(value: Any) -> Any:

@@ -104,10 +104,12 @@ class TrainEngine:
         is_finite: bool = True,
         learning_rate: float | None = None,
         norm: float | None = None,
+        reason: str = "",
     ) -> dict[str, float]:
         """One optimizer step with gradient / denominator; all ranks pass the same global values.
 
-        `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it.
+        `learning_rate` takes the place of the schedule's; `norm` is gradient_norm() where the caller has read it;
+        `reason` is what this rank knows of a loss that is not finite.
         """
         size = (self.gradient_norm().item() if norm is None else norm) / denominator
         is_finite = is_finite and math.isfinite(size)
@@ -116,7 +118,9 @@ class TrainEngine:
             self.zero_gradients()
             self.optimizer.prepare()  # of nothing: it lets go of the gradients
             self.num_skipped_steps += 1
-            message = f"step {self._version + 1}: the loss or gradient norm ({size}) is not finite; nothing was changed"
+            why = f" ({reason})" if reason else ""
+            what = f"step {self._version + 1}: the loss or gradient norm ({size}) is not finite{why}"
+            message = f"{what}; nothing was changed"
             if self.config.on_nonfinite == "error":
                 raise TrainingError(message + "; set on_nonfinite = 'skip' to go on after such steps")
             log.warning(message)

@@ -192,10 +192,12 @@ class Trainer:
         # A loss that is a plain sum has no denominator (see rill.algorithms.base.divisor).
         denominator = sums["denominator"] or 1.0
         loss = sums["numerator"] / denominator
-        if not np.isfinite(loss) and self._failure:
-            log.error("this rank's loss: %s", self._failure)
         step = self.engine.step(
-            denominator, is_finite=bool(np.isfinite(loss)), learning_rate=learning_rate, norm=norm
+            denominator,
+            is_finite=bool(np.isfinite(loss)),
+            learning_rate=learning_rate,
+            norm=norm,
+            reason=self._failure,
         )
         seconds = time.perf_counter() - self._started_s
         return {

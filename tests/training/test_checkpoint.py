@@ -76,6 +76,12 @@ def test_a_run_can_change_between_adamw_with_32_and_with_8_bits(tmp_path: Path) 
         assert moved > 0 and (weights(coded)[name] - wanted).norm() < 0.1 * moved, name
 
 
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    trainer().save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer state of adamw.*set optimizer.type"):
+        trainer(optimizer={"type": "muon", "learning_rate": 1e-3}).load(tmp_path)
+
+
 def test_an_asynchronous_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:
     t = trainer()
     t.update(make_samples())
