@@ -37,8 +37,8 @@ class Rendezvous:
     """A torch.distributed address such as "tcp://host:port" or "file:///path"."""
     rank: int
     world_size: int
-    timeout_s: float = 600.0
-    """Deadline of every collective."""
+    timeout_s: float = 3600.0
+    """Deadline of every collective. Ranks wait in one for whoever still waits for samples: not shorter than a step."""
 
 
 class World:
