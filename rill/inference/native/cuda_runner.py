@@ -14,7 +14,6 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ import torch
 
 from rill.errors import EngineError
 from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
+from rill.inference.native.collector import CollectorHold
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
 from rill.inference.native.offload import WeightOffload
@@ -41,9 +41,6 @@ from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-GC_THRESHOLD = 50_000
-"""New containers before Python looks for cycles; a step of 1,000 sequences makes some 3,000, all short-lived."""
 
 
 @dataclass(slots=True)
@@ -118,7 +115,7 @@ class CudaRunner(ModelRunner):
             torch.empty(2, max_num_seqs, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)
         ]
         self._turn = 0
-        self._gc_threshold = gc.get_threshold()
+        self._collector = CollectorHold()
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
         self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device)
@@ -144,21 +141,13 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Graphs are captured before the first request; after a release, as they are needed.
-
-        Python's collector no longer walks through what exists by now (half a million objects with transformers loaded,
-        a tenth of a second in which no step is launched), and no longer looks for cycles several times in a step.
-        """
+        """Graphs are captured before the first request; after a release, as they are needed."""
         if self.uses_graphs:
             self._graphs.capture_all()
-        self._gc_threshold = gc.get_threshold()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(max(GC_THRESHOLD, self._gc_threshold[0]), *self._gc_threshold[1:])
+        self._collector.take()
 
     def leave_thread(self) -> None:
-        gc.unfreeze()
-        gc.set_threshold(*self._gc_threshold)
+        self._collector.give_back()
 
     def allocate_cache(self, num_blocks: int) -> None:
         super().allocate_cache(num_blocks)
