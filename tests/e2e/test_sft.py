@@ -99,7 +99,12 @@ def test_a_run_on_chats_learns_and_its_model_loads_in_transformers(
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "trainer",
-    ["trainer.tensor_parallel=1", pytest.param("trainer.tensor_parallel=2", marks=pytest.mark.slow)],
+    [
+        "trainer.tensor_parallel=1",
+        pytest.param("trainer.tensor_parallel=2", marks=pytest.mark.slow),
+        pytest.param("trainer.context_parallel=2", marks=pytest.mark.slow),
+        pytest.param("trainer.optimizer.offload_state=true", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_give_the_weights_of_one(
     whole: tuple[Run, list[StepReport]], jsonl: str, tmp_path: Path, trainer: str
