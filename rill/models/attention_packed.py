@@ -5,7 +5,8 @@ Registered in transformers' attention interface as `rill_packed`; a model loaded
 
 Exact routes, chosen by device, dtype and head width: rill.models.attention_triton (Hopper GPUs, 16-bit),
 FlashAttention's variable-length kernel (other CUDA, 16-bit), and padded batches of segments of similar shape through
-scaled_dot_product_attention (everything else; on the CPU rill.models.fused_layers comes before it). With context
+scaled_dot_product_attention (everything else; on the CPU rill.models.fused_layers comes before it). Architectures that
+cap their scores or have learnt sinks take the padded batches everywhere, with scores written out. With context
 parallelism a rank holds a slice of the row, and keys and values are gathered over the group first.
 
 M token of the pack, Q query token of this rank, H query head, G key/value head, E head width.
@@ -13,7 +14,8 @@ M token of the pack, Q query token of this rank, H query head, G key/value head,
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,23 @@ ATTENTION_NAME = "rill_packed"
 _TRITON_WIDTHS = (32, 64, 128)
 """Head widths of rill.models.attention_triton; others take FlashAttention's kernel."""
 
-_CHANGE_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments by which transformers' models change attention scores beyond causal softmax; s_aux are learnt sinks."""
+_UNKNOWN = ("position_bias", "head_mask")
+"""Arguments by which some of transformers' models change attention scores, and which no route here computes."""
+
+
+class _Scores(NamedTuple):
+    """How one layer turns products of queries and keys into probabilities."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None = None
+    """c tanh(score / c) takes the place of each score."""
+    sinks_H: Tensor | None = None
+    """A learnt score for each head that takes its part of the probability and has no value."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks_H is None
 
 
 def packed_attention(
@@ -41,20 +58,31 @@ def packed_attention(
     dropout: float = 0.0,
     packed: PackedLayout | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface."""
+    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface; s_aux are sinks."""
     assert packed is not None, "a model loaded with rill_packed attention must be called with packed=…"
-    unknown = [name for name in _CHANGE_SCORES if kwargs.get(name) is not None]
+    unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if dropout or unknown:
         raise UnsupportedError(
             f"packed attention has no {', '.join(unknown) or 'dropout'}: this architecture cannot be trained here"
         )
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
+    scores = _Scores(scaling, sliding_window, softcap, s_aux)
     if packed.groups:
-        return _attend(query, key, value, packed, scaling, sliding_window), None
+        return _attend(query, key, value, packed, scores), None
+    assert scores.is_plain, "a model of changes_scores() takes layouts without use_flash"
     return _flash_attention(query, key, value, packed, scaling, sliding_window), None
+
+
+def changes_scores(model: nn.Module) -> bool:
+    """Whether a model's attention is more than causal softmax: capped scores, as Gemma 2's, or sinks, as gpt-oss's."""
+    values = model.config.get_text_config().to_dict()  # type: ignore[union-attr, operator]
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return has_sinks or bool(values.get("attn_logit_softcapping"))
 
 
 def register() -> None:
@@ -124,10 +152,9 @@ def _padded_attention(
     key: Tensor,
     value: Tensor,
     packed: PackedLayout,
-    scaling: float | None,
-    sliding_window: int | None,
+    scores: _Scores,
 ) -> Tensor:
-    dtype = query.dtype
+    dtype, sliding_window = query.dtype, scores.sliding_window
     if query.device.type == "cpu" and dtype == torch.bfloat16:
         # torch's CPU kernel has a backward pass in bfloat16 that takes many times that in float32.
         query, key, value = query.float(), key.float(), value.float()
@@ -142,14 +169,13 @@ def _padded_attention(
         mask = group.mask
         if sliding_window is not None and k.shape[2] > sliding_window:
             mask = _windowed(mask, q.shape[2], k.shape[2], sliding_window, q.device)
-        out_bHqE = functional.scaled_dot_product_attention(
-            q,
-            _repeat_heads(k, num_repeats),
-            _repeat_heads(v, num_repeats),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-        )
+        k, v = _repeat_heads(k, num_repeats), _repeat_heads(v, num_repeats)
+        if scores.is_plain:
+            out_bHqE = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+            )
+        else:
+            out_bHqE = _written_out(q, k, v, mask, scores)
         out = out_bHqE.transpose(1, 2).flatten(0, 1)
         pieces.append(out if group.contiguous is not None else out.index_select(0, group.flat))
         rows.append(group.rows)
@@ -158,6 +184,24 @@ def _padded_attention(
     out_QHE = torch.cat(pieces).to(dtype)
     # rows is a permutation of the queries: its inverse puts every output back in its place.
     return out_QHE.index_select(0, torch.argsort(torch.cat(rows)))[None]
+
+
+def _written_out(
+    q_bHqE: Tensor, k_bHkE: Tensor, v_bHkE: Tensor, mask: Tensor | None, scores: _Scores
+) -> Tensor:
+    """Attention with capped scores and sinks, softmax in float32; holds [b, H, q, k]."""
+    scaling = q_bHqE.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    score_bHqk = (q_bHqE @ k_bHkE.transpose(2, 3)).float() * scaling
+    if scores.softcap is not None:
+        score_bHqk = torch.tanh(score_bHqk / scores.softcap) * scores.softcap
+    if mask is None:
+        mask = torch.ones(score_bHqk.shape[2:], dtype=torch.bool, device=score_bHqk.device).tril()
+    score_bHqk = score_bHqk.masked_fill(~mask, -math.inf)
+    if scores.sinks_H is not None:
+        sink_bHq1 = scores.sinks_H.float()[None, :, None, None].expand(*score_bHqk.shape[:3], 1)
+        score_bHqk = torch.cat((score_bHqk, sink_bHq1), dim=-1)
+    share_bHqk = score_bHqk.softmax(-1)[..., : k_bHkE.shape[2]]
+    return share_bHqk.to(v_bHkE.dtype) @ v_bHkE
 
 
 def _take(x_MHE: Tensor, group: PaddedGroup) -> Tensor:
@@ -177,9 +221,15 @@ def _repeat_heads(x: Tensor, num_repeats: int) -> Tensor:
 
 
 def _windowed(mask: Tensor | None, q: int, k: int, window: int, device: torch.device) -> Tensor:
-    assert mask is None, "sliding-window layers cannot be combined with prefix segments on this route"
-    distance = torch.arange(q, device=device)[:, None] - torch.arange(k, device=device)[None, :]
-    return ((distance >= 0) & (distance < window))[None, None]
+    """The mask without keys that lie `window` or more tokens before a query, counted from the prefix's start."""
+    if mask is None:
+        mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=device).tril()
+    width = k - q  # of the widest prefix; a shorter one leaves columns between itself and the segment's own
+    prefix_b1 = mask[:, 0, 0, :width].sum(-1, keepdim=True)
+    query_at_bq = prefix_b1 + torch.arange(q, device=device)
+    prefix_at_bw = torch.arange(width, device=device).expand(len(prefix_b1), width)
+    key_at_bk = torch.cat((prefix_at_bw, query_at_bq), dim=1)
+    return mask & (query_at_bq[:, :, None] - key_at_bk[:, None, :] < window)[:, None]
 
 
 # --- context parallelism ----------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ rill.models.head_triton.
 
 M hidden state of the micro-batch, K chosen token, C token of one chunk, D model width, V vocabulary.
 
-For logits l = (W h + b) · scale, p = softmax(l), target y:
+For logits l = cap(W h + b) · scale with cap(x) = c tanh(x / c) where an architecture has one, p = softmax(l), target y:
 
     logprob = l_y − logsumexp(l)                    ∂/∂l = onehot(y) − p
     entropy = logsumexp(l) − Σ p l                  ∂/∂l = −p (log p + entropy)
+    cap(x)                                          ∂/∂x = 1 − (cap(x) / c)²
 """
 
 from __future__ import annotations
@@ -43,19 +44,20 @@ def chosen_logprobs(
     target_K: Tensor,
     *,
     scale: float = 1.0,
+    cap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     keep_bytes: int = KEEP_BYTES,
     sums: GradientSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprob_K, entropy_K) in float32 of token target_K[k] predicted from hidden state source_K[k].
 
-    `scale` multiplies the logits: 1 / temperature, times whatever factor the architecture has.
+    `scale` multiplies the logits: 1 / temperature, times whatever factor the architecture has. `cap` comes first.
     """
     num_rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
     if num_rows > _ROW_MULTIPLE:
         num_rows -= num_rows % _ROW_MULTIPLE
     hidden_KD = hidden_MD.index_select(0, source_K)
-    if hidden_KD.device.type == "cpu" and hidden_KD.dtype in (torch.float32, torch.bfloat16):
+    if cap is None and hidden_KD.device.type == "cpu" and hidden_KD.dtype in (torch.float32, torch.bfloat16):
         kernels = load_training_kernels()
         if kernels is not None:
             return chosen_logprobs_cpu(
@@ -70,13 +72,14 @@ def chosen_logprobs(
                 sums=sums,
             )
     logprob_K, entropy_K = _ChosenLogprobs.apply(
-        hidden_KD, weight_VD, bias_V, target_K, scale, num_rows, keep_bytes
+        hidden_KD, weight_VD, bias_V, target_K, scale, cap, num_rows, keep_bytes
     )  # type: ignore[no-untyped-call]
     return logprob_K, entropy_K
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, cap: float | None) -> Tensor:
+    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
+    return logits_CV if cap is None else logits_CV.div_(cap).tanh_().mul_(cap)
 
 
 def _chunk_stats(logits_CV: Tensor, target_C: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,6 +131,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         target_K: Tensor,
         scale: float,
+        cap: float | None,
         num_rows: int,
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -141,12 +145,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx.kept_CV = None
         for start in range(0, num_chosen, num_rows):
             rows = slice(start, start + num_rows)
-            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V)
+            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V, cap)
             out_3K[0, rows], out_3K[1, rows], out_3K[2, rows] = stats(logits_CV, target_K[rows], scale)
             if keep:
                 ctx.kept_CV = logits_CV
         ctx.save_for_backward(hidden_KD, weight_VD, bias_V, target_K, out_3K)
-        ctx.scale, ctx.num_rows = scale, num_rows
+        ctx.scale, ctx.cap, ctx.num_rows = scale, cap, num_rows
         ctx.set_materialize_grads(False)
         return out_3K[0].clone(), out_3K[1].clone()
 
@@ -167,7 +171,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_bias_V: Tensor | None = None
         for start in range(0, hidden_KD.shape[0], ctx.num_rows):
             rows = slice(start, start + ctx.num_rows)
-            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V) if kept_CV is None else kept_CV
+            logits_CV = _logits(hidden_KD[rows], weight_VD, bias_V, ctx.cap) if kept_CV is None else kept_CV
+            slope_CV = None if ctx.cap is None else 1 - (logits_CV / ctx.cap).square_()
             grad_CV = gradient(
                 logits_CV,
                 target_K[rows],
@@ -178,6 +183,8 @@ class _ChosenLogprobs(torch.autograd.Function):
                 ctx.scale,
             )
             del logits_CV
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
             if grad_hidden_KD is not None:
                 grad_hidden_KD[rows] = grad_CV @ weight_VD
             if needs_weight:
@@ -191,7 +198,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_hidden_KD,
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
             None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

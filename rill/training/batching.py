@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rill.algorithms.base import Metric
 from rill.errors import InvalidSampleError
-from rill.models.packed_layout import can_use_flash, copy_in
+from rill.models.packed_layout import copy_in
 from rill.training.packing import (
     Pack,
     PackSequence,
@@ -48,7 +48,8 @@ class Batcher:
     """How this trainer makes packs."""
 
     world: World
-    compute_dtype: torch.dtype
+    use_flash: bool
+    """Lay packs out for the GPU's attention kernels, not for padded batches."""
     micro_batch_tokens: int
     vocab_size: int
     share_prefixes: bool = False
@@ -73,7 +74,7 @@ class Batcher:
         return build_pack(
             sequences,
             device=self.world.device,
-            use_flash=can_use_flash(self.world.device, self.compute_dtype),
+            use_flash=self.use_flash,
             share_prefixes=self.share_prefixes,
             context=self.world.context(),
             pad_to_multiple=_CUDA_ROW_MULTIPLE if self.world.device.type == "cuda" else 1,

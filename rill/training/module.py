@@ -19,6 +19,7 @@ from rill.models import attention_packed
 from rill.models.cpu_training import GradientSums
 from rill.models.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
 from rill.models.loading import ModelConfig, load_model
+from rill.models.packed_layout import can_use_flash
 from rill.models.value_head import ValueHead, hidden_width
 from rill.training.packing import Pack
 
@@ -45,11 +46,14 @@ class PackedModule(nn.Module):
         hidden_MD: Tensor = output.last_hidden_state[0]
         return hidden_MD
 
+    def can_use_flash(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the GPU's attention kernels compute what this architecture asks for."""
+        return can_use_flash(device, dtype) and not attention_packed.changes_scores(self.lm)
+
     @property
     def layers(self) -> nn.ModuleList:
-        layers = self.lm.base_model.layers
-        assert isinstance(layers, nn.ModuleList)
-        return layers
+        """The decoder's blocks."""
+        return decoder_blocks(self.lm)
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +81,7 @@ class PolicyModule(PackedModule):
         super().__init__()
         self.lm = lm
         self.logit_scale = _logit_scale(lm.config)
+        self.logit_cap = _logit_cap(lm.config)
         self.chunk_bytes = chunk_bytes
         self.keep_bytes = keep_bytes
 
@@ -90,6 +95,7 @@ class PolicyModule(PackedModule):
             pack.source_K,
             pack.target_K,
             scale=self.logit_scale / temperature,
+            cap=self.logit_cap,
             chunk_bytes=self.chunk_bytes,
             keep_bytes=self.keep_bytes,
             sums=self.sums,
@@ -125,17 +131,42 @@ def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     """The causal LM with packed attention, in training mode (no dropout: see below)."""
     attention_packed.register()
     lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
-    text = lm.config.get_text_config().to_dict()
-    if "layers" not in dict(lm.base_model.named_children()):
+    decoder_blocks(lm)
+    if not lm._supports_attention_backend:
         raise UnsupportedError(
-            f"{text['model_type']}: the trainer needs a decoder whose blocks are in `layers`, as Llama's are"
-        )
-    if text.get("final_logit_softcapping") or text.get("attn_logit_softcapping"):
-        raise UnsupportedError(
-            f"{text['model_type']}: soft-capped logits are not supported by the packed trainer"
+            f"{lm.config.model_type}: transformers computes its attention inside the model, so sequences cannot be "
+            "packed: the trainer takes architectures of transformers' attention interface"
         )
     # Sampling has no dropout, so a policy trained with it would be another policy: eval mode for good.
     return lm.eval()
+
+
+def decoder_blocks(lm: Any) -> nn.ModuleList:
+    """The one list of as many modules as the decoder has layers: `layers` in most architectures, `h` in GPT-2's."""
+    config = lm.config.get_text_config()
+    found = [
+        child
+        for child in lm.base_model.children()
+        if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers
+    ]
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"{config.model_type}: the trainer looks for one list of {config.num_hidden_layers} blocks in the decoder "
+            f"and found {len(found)}"
+        )
+    return found[0]
+
+
+def has_plain_logits(lm: Any) -> bool:
+    """Whether logits are the head's weight times the hidden state and no more."""
+    has_bias = lm.get_output_embeddings().bias is not None
+    return _logit_scale(lm.config) == 1.0 and not _logit_cap(lm.config) and not has_bias
+
+
+def _logit_cap(model_config: Any) -> float | None:
+    """c of c tanh(logit / c), as Gemma 2 has it."""
+    cap = model_config.get_text_config().to_dict().get("final_logit_softcapping")
+    return float(cap) if cap else None
 
 
 def _logit_scale(model_config: Any) -> float:

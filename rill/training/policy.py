@@ -28,12 +28,12 @@ from torch import Tensor
 from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
-from rill.errors import ConfigError, TrainingError
+from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.packed_layout import copy_in
 from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig
-from rill.training.module import Distill, PolicyOutput
+from rill.training.module import Distill, PolicyOutput, has_plain_logits
 from rill.training.packing import PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
@@ -93,6 +93,12 @@ class PolicyTrainer(Trainer):
             raise ConfigError(
                 "teachers are for algorithm.distillation with form 'full_vocabulary' and a coefficient above 0"
             )
+        for lm in (self.engine.module.lm, *(teacher.module.lm for teacher, _ in teachers)):
+            if not has_plain_logits(lm):
+                raise UnsupportedError(
+                    f"{lm.config.model_type}: its logits are scaled, capped or biased, which distillation over the "
+                    "whole vocabulary leaves out: use the form on the advantage"
+                )
         self._teachers = tuple(teachers)
 
     # --- updates ------------------------------------------------------------------------------------------

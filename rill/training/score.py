@@ -52,7 +52,7 @@ class FrozenModel:
         self._shelf = Shelf()
         self.batcher = Batcher(
             world=self.world,
-            compute_dtype=dtype,
+            use_flash=self.module.can_use_flash(device, dtype),
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=self.module.vocab_size,
         )

@@ -63,7 +63,7 @@ class Trainer:
         self.world = engine.world
         self.batcher = Batcher(
             world=self.world,
-            compute_dtype=engine.compute_dtype,
+            use_flash=engine.module.can_use_flash(self.world.device, engine.compute_dtype),
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=engine.module.vocab_size,
             share_prefixes=config.tree_packing,

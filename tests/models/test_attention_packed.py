@@ -40,12 +40,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_no_token_attends_across_a_boundary_forward_or_backward(name: str) -> None:
-    segments = [
+def segments_of(name: str) -> list[Segment]:
+    return [
         Segment(start=a, end=b, prefix_start=(p or [0, 0])[0], prefix_end=(p or [0, 0])[1])
         for a, b, *p in LAYOUTS[name]
     ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_token_attends_across_a_boundary_forward_or_backward(name: str) -> None:
+    segments = segments_of(name)
     length = segments[-1].end
     mix = torch.randn(1, length, H, E, generator=torch.Generator().manual_seed(9))
     results = []
@@ -62,9 +66,11 @@ def test_no_token_attends_across_a_boundary_forward_or_backward(name: str) -> No
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_a_sliding_window_limits_how_far_a_token_sees() -> None:
-    segments = [Segment(start=0, end=9), Segment(start=9, end=12)]
-    q, k, v = heads(H, 12, 0), heads(G, 12, 1), heads(G, 12, 2)
+@pytest.mark.parametrize("name", ["one", "mixed", "tree"])
+def test_a_sliding_window_limits_how_far_a_token_sees_into_a_prefix_too(name: str) -> None:
+    segments = segments_of(name)
+    length = segments[-1].end
+    q, k, v = heads(H, length, 0), heads(G, length, 1), heads(G, length, 2)
     layout = build_layout(segments, device=CPU, use_flash=False)
     out, _ = packed_attention(
         torch.nn.Module(), q, k, v, None, scaling=E**-0.5, packed=layout, sliding_window=4
