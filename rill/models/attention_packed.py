@@ -43,10 +43,6 @@ class _Scores(NamedTuple):
     sinks_H: Tensor | None = None
     """A learnt score for each head that takes its part of the probability and has no value."""
 
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks_H is None
-
 
 def packed_attention(
     module: torch.nn.Module,
@@ -71,10 +67,9 @@ def packed_attention(
         )
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
-    scores = _Scores(scaling, sliding_window, softcap, s_aux)
     if packed.groups:
-        return _attend(query, key, value, packed, scores), None
-    assert scores.is_plain, "a model of changes_scores() takes layouts without use_flash"
+        return _attend(query, key, value, packed, _Scores(scaling, sliding_window, softcap, s_aux)), None
+    assert softcap is None and s_aux is None, "a model of changes_scores() takes layouts without use_flash"
     return _flash_attention(query, key, value, packed, scaling, sliding_window), None
 
 
@@ -170,7 +165,7 @@ def _padded_attention(
         if sliding_window is not None and k.shape[2] > sliding_window:
             mask = _windowed(mask, q.shape[2], k.shape[2], sliding_window, q.device)
         k, v = _repeat_heads(k, num_repeats), _repeat_heads(v, num_repeats)
-        if scores.is_plain:
+        if scores.softcap is None and scores.sinks_H is None:
             out_bHqE = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
             )
