@@ -12,7 +12,7 @@ version raises the feeder's capacity. With max_lag 0 the epoch of the jobs chann
 finish, let go of their devices, and the trainer may have them. That is all that sharing devices needs, so a workflow
 file does not know whether its parts share. While it waits, the loop looks after the engines: one that is lost is
 brought back by the fleet (fleet.py). A lost trainer or feeder ends the run, which can be resumed: a checkpoint is taken
-between two steps, with the engines at rest, and holds whatever they have said and nobody has trained on yet.
+between two steps and holds the samples that wait for training, and what is begun (with its tokens, on request).
 
 The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
 with neither. A workflow gives the loop its parts and one function that runs a training step; see reasoning.py.
@@ -138,8 +138,8 @@ class Loop:
             self._save()
 
     def _save(self) -> None:
-        """Engines that run ahead are stopped meanwhile, so that the checkpoint holds every token they have said; the
-        next step lets them go on behind those."""
+        """With keep_unfinished, engines that run ahead are stopped meanwhile, so that the checkpoint holds every token
+        they have said; the next step lets them go on behind those."""
         if self.parts.fleet.is_generating and self.config.keep_unfinished:
             self._ask(self.parts.feeder.finish())
             self.parts.fleet.put_back()
