@@ -86,6 +86,11 @@ class DeviceLock:
         self._gate = threading.RLock()
         """Held while the memory moves, so that a block never runs half loaded."""
         self._turn_lock = threading.Lock()
+        self._asking = threading.Lock()
+        """Guards the next two, and the order of what the hub is told of them."""
+        self._is_asking = False
+        self._num_urgent = 0
+        """Threads that wait for the turn with work of no channel."""
         self._spans: list[trace.Span] = []
         self._evictions: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve_evictions, name="rill-lock", daemon=True)
@@ -106,8 +111,16 @@ class DeviceLock:
         self.release()
 
     def acquire(self, channels: tuple[str, ...], timeout_s: float) -> None:
-        """Wait for the turn and bring the memory in. Inside another block of this worker it costs nothing."""
+        """Wait for the turn and bring the memory in. Inside another block of this worker it costs nothing.
+
+        Work of no channel is not kept waiting by a thread of this worker that waits for data: new weights come before
+        the jobs that are made with them.
+        """
+        if not channels:
+            self._hurry()
         with self._turn_lock:
+            with self._asking:
+                self._num_urgent -= not channels
             if self._num_users == 0:
                 self._channels = channels
                 self._take_turn(timeout_s, is_resumed=False)
@@ -148,11 +161,14 @@ class DeviceLock:
         if self._error is not None:
             raise RunError(f"{self._context.address.name}: offload failed: {self._error!r}") from self._error
         pending = Pending()
-        payload = [self._device_ids, list(self._channels), is_resumed]
-        self._hub.submit("locks.acquire", payload, pending)
+        with self._asking:
+            payload = [self._device_ids, list(self._channels), is_resumed or self._num_urgent > 0]
+            self._hub.submit("locks.acquire", payload, pending)
+            self._is_asking = True
         what = f"devices {self._device_ids}"
         with trace.span("wait for devices", lane=self._context.address.name), waiting(what, f"locks:{what}"):
             is_granted = pending.wait(timeout_s)
+        self._is_asking = False
         if not is_granted and pending.abandon(self._release_late):
             error = stuck(self._context, what, timeout_s)
             self._hub.submit("locks.cancel", None)
@@ -168,6 +184,12 @@ class DeviceLock:
         except BaseException:  # user code failed: the devices are for others, and the caller learns of it
             self._give_turn_back()
             raise
+
+    def _hurry(self) -> None:
+        with self._asking:
+            self._num_urgent += 1
+            if self._is_asking:
+                self._hub.submit("locks.hurry", None)
 
     def _onload(self) -> None:
         with self._gate:

@@ -44,7 +44,7 @@ class Turn:
         self.channels = channels
         self.state = WAITING
         self.is_resumed = False
-        """A rank of it has its data in hand already: it lent the devices while it waited."""
+        """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
         self.asked: dict[str, tuple[int, float]] = {}
         """client -> (seq, since): waiting to be let in."""
         self.inside: set[str] = set()
@@ -72,6 +72,7 @@ class LockService:
         return {
             "acquire": self._acquire,
             "release": self._release,
+            "hurry": self._hurry,
             "cancel": self._cancel,
             "offloaded": self._offloaded,
             "kept": self._kept,
@@ -122,6 +123,14 @@ class LockService:
                 self._leave(turn, client)
         self._advance()
         return None
+
+    def _hurry(self, client: str, seq: int, payload: Any) -> Any:
+        """Another thread of a waiting process has work that needs no data."""
+        for turn in self._turns:
+            if client in turn.asked:
+                turn.is_resumed = True
+        self._advance()
+        return DEFERRED
 
     def _cancel(self, client: str, seq: int, payload: Any) -> Any:
         """A deadline passed: the wait is taken back, unless it was granted just now."""

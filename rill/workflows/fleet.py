@@ -84,8 +84,9 @@ class Fleet:
     # --- generating ---------------------------------------------------------------------------------------
 
     @property
-    def is_generating(self) -> bool:
-        return any(call is not None for call in self._calls)
+    def is_open(self) -> bool:
+        """Between `open_epoch` and `end_epoch`. An engine's call may outlast the epoch: see `_serves_next`."""
+        return self._is_open
 
     def open_epoch(self) -> None:
         """Let every engine take jobs until the epoch of the jobs channel ends."""

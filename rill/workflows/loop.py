@@ -95,7 +95,7 @@ class Loop:
         while self.step < self.config.steps:
             self._take_step()
         self._ask(self.parts.feeder.trained(self.step))
-        if fleet.is_generating:
+        if fleet.is_open:
             self._ask(self.parts.feeder.finish())
             fleet.end_epoch()
         self.parts.checkpoints.save(self.step)
@@ -140,7 +140,7 @@ class Loop:
     def _save(self) -> None:
         """With keep_unfinished, engines that run ahead are stopped meanwhile, so that the checkpoint holds every token
         they have said; the next step lets them go on behind those."""
-        if self.parts.fleet.is_generating and self.config.keep_unfinished:
+        if self.parts.fleet.is_open and self.config.keep_unfinished:
             self._ask(self.parts.feeder.finish())
             self.parts.fleet.put_back()
             self.parts.fleet.end_epoch()
@@ -151,7 +151,7 @@ class Loop:
         """Wait for a batch, and for the engines to let go of their devices if this step is an epoch: one call of
         generate() lasts an epoch, a step when synchronous, otherwise the whole run."""
         config, fleet = self.config, self.parts.fleet
-        if config.max_lag == 0 or not fleet.is_generating:
+        if not fleet.is_open:
             fleet.open_epoch()
         batch = self.parts.feeder.take_batch(self.step)
         while not batch.ended(TEND_S):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rill.runtime.channel import Channel
-from rill.runtime.worker import Worker
+from rill.runtime.worker import Worker, concurrent
 
 
 class Producer(Worker):
@@ -156,6 +156,12 @@ class Stage(Worker):
     def train(self, rollouts: Channel) -> int:
         with self.device_lock(rollouts):
             return sum(rollouts)
+
+    @concurrent
+    def take_weights(self) -> None:
+        """Work of no channel, beside whatever call is under way."""
+        with self.device_lock:
+            self.events.append("weights")
 
     def put_all(self, channel: Channel, count: int) -> None:
         with self.device_lock(channel):

@@ -318,6 +318,28 @@ def test_a_producer_on_a_full_channel_lends_the_devices_to_its_consumer(
     consumer.close()
 
 
+def test_work_of_no_channel_does_not_wait_for_the_data_that_comes_after_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """An engine that waits for jobs takes new weights: the jobs are made only once it has them."""
+    stage = launch(cluster, "0", tmp_path)
+    prompts, rollouts = (
+        Channel.create(cluster, f"{name}-{tmp_path.name}") for name in ("prompts", "rollouts")
+    )
+    prompts.put(1)
+    prompts.end()
+    assert stage.generate(prompts, rollouts).wait(timeout_s=WAIT_S) == [
+        1
+    ]  # it is known to consume prompts now
+    generating = stage.generate(prompts, rollouts)
+    assert not generating.ended(0.3)
+    stage.take_weights().wait(timeout_s=WAIT_S / 4)
+    prompts.put(2)
+    prompts.end()
+    assert generating.wait(timeout_s=WAIT_S) == [1]
+    stage.close()
+
+
 def test_a_worker_that_cannot_load_gives_its_turn_back(cluster: Cluster, tmp_path: Path) -> None:
     broken, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
     with pytest.raises(WorkerError, match="does not fit"):
