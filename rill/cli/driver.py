@@ -45,7 +45,7 @@ def carry_out(
     not work leaves the run as it was.
     """
     try:
-        with run.running():
+        with run.running(), _log_to(run):
             progress, findings = _drive(config, run, changed_config)
     except (RillError, OSError, KeyboardInterrupt) as error:
         is_misfortune = isinstance(error, OSError) or (
@@ -101,7 +101,6 @@ class Interrupts:
 
 
 def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
-    _log_to(run)
     trace.configure(run.path, "driver")
     sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
     metrics = MetricLog(run.path, sinks)
@@ -163,8 +162,18 @@ def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Find
     say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
 
 
-def _log_to(run: Run) -> None:
+@contextmanager
+def _log_to(run: Run) -> Iterator[None]:
+    """What rill says goes to the run's log, until the run ends: the folder may be gone after it."""
+    logger = logging.getLogger("rill")
     handler = logging.FileHandler(run.log_path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger("rill").addHandler(handler)
-    logging.getLogger("rill").setLevel(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()

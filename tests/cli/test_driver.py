@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ def test_a_mistake_found_before_the_first_figure_leaves_no_folder_behind(
     with pytest.raises((UserError, WorkerError)):
         carried_out(monkeypatch, tmp_path, story)
     assert list(tmp_path.iterdir()) == []
+    assert not logging.getLogger("rill").handlers, "what is said later would go to a folder that is gone"
 
 
 def test_a_misfortune_keeps_the_folder_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
