@@ -53,6 +53,10 @@ class RequestError(UserError):
     """A generation request that no engine could answer: bad ids, too long, contradicting parameters."""
 
 
+class AccessError(RequestError):
+    """A server that does not take the key it was given, or wants one."""
+
+
 class UnsupportedError(UserError):
     """This engine, backend or device does not have the feature that was asked for."""
 

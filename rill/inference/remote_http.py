@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from rill.errors import EngineError, RequestError
+from rill.errors import AccessError, EngineError, RequestError
 
 
 class ServerHttp:
@@ -85,4 +85,6 @@ class ServerHttp:
         if status < 400:
             return
         message = f"{self.name}: {path} answered {status}: {text[:500]}"
+        if status in (401, 403):
+            raise AccessError(message)
         raise RequestError(message) if status < 500 and status != 429 else EngineError(message)

@@ -33,7 +33,7 @@ import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
+from rill.errors import AccessError, EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
@@ -208,6 +208,8 @@ class SglangEngine(RemoteEngine):
             try:
                 await self._control(f"/flush_cache?timeout={_FLUSH_WAIT_S:g}")
                 return
+            except AccessError:
+                raise  # no asking again will help
             except RequestError:
                 if time.monotonic() >= deadline:
                     raise
