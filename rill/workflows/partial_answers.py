@@ -66,9 +66,8 @@ def _joined_experts(before: Completion, after: Completion) -> Any:
     )
     num_before = len(before.token_ids)
     if before.routed_experts is not None and num_before:
-        whole[:num_before] = before.routed_experts[
-            -num_before:
-        ]  # the prompt's rows, where there are any, come first
+        # The prompt's rows, where there are any, come first.
+        whole[:num_before] = before.routed_experts[-num_before:]
     if after.routed_experts is not None and len(after.token_ids):
         whole[num_before:] = after.routed_experts[-len(after.token_ids) :]
     return whole
@@ -83,9 +82,7 @@ def _ended_at(whole: Completion, num_before: int, stop: Sequence[str], decode: D
 
     total = len(whole.token_ids)
     end = bisect_left(range(total + 1), True, lo=num_before, key=lambda length: found(length) is not None)
-    if (
-        end >= total
-    ):  # not there, or at the very end, where the engine has seen it or the last token completes it
+    if end >= total:  # not there, or at the very end: the engine has seen it, or the last token completes it
         text = found(total)
         return whole if text is None else replace(whole, stop_reason=StopReason.STOP, stop_text=text)
     return replace(
