@@ -32,8 +32,43 @@ _WORDS = 8
 """Of a row of addresses."""
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _work(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+    addresses_ptr, chunks_ptr, CHUNK: tl.constexpr, WORDS: tl.constexpr, IS_EVEN: tl.constexpr
+):
+    """(which tensor, first element, row of addresses, number of elements of the tensor) of this program."""
+    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    row = addresses_ptr + WORDS * tensor
+    num_elements = tl.load(row + 5)
+    if IS_EVEN:
+        num_elements = tl.multiple_of(num_elements, 16)
+    return tensor, first, row, num_elements
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pointers(row, MOMENT: tl.constexpr, GRAD: tl.constexpr, COPY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(master, mean, square, gradient, copy) of a row of addresses.
+
+    The hints say what the host made sure of; without them every access would be of one element.
+    """
+    master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
+    mean_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(MOMENT)), 16)
+    square_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), 16)
+    grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
+    copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 16)
+    return master_ptr, mean_ptr, square_ptr, grad_ptr, copy_ptr
+
+
 @triton.jit
-def _updated(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+def _constants(constants_ptr, tensor):  # type: ignore[no-untyped-def]
+    """(decay, correction of the mean, root of the square's)."""
+    constants_ptr += 3 * tensor
+    return tl.load(constants_ptr), tl.load(constants_ptr + 1), tl.load(constants_ptr + 2)
+
+
+@triton.jit
+def _updated(  # type: ignore[no-untyped-def]
     grad, master, mean, square, rate, decay, beta1, beta2, epsilon, correction1, correction2_sqrt
 ):
     """(master, mean, square) after one step."""
@@ -61,21 +96,9 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    row = addresses_ptr + WORDS * tensor
-    # The hints say what the host made sure of; without them every access would be of one element.
-    master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
-    mean_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
-    square_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16)
-    grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
-    copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 16)
-    num_elements = tl.load(row + 5)
-    if IS_EVEN:
-        num_elements = tl.multiple_of(num_elements, 16)
-    decay = tl.load(constants_ptr + 3 * tensor)
-    correction1 = tl.load(constants_ptr + 3 * tensor + 1)
-    correction2_sqrt = tl.load(constants_ptr + 3 * tensor + 2)
+    tensor, first, row, num_elements = _work(addresses_ptr, chunks_ptr, CHUNK, WORDS, IS_EVEN)
+    master_ptr, mean_ptr, square_ptr, grad_ptr, copy_ptr = _pointers(row, tl.float32, GRAD, COPY)
+    decay, correction1, correction2_sqrt = _constants(constants_ptr, tensor)
     for start in range(0, CHUNK, BLOCK):
         offsets = first + start + tl.arange(0, BLOCK)
         inside = offsets < num_elements
@@ -145,22 +168,11 @@ def _adamw8_kernel(  # type: ignore[no-untyped-def]
     UNSIGNED_TOP: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-    row = addresses_ptr + WORDS * tensor
-    master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
-    mean_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.uint8)), 16)
-    square_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.uint8)), 16)
-    grad_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(GRAD)), 16)
-    copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(COPY)), 16)
-    num_elements = tl.load(row + 5)
-    if IS_EVEN:
-        num_elements = tl.multiple_of(num_elements, 16)
+    tensor, first, row, num_elements = _work(addresses_ptr, chunks_ptr, CHUNK, WORDS, IS_EVEN)
+    master_ptr, mean_ptr, square_ptr, grad_ptr, copy_ptr = _pointers(row, tl.uint8, GRAD, COPY)
     mean_scale_ptr = tl.load(row + 6).to(tl.pointer_type(tl.float32))
     square_scale_ptr = tl.load(row + 7).to(tl.pointer_type(tl.float32))
-    decay = tl.load(constants_ptr + 3 * tensor)
-    correction1 = tl.load(constants_ptr + 3 * tensor + 1)
-    correction2_sqrt = tl.load(constants_ptr + 3 * tensor + 2)
+    decay, correction1, correction2_sqrt = _constants(constants_ptr, tensor)
     for start in range(0, CHUNK, ROWS * CODES):
         blocks = (first + start) // CODES + tl.arange(0, ROWS)
         offsets = first + start + tl.arange(0, ROWS)[:, None] * CODES + tl.arange(0, CODES)[None, :]
