@@ -1,6 +1,6 @@
 """The native engine on one H200: how fast is it, where does the time go.
 
-    python benchmarks/inference_h200.py [--only fixed,profile,tail,wide,groups,update,memory,growth,invariant]
+    python benchmarks/inference_h200.py [--only fixed,profile,tail,narrow,groups,update,memory,growth,invariant]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
 from the bytes and operations that the work needs and the rates measured on the card (4.27 TB/s, 771 TFLOP/s).
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rill.inference.base import MemoryLevel, PauseMode, Request
+from rill.inference.native.cuda_runner import CudaRunner
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig, load_model_config
 from rill.types import PolicyVersion, SamplingParams
@@ -48,7 +49,6 @@ def make_model() -> Any:
 
 def make_engine(model: Any = None, **options: Any) -> NativeEngine:
     options = {
-        "max_num_seqs": 256,
         "max_batched_tokens": 16384,
         "max_context": 6144,
         "kv_memory_fraction": 0.5,
@@ -155,19 +155,19 @@ def log_normal_lengths() -> list[int]:
 
 
 def tail(engine: NativeEngine, fixed_rate: float) -> None:
-    """Log-normal lengths: ten times as many requests as slots, and as many as slots."""
+    """Log-normal lengths: many requests in a queue, and 256 at once."""
     lengths = log_normal_lengths()
-    timed(engine, requests(random_prompts(512, 128, 5), lengths[:512], "warm-tail"))
-    one_tail(engine, lengths, 256, "queue", fixed_rate)
+    timed(engine, requests(random_prompts(1024, 128, 5), lengths[:1024], "warm-tail"))
+    one_tail(engine, lengths, CudaRunner.usual_num_slots, "queue", fixed_rate)
     one_tail(engine, lengths[:256], 256, "no queue", fixed_rate)
 
 
-def wide(engine: NativeEngine, fixed_rate: float) -> None:
-    """The same requests with half as many slots more."""
+def narrow(engine: NativeEngine, fixed_rate: float) -> None:
+    """The same requests with half the slots."""
     lengths = log_normal_lengths()
-    other = make_engine(engine._runner.model, max_num_seqs=384, kv_memory_fraction=0.6)
-    timed(other, requests(random_prompts(1024, 128, 5), lengths[:1024], "warm-wide"))
-    one_tail(other, lengths, 384, "wide", fixed_rate)
+    other = make_engine(engine._runner.model, max_num_seqs=256, kv_memory_fraction=0.6)
+    timed(other, requests(random_prompts(512, 128, 5), lengths[:512], "warm-narrow"))
+    one_tail(other, lengths, 256, "narrow", fixed_rate)
     other.close()
 
 
@@ -301,7 +301,7 @@ def invariant(shared: NativeEngine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="fixed,profile,tail,wide,groups,update,memory,growth,invariant")
+    parser.add_argument("--only", default="fixed,profile,tail,narrow,groups,update,memory,growth,invariant")
     wanted = parser.parse_args().only.split(",")
     if not torch.cuda.is_available():
         report(skipped="needs a CUDA device")
@@ -317,8 +317,8 @@ def main() -> None:
         try:
             if name == "fixed":
                 rate = fixed(engine)
-            elif name in ("tail", "wide"):
-                {"tail": tail, "wide": wide}[name](engine, rate)
+            elif name in ("tail", "narrow"):
+                {"tail": tail, "narrow": narrow}[name](engine, rate)
             else:
                 {
                     "profile": profile,

@@ -80,8 +80,8 @@ class NativeEngine:
         """Size of the KV cache in blocks. Unset: from kv_memory_fraction."""
         kv_memory_fraction: float = Field(default=0.6, gt=0, lt=1)
         """Share of the memory that is free after loading which the KV cache may take."""
-        max_num_seqs: int = Field(default=256, ge=1)
-        """Sequences that run at one time; others wait."""
+        max_num_seqs: int | None = Field(default=None, ge=1)
+        """Sequences that run at one time, the slots; others wait. Unset: 512 on CUDA, 256 on the CPU."""
         max_batched_tokens: int = Field(default=8192, ge=1)
         """Tokens computed in one step, prompts and generation together."""
         max_context: int | None = Field(default=None, ge=2)
@@ -123,7 +123,7 @@ class NativeEngine:
             self._runner,
             BlockManager(num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache),
             self._outlet,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self._runner.num_slots(config.max_num_seqs),
             max_batched_tokens=config.max_batched_tokens,
             max_context=self._max_context,
             check_every_step=config.check_every_step,
@@ -323,7 +323,7 @@ def _context_limit(runner: ModelRunner, configured: int | None) -> int:
 def _num_blocks(runner: ModelRunner, config: NativeEngine.Config, max_context: int) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    useful = config.max_num_seqs * -(-max_context // config.block_size) + 1
+    useful = runner.num_slots(config.max_num_seqs) * -(-max_context // config.block_size) + 1
     affordable = int(runner.free_bytes() * config.kv_memory_fraction) // runner.cache_shape.block_bytes
     if affordable < 2:
         raise EngineError(

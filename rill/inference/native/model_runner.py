@@ -82,6 +82,7 @@ class ModelRunner:
     uses_graphs = False
     is_overlapped = False
     """Whether launch() returns before the step is done, so that the next may be prepared meanwhile."""
+    usual_num_slots = 256
 
     def __init__(self, model: PreTrainedModel, *, device: torch.device, block_size: int) -> None:
         config = model.config
@@ -105,6 +106,11 @@ class ModelRunner:
         self.kernels: PagedKernels = TorchKernels()
         self.decoder: FastPath | None = None
         self.adapters = AdapterStore(model)
+
+    @classmethod
+    def num_slots(cls, configured: int | None) -> int:
+        """Sequences that may run at one time."""
+        return cls.usual_num_slots if configured is None else configured
 
     def allocate_cache(self, num_blocks: int) -> None:
         shape = self.cache_shape

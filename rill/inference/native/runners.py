@@ -42,7 +42,7 @@ def build_runner(
             device=device,
             block_size=config.block_size,
             max_len=max_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=CudaRunner.num_slots(config.max_num_seqs),
             max_batched_tokens=config.max_batched_tokens,
             fast_path=config.fast_path,
             fuse=fuse,
