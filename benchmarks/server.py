@@ -1,20 +1,25 @@
 """Claim: the server gives at least 90 % of the engine's own throughput.
 
-The same requests in turns, round by round: to an engine in this process, with nothing around it; and through HTTP (the
-token route, completions whole and as streams) from an asyncio client in a process of its own, which keeps
-`--in-flight` requests open, as a rollout does. The engine runs as many at once. Prints one JSON line per way;
-`ratio_to_engine` is the median over the rounds, each against the engine's own rate of that round.
+    this process ─┬─ engine: an engine with nothing around it
+                  ├─ server: the application as `rill serve` runs it; with --isolate its engine is in a replica
+                  └─ clients: plain sockets over asyncio, --clients processes that share --in-flight requests
 
-`--isolate` serves as `rill serve --isolate` does: a router, and the engine in a process of its own. HTTP, JSON and text
-then cost the engine nothing as long as they need less time per token than it does: `server_us_per_token` (CPU time of
-the serving process) against `engine_us_per_token`. `--threads` are the engine's; the server needs a core besides.
+The same requests in turns, round by round: to the engine alone; and through HTTP (the token route, completions whole
+and as streams, all with log-probabilities and token ids), `--in-flight` of them open at a time, as a rollout does. The
+engine runs as many at once. Prints one JSON line per way; `ratio_to_engine` is the median over the rounds, each against
+the engine's own rate of that round.
+
+HTTP, JSON and text cost an isolated engine nothing as long as they need less time per token than it does:
+`server_us_per_token` (CPU time of the serving process) against `engine_us_per_token`. `--threads` are the engine's; the
+server needs a core besides. `client_busy` near 1 means that the clients were measured.
 
 `--instant` puts an engine in its place that needs no time: what is left is the server's own cost.
 
     python benchmarks/server.py --isolate                                CPU, tiny model, 256 requests, 64 in flight
     python benchmarks/server.py --requests 64 --isolate                  64 at once: with the start and the end of it
     python benchmarks/server.py --requests 256 --in-flight 256 --prompt 128 --tokens 256 --instant
-    python benchmarks/server.py --shape qwen2.5-1.5b --requests 1024 --in-flight 256 --prompt 128 --tokens 256 --isolate
+    python benchmarks/server.py --isolate --shape qwen2.5-1.5b --device cuda --clients 4 --requests 1024 \\
+        --in-flight 256 --prompt 128 --tokens 256                         one GPU
 """
 
 from __future__ import annotations
@@ -25,21 +30,29 @@ import json
 import multiprocessing
 import os
 import statistics
+import string
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.pool import Pool
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
+import psutil
 
 from rill.inference.base import Completion, Delta, Engine, EngineStats, Feature, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
+from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.router import Router
-from rill.models.loading import ModelConfig, load_tokenizer
+from rill.models.loading import ModelConfig, load_model_config, load_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
 TINY = {
@@ -53,6 +66,288 @@ QWEN_1_5B = {
     "tie_word_embeddings": True, "eos_token_id": 151643,
 }  # fmt: skip
 SHAPES = {"tiny": TINY, "qwen2.5-1.5b": QWEN_1_5B}
+WAYS = ("tokens", "completions", "stream")
+START_TIMEOUT_S = 300.0
+ROUND_TIMEOUT_S = 300.0
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def main() -> None:
+    args = _arguments()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the processes that start from here
+    started_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rill-bench-") as folder:
+        path = args.model or folder
+        if not args.model:
+            _ask_once(_write_model, path, SHAPES[args.shape], args.device)
+            _note(f"{time.monotonic() - started_at:.1f} s: weights written")
+        settings = NativeEngine.Config(
+            model=ModelConfig(path=path),
+            device=args.device,
+            dtype=args.dtype,
+            max_num_seqs=args.in_flight,
+            max_batched_tokens=args.batched_tokens,
+            max_context=args.prompt + args.tokens + 64,
+            kv_memory_fraction=0.2,
+        )
+        prompts = np.random.default_rng(0).integers(8, 4000, size=(args.requests, args.prompt)).tolist()
+        alone = _Peer(_engine_main, settings, args.instant)
+        served = _Peer(_server_main, settings, args.instant, args.isolate)
+        with alone, served, SPAWN.Pool(args.clients) as clients:
+            alone.ready()
+            served.ready()
+            _note(f"{time.monotonic() - started_at:.1f} s: engine and server are ready")
+            _measure(args, alone, served, clients, prompts)
+
+
+def _measure(
+    args: argparse.Namespace, alone: _Peer, served: _Peer, clients: Pool, prompts: list[list[int]]
+) -> None:
+    own: list[float] = []
+    rounds: dict[str, list[_Load]] = {way: [] for way in WAYS}
+    for way in WAYS:  # the first ones warm up
+        _load(clients, args, served, way, prompts[: args.in_flight])
+    alone.ask((prompts[: args.in_flight], args.tokens))
+    for number in range(args.repeats):
+        own.append(alone.ask((prompts, args.tokens)))
+        for way in WAYS:
+            rounds[way].append(_load(clients, args, served, way, prompts))
+        _note(f"round {number + 1} of {args.repeats}, the server is process {served.pid}")
+    _report("engine", own, own, args)
+    for way, loads in rounds.items():
+        _report(way, [load.rate for load in loads], own, args, loads)
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+
+class _Peer:
+    """A process that says "ready" and then answers questions, one at a time."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self._connection, child_end = SPAWN.Pipe()
+        self._process: BaseProcess = SPAWN.Process(target=target, args=(child_end, *args))
+        self._process.start()
+        child_end.close()
+        self.facts: Any = None
+
+    def ready(self) -> None:
+        self.facts = self._receive(START_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, question: Any) -> Any:
+        self._connection.send(question)
+        return self._receive(ROUND_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError(f"a process of the benchmark did not answer within {timeout_s} s")
+        return self._connection.recv()
+
+    def __enter__(self) -> _Peer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._connection.close()
+        self._process.join(30.0)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _questions(connection: Connection) -> Any:
+    while True:
+        try:
+            yield connection.recv()
+        except EOFError:
+            return
+
+
+def _engine_main(connection: Connection, settings: NativeEngine.Config, is_instant: bool) -> None:
+    """Question: (prompts, number of new tokens). Answer: tokens per second."""
+    engine: Engine = InstantEngine() if is_instant else NativeEngine(settings)  # type: ignore[assignment]
+    connection.send(None)
+    for prompts, num_tokens in _questions(connection):
+        sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        requests = [
+            Request(id=f"{time.monotonic_ns()}-{i}", token_ids=np.array(p, np.int32), sampling=sampling)
+            for i, p in enumerate(prompts)
+        ]
+        start = time.perf_counter()
+        done = engine.generate(requests)
+        connection.send(sum(len(c.token_ids) for c in done) / (time.perf_counter() - start))
+    engine.close()
+
+
+def _server_main(
+    connection: Connection, settings: NativeEngine.Config, is_instant: bool, is_isolated: bool
+) -> None:
+    """Answers any question with the CPU seconds so far: of the thread that serves, and of all besides the engine."""
+    engine = _served_engine(settings, is_instant, is_isolated)
+    config = ServerConfig(port=0, model_name="bench")
+    app = create_app(engine, load_tokenizer(settings.model), config)
+    try:
+        with serve_in_thread(app, config) as server:
+            connection.send(server.url)
+            for _ in _questions(connection):
+                all_s = time.process_time() if is_isolated else server.cpu_s
+                connection.send((server.cpu_s, all_s, _thread_seconds()))
+    finally:
+        engine.close()
+
+
+def _served_engine(settings: NativeEngine.Config, is_instant: bool, is_isolated: bool) -> Engine:
+    if is_instant:
+        return InstantEngine()  # type: ignore[return-value]
+    return Router(settings) if is_isolated else NativeEngine(settings)
+
+
+def _thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process's threads by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    return {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
+
+
+def _ask_once(act: Callable[..., None], *args: Any) -> None:
+    """In a process of its own: CUDA memory is given back with it."""
+    with SPAWN.Pool(1) as pool:
+        pool.apply(act, args)
+
+
+def _write_model(folder: str, shape: dict[str, Any], device: str) -> None:
+    """Random weights, drawn on the GPU where there is one; and a byte-level vocabulary of the model's size."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    on_cuda = device.startswith("cuda")
+    torch.manual_seed(0)
+    with torch.device(device if on_cuda else "cpu"):
+        config = load_model_config(ModelConfig(shape=shape))
+        dtype = torch.bfloat16 if on_cuda else torch.float32
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    letters = string.ascii_lowercase
+    words = ["".join(letters[i // 26**k % 26] for k in range(4)) for i in range(shape["vocab_size"])]
+    vocabulary = {("Ġ" if i % 2 else "") + word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(
+        folder
+    )
+    assert (Path(folder) / "tokenizer.json").is_file()
+
+
+# --- load ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    rate: float
+    client_busy: float
+    server_us: float
+    """CPU time of the serving process for a token, in microseconds."""
+    thread_shares: dict[str, float]
+    """Of the round's time, what each thread of the serving process was on a processor."""
+
+
+def _load(
+    clients: Pool, args: argparse.Namespace, served: _Peer, way: str, prompts: list[list[int]]
+) -> _Load:
+    _, before_s, threads_before = served.ask("cpu")
+    shares = [
+        (served.facts, way, prompts[i :: args.clients], args.tokens, args.in_flight // args.clients)
+        for i in range(args.clients)
+    ]
+    spans = clients.starmap(_client, shares, chunksize=1)
+    _, after_s, threads_after = served.ask("cpu")
+    seconds = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+    num_tokens = len(prompts) * args.tokens
+    return _Load(
+        rate=num_tokens / seconds,
+        client_busy=max(busy_s for _, _, busy_s in spans) / seconds,
+        server_us=(after_s - before_s) / num_tokens * 1e6,
+        thread_shares={
+            name: round((total - threads_before.get(name, 0.0)) / seconds, 3)
+            for name, total in threads_after.items()
+        },
+    )
+
+
+def _client(
+    url: str, way: str, prompts: list[list[int]], num_tokens: int, in_flight: int
+) -> tuple[float, float, float]:
+    """When it began and ended, and its CPU seconds. Plain sockets: an HTTP library would need more of the machine than
+    the server that is measured."""
+    address = urlsplit(url)
+    bodies = [_http_request(way, prompt, num_tokens) for prompt in prompts]
+
+    async def one(body: bytes, room: asyncio.Semaphore) -> None:
+        async with room:
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(body)
+            status = await reader.readline()
+            assert b" 200 " in status, status
+            while await reader.read(1 << 16):
+                pass
+            writer.close()
+
+    async def run() -> None:
+        room = asyncio.Semaphore(in_flight)
+        await asyncio.gather(*(one(body, room) for body in bodies))
+
+    start, busy_s = time.monotonic(), time.process_time()
+    asyncio.run(run())
+    return start, time.monotonic(), time.process_time() - busy_s
+
+
+def _http_request(way: str, prompt: list[int], num_tokens: int) -> bytes:
+    path, body = _request(way, prompt, num_tokens)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def _request(way: str, prompt: list[int], num_tokens: int) -> tuple[str, dict[str, Any]]:
+    if way == "tokens":
+        params = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": params}
+    body = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 0,
+    }
+    return "/v1/completions", body | {"stream": way == "stream"}
+
+
+def _report(
+    way: str, rates: list[float], own: list[float], args: argparse.Namespace, loads: Sequence[_Load] = ()
+) -> None:
+    ratios = [rate / alone for rate, alone in zip(rates, own, strict=True)]
+    line: dict[str, Any] = {
+        "benchmark": "server",
+        "way": way,
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "ratio_to_engine": None if args.instant else round(statistics.median(ratios), 3),
+        "ratios": None if args.instant else [round(ratio, 3) for ratio in ratios],
+        "engine_us_per_token": round(1e6 / statistics.median(own), 2),
+    }
+    if loads:
+        line |= {
+            "server_us_per_token": round(statistics.median(load.server_us for load in loads), 2),
+            "client_busy": round(statistics.median(load.client_busy for load in loads), 3),
+            "server_threads": {n: s for n, s in loads[-1].thread_shares.items() if s >= 0.005},
+        }
+    options = ("isolate", "device", "threads", "clients", "requests", "in_flight", "prompt", "tokens")
+    print(json.dumps(line | {name: vars(args)[name] for name in options}), flush=True)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class InstantEngine:
@@ -108,157 +403,23 @@ class InstantEngine:
         )
 
 
-def main() -> None:
-    args = _arguments()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the processes that start from here
-    torch.set_num_threads(args.threads)
-    model = (
-        ModelConfig(path=args.model)
-        if args.model
-        else ModelConfig(shape=SHAPES[args.shape], tokenizer="chars")
-    )
-    settings = NativeEngine.Config(
-        model=model, dtype=args.dtype, max_num_seqs=args.in_flight, kv_memory_fraction=0.2
-    )
-    alone: Engine = InstantEngine() if args.instant else NativeEngine(settings)  # type: ignore[assignment]
-    served: Engine = Router(settings) if args.isolate else alone
-    config = ServerConfig(port=0, model_name="bench")
-    prompts = np.random.default_rng(0).integers(8, 100, size=(args.requests, args.prompt)).tolist()
-    try:
-        # One client process for all: its start is not the server's work.
-        clients = multiprocessing.get_context("spawn").Pool(1)
-        app = create_app(served, load_tokenizer(model), config)
-        with clients, serve_in_thread(app, config) as server:
-            _measure(args, alone, server, clients, prompts)
-    finally:
-        alone.close()
-        if served is not alone:
-            served.close()
-
-
-WAYS = ("tokens", "completions", "stream")
-
-
-def _measure(
-    args: argparse.Namespace, alone: Engine, server: BackgroundServer, clients: Pool, prompts: list[list[int]]
-) -> None:
-    own: list[float] = []
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    costs: dict[str, list[float]] = {way: [] for way in WAYS}
-    for round_number in range(args.repeats + 1):  # the first one warms up
-        rate = _direct(alone, prompts, args.tokens)
-        if round_number:
-            own.append(rate)
-        for way in WAYS:
-            before_s = _serving_cpu_s(server, args.isolate)
-            rate = clients.apply(_client, (server.url, way, prompts, args.tokens, args.in_flight))
-            cost_s = _serving_cpu_s(server, args.isolate) - before_s
-            if round_number:
-                rates[way].append(rate)
-                costs[way].append(cost_s / (args.requests * args.tokens) * 1e6)
-    _report("engine", own, own, [0.0], args)
-    for way in WAYS:
-        _report(way, rates[way], own, costs[way], args)
-
-
-def _direct(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
-    sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-    requests = [
-        Request(id=f"{time.monotonic_ns()}-{i}", token_ids=np.array(p, np.int32), sampling=sampling)
-        for i, p in enumerate(prompts)
-    ]
-    start = time.perf_counter()
-    done = engine.generate(requests)
-    return sum(len(c.token_ids) for c in done) / (time.perf_counter() - start)
-
-
-def _serving_cpu_s(server: BackgroundServer, is_isolated: bool) -> float:
-    """All of this process where the engine has its own; else the thread that serves."""
-    return time.process_time() if is_isolated else server.cpu_s
-
-
-def _client(url: str, way: str, prompts: list[list[int]], num_tokens: int, in_flight: int) -> float:
-    """Plain sockets: an HTTP library would need more of the machine than the server that is measured."""
-    address = urlsplit(url)
-
-    async def one(prompt: list[int], room: asyncio.Semaphore) -> None:
-        async with room:
-            await send(prompt)
-
-    async def send(prompt: list[int]) -> None:
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(_http_request(way, prompt, num_tokens))
-        status = await reader.readline()
-        assert b" 200 " in status, status
-        while await reader.read(1 << 16):
-            pass
-        writer.close()
-
-    async def run() -> float:
-        start = time.perf_counter()
-        room = asyncio.Semaphore(in_flight)
-        await asyncio.gather(*(one(prompt, room) for prompt in prompts))
-        return len(prompts) * num_tokens / (time.perf_counter() - start)
-
-    return asyncio.run(run())
-
-
-def _http_request(way: str, prompt: list[int], num_tokens: int) -> bytes:
-    path, body = _request(way, prompt, num_tokens)
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-
-
-def _request(way: str, prompt: list[int], num_tokens: int) -> tuple[str, dict[str, Any]]:
-    if way == "tokens":
-        params = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
-        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": params}
-    body = {
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "logprobs": 0,
-    }
-    return "/v1/completions", body | {"stream": way == "stream"}
-
-
-def _report(
-    way: str, rates: list[float], own: list[float], costs_us: list[float], args: argparse.Namespace
-) -> None:
-    ratio = statistics.median(rate / alone for rate, alone in zip(rates, own, strict=True))
-    line = {
-        "benchmark": "server",
-        "way": way,
-        "tokens_per_s": round(statistics.median(rates), 1),
-        "ratio_to_engine": None if args.instant else round(ratio, 3),
-        "server_us_per_token": round(statistics.median(costs_us), 2),
-        "engine_us_per_token": round(1e6 / statistics.median(own), 2),
-        "isolated": args.isolate,
-        "threads": args.threads,
-        "requests": args.requests,
-        "in_flight": args.in_flight,
-        "prompt_tokens": args.prompt,
-        "new_tokens": args.tokens,
-    }
-    print(json.dumps(line), flush=True)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="a local folder; unset: --shape with random weights")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--device", default="cpu", help="of the engines: cpu or cuda")
     parser.add_argument("--isolate", action="store_true", help="the engine in a process of its own")
     parser.add_argument("--instant", action="store_true", help="an engine that needs no time")
+    parser.add_argument("--clients", type=int, default=1, help="processes that send requests")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--in-flight", type=int, default=64, help="requests open at one time")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--dtype", default="auto", help="of the engine")
+    parser.add_argument("--batched-tokens", type=int, default=8192, help="the engine's tokens a step")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
