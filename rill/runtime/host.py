@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rill.runtime.main_module import MainModule, install_main
 from rill.runtime.process import read_all
 from rill.runtime.rank import Rank, RankCall
 from rill.runtime.session_key import SessionKey
+from rill.runtime.threads import limit_threads
 from rill.runtime.work_inbox import WorkInbox
 from rill.runtime.worker import Seating
 from rill.telemetry import trace
@@ -76,7 +77,7 @@ def main(start: int | bytes) -> None:
             stream.reconfigure(line_buffering=True)  # a killed worker's last line must be in its log
     sys.path[:] = spec.sys_path
     install_main(spec.main)
-    _limit_threads(spec.num_threads)
+    limit_threads(spec.num_threads)
     host = WorkerHost(spec)
     if spec.trace_dir is not None:
         trace.configure(spec.trace_dir, host.process.identity)
@@ -85,28 +86,6 @@ def main(start: int | bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # user threads that never end must not hold the process
-
-
-SPIN_COUNT = 10_000
-"""How often an OpenMP thread looks for its next piece of work before it sleeps. A compromise, from few runs on a busy
-2-core machine, a small decoding step with 2 threads: two processes at once took 243 to 286 ms a step with the library's
-own 300,000, 16 to 54 with this, 18 to 20 with OMP_WAIT_POLICY=PASSIVE; undisturbed, 1.2 to 2.1, 1.4 to 1.6 (one run of
-four: 20) and 3.9 to 9.9. Not measured on a quiet machine."""
-
-
-def thread_env(num_threads: int, user_env: Mapping[str, str]) -> Mapping[str, str]:
-    """What the usual libraries read when they are loaded, with what the user asked for on top."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    env = {name: str(num_threads) for name in names}
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & {*os.environ, *user_env}:
-        env["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-    return {**env, **user_env}
-
-
-def _limit_threads(num_threads: int) -> None:
-    """For libraries that were loaded before the environment was set, in a worker forked after `preload`."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(num_threads)
 
 
 class WorkerHost:

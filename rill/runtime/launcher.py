@@ -15,12 +15,13 @@ from pathlib import Path
 from rill.runtime.agent_protocol import Start
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device import Device, Node, gpus_of, torch_device, visible_devices_env
-from rill.runtime.host import HostSpec, thread_env
+from rill.runtime.host import HostSpec
 from rill.runtime.hub import hub_command
 from rill.runtime.local import NodeClient
 from rill.runtime.main_module import describe_main
 from rill.runtime.placement import Seat
 from rill.runtime.store_host import StoreHostSpec
+from rill.runtime.threads import thread_env
 from rill.runtime.worker import Seating
 
 HUB_KEY = "hub"

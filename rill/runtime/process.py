@@ -51,6 +51,7 @@ from rill.runtime.agent_protocol import (
     send_message,
 )
 from rill.runtime.session import hold_session, remove_session
+from rill.runtime.threads import loading_for_workers
 
 TICK_S = 1.0
 MAX_RESTARTS_PER_MINUTE = 120
@@ -152,8 +153,9 @@ class Agent:
         """For the processes that are forked from here on."""
         if all(module in sys.modules for module in modules):
             return
-        for module in modules:
-            importlib.import_module(module)
+        with loading_for_workers():
+            for module in modules:
+                importlib.import_module(module)
         # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
         gc.collect()
         gc.freeze()
