@@ -71,6 +71,14 @@ class StreamDataset(Protocol):
     def __iter__(self) -> Iterator[Prompt]: ...
 
 
+@runtime_checkable
+class PartedStream(Protocol):
+    """A stream that knows how to leave out what is not a rank's own."""
+
+    def part(self, rank: int, world: int) -> Iterator[Prompt]:
+        """The prompts at positions rank, rank + world, …: what islice(stream, rank, None, world) would give."""
+
+
 def open_dataset(config: PartConfig, split: Split = Split.TRAIN) -> Dataset | StreamDataset:
     """Build the dataset that the configuration names.
 
@@ -96,10 +104,13 @@ def open_indexed(config: PartConfig, split: Split = Split.TRAIN) -> Dataset:
 
 def split_of(key: str, held_out: float) -> Split:
     """The side a problem lies on. `key` is its content; equal keys are on the same side for ever."""
-    if held_out <= 0.0:
-        return Split.TRAIN
+    return Split.HELD_OUT if place_of(key) < held_out * 2.0**64 else Split.TRAIN
+
+
+def place_of(key: str) -> int:
+    """Where a problem lies in 0 … 2^64 − 1: the held-out side is the lower end."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"rill-split").digest()
-    return Split.HELD_OUT if int.from_bytes(digest, "little") < held_out * 2.0**64 else Split.TRAIN
+    return int.from_bytes(digest, "little")
 
 
 def on_side(key: str, held_out: float, split: Split) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rill.data.base import Split
+from rill.data.index import RowIndex
 from rill.data.rows import RowConfig, RowDataset
 from rill.errors import DataError, MissingExtraError
 
@@ -26,7 +27,8 @@ class FolderDataset(RowDataset):
         self._path = Path(config.path).expanduser()
         self._subset = config.subset
         self._rows = _load(self._path, config.subset)
-        self.index_rows()
+        files = sorted(path for path in self._path.rglob("*") if path.is_file())
+        self.index_rows(RowIndex(self._path, files))
 
     @property
     def title(self) -> str:

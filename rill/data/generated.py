@@ -7,6 +7,7 @@ stream      make() → an iterator of rows or Prompts. Read forwards only; every
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Literal
 
 from pydantic import Field
@@ -31,6 +32,10 @@ class GeneratedDataset:
         seed: int = 0
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
+        if split is Split.HELD_OUT and config.held_out == 0.0:
+            raise DataError(
+                f"{config.function}: `held_out` is 0, so there is no held-out side: set it to e.g. 0.1"
+            )
         self.config = config
         self.split = split
         self._make = _function(config.function)
@@ -71,13 +76,21 @@ class GeneratedStream:
         self._make = _function(config.function)
 
     def __iter__(self) -> Iterator[Prompt]:
-        for number, row in enumerate(self._make()):
-            if self.config.limit and number >= self.config.limit:
-                return
-            where, row_id = f"{self.config.function}, row {number + 1}", f"{self.config.function}/{number}"
-            prompt = prompt_from_row(row, self.config, where=where, row_id=row_id)
-            if on_side(content_key(prompt), self.config.held_out, self.split):
-                yield prompt
+        return self.part(0, 1)
+
+    def part(self, rank: int, world: int) -> Iterator[Prompt]:
+        """Rows of other ranks are made, for a generator cannot skip, but not looked at; unless their side decides which
+        rank they belong to."""
+        numbered = enumerate(islice(self._make(), self.config.limit or None))
+        if self.split is Split.ALL or (self.split is Split.TRAIN and self.config.held_out == 0.0):
+            return (self._prompt(number, row) for number, row in islice(numbered, rank, None, world))
+        prompts = (self._prompt(number, row) for number, row in numbered)
+        on_this_side = (p for p in prompts if on_side(content_key(p), self.config.held_out, self.split))
+        return islice(on_this_side, rank, None, world)
+
+    def _prompt(self, number: int, row: Any) -> Prompt:
+        where, row_id = f"{self.config.function}, row {number + 1}", f"{self.config.function}/{number}"
+        return prompt_from_row(row, self.config, where=where, row_id=row_id)
 
 
 def _function(target: str) -> Callable[..., Any]:

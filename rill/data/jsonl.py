@@ -1,15 +1,19 @@
-"""JSON lines: one row a line. Only line positions are kept; a row is read when it is asked for."""
+"""JSON lines: one row a line. Line positions are found once and mapped; a row is read when it is asked for."""
 
 from __future__ import annotations
 
 import json
 import threading
+from array import array
+from codecs import BOM_UTF8 as BOM
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from rill.data.base import Split
+from rill.data.index import RowIndex
 from rill.data.rows import RowConfig, RowDataset
 from rill.errors import DataError
 
@@ -27,29 +31,24 @@ class JsonlDataset(RowDataset):
             raise DataError(f"there is no file {config.path!r} (seen from {Path.cwd()})")
         self._lock = threading.Lock()
         self._file = self._path.open("rb")
-        starts, lines, position = [], [], 0
-        for line_number, line in enumerate(self._file, start=1):
-            if line.strip():
-                starts.append(position)
-                lines.append(line_number)
-            position += len(line)
-        self._starts = np.array(starts, dtype=np.int64)
-        self._lines = np.array(lines, dtype=np.int64)
-        self.index_rows()
+        index = RowIndex(self._path, [self._path])
+        self._lines = index.array_once("lines", self._scan)
+        """int64 [rows, 2]: where the row starts, and the number of its line."""
+        self.index_rows(index)
 
     @property
     def title(self) -> str:
         return self._path.stem
 
     def num_rows(self) -> int:
-        return len(self._starts)
+        return len(self._lines)
 
     def where(self, number: int) -> str:
-        return f"{self._path}, line {self._lines[number]}"
+        return f"{self._path}, line {self._lines[number, 1]}"
 
     def row(self, number: int) -> Any:
         with self._lock:
-            self._file.seek(int(self._starts[number]))
+            self._file.seek(int(self._lines[number, 0]))
             line = self._file.readline()
         try:
             return json.loads(line)
@@ -57,6 +56,20 @@ class JsonlDataset(RowDataset):
             raise DataError(
                 f"{self.where(number)}, column {error.colno}: not JSON: {error.msg}: {line[:60]!r}"
             ) from None
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.where(number)}: not UTF-8 at byte {error.start + 1} of the line: save the file as UTF-8"
+            ) from None
+
+    def _scan(self) -> npt.NDArray[np.int64]:
+        found, position = array("q"), 0
+        with self._path.open("rb") as file:
+            for line_number, line in enumerate(file, start=1):
+                mark = len(BOM) if line_number == 1 and line.startswith(BOM) else 0
+                if line[mark:].strip():
+                    found.extend((position + mark, line_number))
+                position += len(line)
+        return np.frombuffer(found, dtype=np.int64).reshape(-1, 2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_file", "_lock")}

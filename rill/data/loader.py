@@ -12,6 +12,7 @@ Callers: the loop (prompts) and SFT (examples). Guarantees:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from rill.config import Config
-from rill.data.base import Dataset, StreamDataset
+from rill.data.base import Dataset, PartedStream, StreamDataset
 from rill.errors import CheckpointError, DataError
 from rill.types import Prompt
 
@@ -180,7 +181,9 @@ class StreamLoader:
         return self._buffer.pop()
 
     def _own_part(self) -> Iterator[Prompt]:
-        return (p for position, p in enumerate(self.dataset) if position % self.world == self.rank)
+        if isinstance(self.dataset, PartedStream):
+            return self.dataset.part(self.rank, self.world)
+        return islice(self.dataset, self.rank, None, self.world)
 
 
 def open_loader(

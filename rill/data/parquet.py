@@ -1,14 +1,28 @@
-"""Parquet files, as verl and the Hugging Face hub have them. The one door for pyarrow."""
+"""Parquet files, as verl and the Hugging Face hub have them. The one door for pyarrow.
+
+A compressed row cannot be read alone. Each file is therefore unpacked once into the index's folder, as Arrow record
+batches that all processes map: a row costs the same wherever it lies, and memory does not grow with the files.
+"""
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from rill.data.base import Split
+from rill.data.index import RowIndex
 from rill.data.rows import RowConfig, RowDataset
 from rill.errors import DataError, MissingExtraError
+
+BATCH_ROWS = 1_024
+"""Unpacked at a time: what memory has to hold."""
+OPEN_FILES = 256
+"""Mapped at the same time; others are opened again when they are needed."""
 
 
 class ParquetDataset(RowDataset):
@@ -23,11 +37,11 @@ class ParquetDataset(RowDataset):
         self._files = sorted(self._root.rglob("*.parquet")) if self._root.is_dir() else [self._root]
         if not self._files or not self._files[0].is_file():
             raise DataError(f"there is no parquet file at {config.path!r}")
-        self._tables = [_read(file) for file in self._files]
-        self._starts = [0]
-        for table in self._tables:
-            self._starts.append(self._starts[-1] + table.num_rows)
-        self.index_rows()
+        self._index = RowIndex(self._root, self._files)
+        sizes = self._index.array_once("sizes", self._count_rows)
+        self._starts: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._open_readers()
+        self.index_rows(self._index)
 
     @property
     def title(self) -> str:
@@ -42,19 +56,63 @@ class ParquetDataset(RowDataset):
 
     def row(self, number: int) -> Any:
         file = self._file_of(number)
-        return self._tables[file].slice(number - self._starts[file], 1).to_pylist()[0]
+        return self._readers(file).row(number - self._starts[file])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_readers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_readers()
 
     def _file_of(self, number: int) -> int:
         return bisect_right(self._starts, number) - 1
 
+    def _open_readers(self) -> None:
+        self._readers = functools.lru_cache(OPEN_FILES)(self._reader)
 
-def _read(path: Path) -> Any:
+    def _reader(self, file: int) -> _Unpacked:
+        source = self._files[file]
+        return _Unpacked(self._index.once(f"{file}.arrow", lambda draft: _unpack(source, draft)))
+
+    def _count_rows(self) -> npt.NDArray[np.int64]:
+        return np.array([_open(file).metadata.num_rows for file in self._files], dtype=np.int64)
+
+
+class _Unpacked:
+    """Rows by number, out of mapped record batches."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+
+        reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+        self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+        self._starts = [0, *np.cumsum([batch.num_rows for batch in self._batches]).tolist()]
+
+    def row(self, number: int) -> Any:
+        batch = bisect_right(self._starts, number) - 1
+        return self._batches[batch].slice(number - self._starts[batch], 1).to_pylist()[0]
+
+
+def _open(path: Path) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("parquet files need: pip install pyarrow") from error
     try:
-        return pyarrow.parquet.read_table(path, memory_map=True)
+        return pyarrow.parquet.ParquetFile(path, memory_map=True)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def _unpack(source: Path, target: Path) -> None:
+    import pyarrow
+
+    file = _open(source)
+    try:
+        with pyarrow.ipc.new_file(str(target), file.schema_arrow) as writer:
+            for batch in file.iter_batches(BATCH_ROWS):
+                writer.write_batch(batch)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{source} is not a parquet file that can be read: {error}") from error

@@ -9,15 +9,21 @@ preference          prompt, chosen, rejected, margin?          or two conversati
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, on_side
+from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
+from rill.data.index import RowIndex
 from rill.errors import DataError
 from rill.types import Message, Prompt
 
@@ -56,12 +62,13 @@ class RowConfig(DatasetConfig):
 
 
 class RowDataset(ABC):
-    """Rows that can be read by number. All are validated when the dataset is opened; none is kept in memory."""
+    """Rows that can be read by number. All are validated when the dataset is opened, each by one of the processes that
+    open it (rill.data.index); none is kept in memory."""
 
     def __init__(self, config: RowConfig, split: Split) -> None:
         self.rows = config
         self.split = split
-        self._numbers: list[int] = []
+        self._numbers: Sequence[int] | npt.NDArray[np.int64] = ()
 
     @abstractmethod
     def num_rows(self) -> int: ...
@@ -79,23 +86,34 @@ class RowDataset(ABC):
     def title(self) -> str:
         """A short name for ids, the same on every machine."""
 
-    def index_rows(self) -> None:
-        """Validate every row and keep the numbers of those on this side. Called at the end of __init__."""
+    def index_rows(self, index: RowIndex) -> None:
+        """See to it that every row is validated, and find those on this side. Called at the end of __init__."""
         count = self.num_rows() if not self.rows.limit else min(self.rows.limit, self.num_rows())
-        for number in range(count):
-            prompt = self._prompt(number)
-            if on_side(content_key(prompt), self.rows.held_out, self.split):
-                self._numbers.append(number)
+        places = index.of_every_row(_parsing_of(self.rows), count, self._place)
+        if self.split is Split.ALL or (self.split is Split.TRAIN and self.rows.held_out == 0.0):
+            self._numbers = range(count)
+        else:
+            is_held_out = places < np.uint64(math.ceil(self.rows.held_out * 2.0**64))
+            self._numbers = np.flatnonzero(is_held_out == (self.split is Split.HELD_OUT))
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompt(self._numbers[index])
+        return self._prompt(int(self._numbers[index]))
+
+    def _place(self, number: int) -> int:
+        return place_of(content_key(self._prompt(number)))
 
     def _prompt(self, number: int) -> Prompt:
         where = self.where(number)
         return prompt_from_row(self.row(number), self.rows, where=where, row_id=f"{self.title}/{number}")
+
+
+def _parsing_of(config: RowConfig) -> str:
+    """A name for how rows are read: what was found out by other settings, or by other code, does not count."""
+    settings = config.model_dump_json(exclude={"held_out", "task", "path"})
+    return hashlib.blake2b(settings.encode() + Path(__file__).read_bytes(), digest_size=8).hexdigest()
 
 
 def prompt_from_row(row: Any, config: RowConfig, *, where: str, row_id: str) -> Prompt:

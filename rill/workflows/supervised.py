@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from rill.config import Config, OneOf, PartConfig
-from rill.data.base import DATASETS, Split, open_dataset, open_indexed, prompts_of
+from rill.data.base import DATASETS, Split, open_dataset, open_indexed
 from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
@@ -150,15 +150,15 @@ class SupervisedWorker(Worker):
     def _held_out(self, data: PartConfig, loop: SupervisedLoopConfig) -> list[Prompt]:
         """This rank's part. Now and not at the first evaluation: hours of training may lie before that."""
         try:
-            rows = list(prompts_of(open_indexed(data, Split.HELD_OUT), loop.eval_examples))
+            rows = open_indexed(data, Split.HELD_OUT)
         except DataError as error:
             log.warning("no evaluations: %s", error)
             return []
-        world = self.trainer.world
-        if len(rows) < world.data_size:
-            log.warning("no evaluations: %d held-out rows for %d ranks", len(rows), world.data_size)
+        world, count = self.trainer.world, min(loop.eval_examples, len(rows))
+        if count < world.data_size:
+            log.warning("no evaluations: %d held-out rows for %d ranks", count, world.data_size)
             return []
-        return rows[world.data_rank :: world.data_size]
+        return [rows[number] for number in range(world.data_rank, count, world.data_size)]
 
 
 class SupervisedWorkflow:
