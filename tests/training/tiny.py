@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,52 +75,88 @@ def trainer(rendezvous: Rendezvous | None = None, **values: Any) -> PolicyTraine
     return PolicyTrainer(config(**values), algorithm(), rendezvous=rendezvous)
 
 
+class _Ranks:
+    """Processes that wait for calls: starting one costs more than most calls do."""
+
+    def __init__(self, world_size: int) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the processes
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.training.tiny", str(rank), str(world_size)],
+                stdin=subprocess.PIPE,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parents[2],
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+
+    def call(self, folder: Path, function: str, timeout_s: float) -> list[Any]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{folder}\t{function}\n")
+            process.stdin.flush()
+        results = [folder / f"result-{rank}.pkl" for rank in range(len(self.processes))]
+        deadline = time.monotonic() + timeout_s
+        while not all(result.exists() for result in results):
+            codes = [process.poll() for process in self.processes]
+            if time.monotonic() > deadline or any(code is not None for code in codes):
+                self.stop()
+                self.log.seek(0)
+                raise AssertionError(f"{function}: exit codes {codes}:\n{self.log.read().decode()[-3000:]}")
+            time.sleep(0.005)
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+    def stop(self) -> None:
+        _RUNNING.clear()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+_RUNNING: dict[int, _Ranks] = {}
+"""At most one world."""
+
+
 def run_ranks(
     folder: Path, world_size: int, function: str, arguments: Any, timeout_s: float = 120
 ) -> list[Any]:
     """Call `module:function(rendezvous, arguments)` in `world_size` processes; the results by rank."""
+    if world_size not in _RUNNING:
+        stop_ranks()
+        _RUNNING[world_size] = _Ranks(world_size)
     (folder / "arguments.pkl").write_bytes(pickle.dumps(arguments))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.tiny", str(folder), str(rank), str(world_size), function],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(world_size)
-    ]
-    failures: list[str] = []
-    for rank, process in enumerate(processes):
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        if process.returncode != 0:
-            failures.append(f"rank {rank} ended with {process.returncode}:\n{output.decode()[-3000:]}")
-    assert not failures, "\n".join(failures)
-    return [pickle.loads((folder / f"result-{rank}.pkl").read_bytes()) for rank in range(world_size)]
+    return _RUNNING[world_size].call(folder, function, timeout_s)
 
 
-def _main(argv: Sequence[str]) -> None:
+@atexit.register
+def stop_ranks() -> None:
+    for ranks in list(_RUNNING.values()):
+        ranks.stop()
+
+
+def _serve(rank: int, world_size: int) -> None:
     import importlib
 
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    folder, rank, world_size, target = Path(argv[0]), int(argv[1]), int(argv[2]), argv[3]
-    module, _, name = target.partition(":")
-    rendezvous = Rendezvous(
-        init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout_s=60
-    )
-    result = getattr(importlib.import_module(module), name)(
-        rendezvous, pickle.loads((folder / "arguments.pkl").read_bytes())
-    )
-    (folder / f"result-{rank}.pkl").write_bytes(pickle.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()  # gloo's threads, alive at the interpreter's end, abort the process now and then
+    for line in sys.stdin:
+        place, _, target = line.strip().partition("\t")
+        folder, (module, _, name) = Path(place), target.partition(":")
+        rendezvous = Rendezvous(
+            init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout_s=60
+        )
+        arguments = pickle.loads((folder / "arguments.pkl").read_bytes())
+        result = getattr(importlib.import_module(module), name)(rendezvous, arguments)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        draft = folder / f"draft-{rank}.pkl"
+        draft.write_bytes(pickle.dumps(result))
+        draft.rename(folder / f"result-{rank}.pkl")
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _serve(int(sys.argv[1]), int(sys.argv[2]))
