@@ -28,13 +28,15 @@ class RewardModelConfig(RewardModel.Config):
 
     weight: float = 1.0
     """What its score is multiplied with before it is added to the reward."""
+    is_alone: bool = False
+    """Train on its score alone. What the environment scored is still reported and still decides evaluations."""
 
 
 class RewardModelWorker(Worker):
     """Each rank holds the whole model and scores its share of the groups."""
 
     def __init__(self, *, config: RewardModelConfig, algorithm: AlgorithmConfig) -> None:
-        self.weight = config.weight
+        self.config = config
         self.algorithm = Algorithm(algorithm)
         self.model = RewardModel(config, device=self.device)
 
@@ -50,7 +52,7 @@ class RewardModelWorker(Worker):
             keys = plan.share(self.rank, self.world_size, whole_groups=True)
             samples: list[Sample] = source.take(keys=keys)
             scores = self.model.scores([sample.trajectory.token_ids for sample in samples])
-            rewarded = with_scores(samples, scores, self.weight, self.algorithm)
+            rewarded = with_scores(samples, scores, self.config, self.algorithm)
             put_all(target, keys, rewarded)
         if not rewarded:
             return {}
@@ -59,15 +61,15 @@ class RewardModelWorker(Worker):
 
 
 def with_scores(
-    samples: Sequence[Sample], scores: Sequence[float], weight: float, algorithm: Algorithm
+    samples: Sequence[Sample], scores: Sequence[float], config: RewardModelConfig, algorithm: Algorithm
 ) -> list[Sample]:
-    """The samples with `weight` · score in their reward, and with the advantages that follow within each group."""
+    """The samples with weight · score in their reward, and with the advantages that follow within each group."""
     rewarded = [
         replace(
             sample,
             trajectory=replace(
                 sample.trajectory,
-                reward=sample.trajectory.reward + weight * score,
+                reward=(0.0 if config.is_alone else sample.trajectory.reward) + config.weight * score,
                 reward_parts={**sample.trajectory.reward_parts, PART: score},
             ),
         )

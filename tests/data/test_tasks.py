@@ -150,3 +150,18 @@ def test_string_transforms_do_what_they_say() -> None:
             back = "".join(chr((ord(c) - 97 - shift) % 26 + 97) for c in prompt.answer)
             assert back == word
     assert {"reverse", "upper", "caesar"} <= seen
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_pairs_prefer_the_worked_solution_to_a_mistake(name: str) -> None:
+    dataset = opened(name, pairs=True, seed=1)
+    prompts = list(prompts_of(dataset, 200))
+    assert prompts == list(prompts_of(opened(name, pairs=True, seed=1), 200))
+    for prompt in prompts:
+        chosen, rejected = prompt.metadata["chosen"], prompt.metadata["rejected"]
+        assert chosen.endswith(prompt.answer) and not rejected.endswith(prompt.answer)
+    bare = sum(len(p.metadata["rejected"]) == len(p.answer) for p in prompts)
+    if name == "arithmetic":
+        assert 60 < bare < 140  # the others show the steps
+        assert all(p.metadata["chosen"].startswith("(") for p in prompts)
+    assert "chosen" not in opened(name)[0].metadata

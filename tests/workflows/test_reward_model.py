@@ -15,7 +15,7 @@ from rill.models.loading import ModelConfig
 from rill.training.preference import RewardTrainer
 from rill.training.reward import CLASSIFIER_HEAD, RewardModel
 from rill.types import NOT_SAMPLED, Sample, Trajectory
-from rill.workflows.reward_model import PART, with_scores
+from rill.workflows.reward_model import PART, RewardModelConfig, with_scores
 from tests.e2e.tiny import RECIPE, resolved
 from tests.workflows.scene import MODEL
 
@@ -92,7 +92,8 @@ def sample(group: str, number: int, reward: float) -> Sample:
 def test_scores_are_added_and_advantages_follow_within_each_group() -> None:
     algorithm = Algorithm(AlgorithmConfig(type="grpo"))
     samples = [sample("a", 0, 1.0), sample("b", 0, 0.0), sample("a", 1, 0.0), sample("b", 1, 0.0)]
-    rewarded = with_scores(samples, [1.0, 2.0, 3.0, 4.0], 0.5, algorithm)
+    config = RewardModelConfig(model=MODEL, weight=0.5)
+    rewarded = with_scores(samples, [1.0, 2.0, 3.0, 4.0], config, algorithm)
     assert [s.trajectory.reward for s in rewarded] == [1.5, 1.0, 1.5, 2.0]
     assert [s.trajectory.reward_parts[PART] for s in rewarded] == [1.0, 2.0, 3.0, 4.0]
     assert np.all(rewarded[0].advantages == 0) and np.all(rewarded[2].advantages == 0), (
@@ -101,6 +102,18 @@ def test_scores_are_added_and_advantages_follow_within_each_group() -> None:
     expected = algorithm.group_advantages([1.0, 2.0], [3, 3])
     for member, advantage in zip((rewarded[1], rewarded[3]), expected, strict=True):
         np.testing.assert_array_equal(member.advantages, np.array([0, 1, 1, 1], np.float32) * advantage)
+
+
+def test_a_model_that_is_alone_leaves_the_environments_reward_to_reports() -> None:
+    algorithm = Algorithm(AlgorithmConfig(type="grpo"))
+    config = RewardModelConfig(model=MODEL, weight=2.0, is_alone=True)
+    rewarded = with_scores([sample("a", 0, 1.0), sample("a", 1, 0.0)], [0.5, 1.5], config, algorithm)
+    assert [s.trajectory.reward for s in rewarded] == [1.0, 3.0]
+    assert [s.trajectory.reward_parts for s in rewarded] == [
+        {"exact": 1.0, PART: 0.5},
+        {"exact": 0.0, PART: 1.5},
+    ]
+    assert rewarded[0].advantages[1] < 0 < rewarded[1].advantages[1]
 
 
 def test_rules_that_decide_before_the_model_scores_are_refused() -> None:

@@ -7,6 +7,7 @@ problem (template, chat form, worked solution, difficulty) is done here.
 from __future__ import annotations
 
 import random
+import string
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rill.data.base import DatasetConfig, Share, Split, check_template, on_side
+from rill.data.rows import CHOSEN, MARGIN, REJECTED
 from rill.errors import DataError
 from rill.types import Message, Prompt
 
@@ -60,6 +62,9 @@ class TaskConfig(DatasetConfig):
     worked_template: str = "({steps}){answer}"
     """How a worked solution is written; steps are joined by `step_separator`."""
     step_separator: str = ","
+    pairs: bool = False
+    """Give every problem a `chosen` answer, the worked solution, and a `rejected` one with a mistake, half of them
+    without the steps: what reward models and DPO learn from."""
 
     @model_validator(mode="after")
     def _templates_have_their_fields(self) -> TaskConfig:
@@ -124,14 +129,39 @@ class TaskDataset(ABC):
             answer=problem.answer,
             task=self.name,
             difficulty=problem.difficulty,
-            metadata={"level": level, "solution": self.solution(problem, index)},
+            metadata={
+                "level": level,
+                "solution": self.solution(problem, index),
+                **(self.pair(problem, index) if settings.pairs else {}),
+            },
         )
 
     def solution(self, problem: Problem, index: int) -> str:
         """What an expert would write after the prompt."""
         settings = self.settings
         is_worked = random.Random(f"worked/{settings.seed}/{index}").random() < settings.worked
-        if not is_worked or not problem.steps:
-            return problem.answer
-        steps = settings.step_separator.join(problem.steps)
-        return settings.worked_template.format(steps=steps, answer=problem.answer)
+        return self._worked(problem, problem.answer) if is_worked else problem.answer
+
+    def pair(self, problem: Problem, index: int) -> dict[str, Any]:
+        """A preference, as rows of files have it."""
+        rng = random.Random(f"pair/{self.settings.seed}/{self.split}/{index}")
+        wrong = with_mistake(problem.answer, rng)
+        rejected = self._worked(problem, wrong) if rng.random() < 0.5 else wrong
+        return {CHOSEN: self._worked(problem, problem.answer), REJECTED: rejected, MARGIN: 0.0}
+
+    def _worked(self, problem: Problem, answer: str) -> str:
+        if not problem.steps:
+            return answer
+        steps = self.settings.step_separator.join(problem.steps)
+        return self.settings.worked_template.format(steps=steps, answer=answer)
+
+
+def with_mistake(answer: str, rng: random.Random) -> str:
+    """The answer with one digit or letter, where it has one, changed into another of its kind."""
+    places = [i for i, character in enumerate(answer) if character.isalnum()]
+    if not places:
+        return answer + "0"
+    at = rng.choice(places)
+    kind = string.digits if answer[at].isdigit() else string.ascii_lowercase
+    other = rng.choice([character for character in kind if character != answer[at].lower()])
+    return answer[:at] + other + answer[at + 1 :]
