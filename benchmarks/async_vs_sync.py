@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on split devices with a long-tailed task: throughput, busy share, score.
 
-    python benchmarks/async_vs_sync.py [--steps 60] [--lags 0,1] [--seeds 1] [--eval-every 0] [--small]
+    python benchmarks/async_vs_sync.py [--steps 30] [--lags 0,1] [--seeds 2] [--eval-every 0] [--small]
 
 Two device slots of one thread each: the engine on one, the trainer on the other. The task is two-digit addition after a
 supervised warm-up; behind every answer follows a tail of tokens of log-normal length (benchmarks/longtail.py), which is
@@ -113,19 +113,19 @@ def busy(spans: list[Any], name: str, start: int, end: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--skip", type=int, default=5, help="steps that do not count")
     parser.add_argument("--lags", default="0,1")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--median", type=int, default=48, help="tokens of the median tail")
     parser.add_argument("--warmup", type=int, default=400)
     parser.add_argument(
-        "--sigma", type=float, default=1.0, help="spread of the logarithm of the tail's length"
+        "--sigma", type=float, default=1.3, help="spread of the logarithm of the tail's length"
     )
-    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest tail")
+    parser.add_argument("--longest", type=int, default=384, help="tokens of the longest tail")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--correction", default="tis", help="for tokens of older policies: none, tis, mis")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=0)
     parser.add_argument("--small", action="store_true")

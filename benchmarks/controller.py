@@ -23,7 +23,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
-from rill.workflows.jobs import Outcome, StepPlan, sample_key
+from rill.workflows.jobs import Outcome, StepPlan, TrainedStep, sample_key
 from rill.workflows.loop import Loop, Parts, StepReport
 from rill.workflows.sections import LoopConfig, SyncConfig
 
@@ -92,11 +92,12 @@ class NullActor(Worker):
     def __init__(self, *, work_s: float) -> None:
         self.work_s = work_s
 
-    def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
+    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
         keys = plan.share(self.rank, self.world_size, whole_groups=False)
         if self.work_s:
             time.sleep(self.work_s)
-        return {"samples": float(len(rollouts.take(keys=keys) if keys else ()))}
+        figures = {"samples": float(len(rollouts.take(keys=keys) if keys else ()))}
+        return TrainedStep(figures, self.publish(PolicyVersion(plan.version + 1)), 0.0)
 
     def publish(self, version: PolicyVersion) -> SealedManifest | None:
         if self.rank > 0:

@@ -184,7 +184,8 @@ def breakdown(run_dir: Path, number: int) -> None:
             totals[f"{event.process}: {event.name}"] += overlap / 1e9
     report(part="phases", step=number, step_s=step_s, **{k: round(v, 3) for k, v in sorted(totals.items())})
     memory_s = sum(seconds for key, seconds in totals.items() if key.split()[0] in SWITCHES)
-    sync_s = totals.get("loop: sync", 0.0)
+    published_s = sum(seconds for key, seconds in totals.items() if key.endswith(": actor.publish"))
+    sync_s = totals.get("loop: sync", 0.0) + published_s
     # The switches that publishing causes lie inside the sync span; counted once.
     inside = overlapping(events, "sync", SWITCHES, start, end)
     switching_s = memory_s + sync_s - inside

@@ -22,6 +22,8 @@ from rill.types import PolicyVersion
 from rill.weights.disk import DiskPublisher, DiskReceiver, FileConfig
 
 FILE = re.compile(r"v\d{10}/(manifest\.json|bucket-\d{5}\.(safetensors|delta))")
+CLOSES_WITHIN_S = 0.05
+"""How often the server looks whether it is to end."""
 
 
 class HttpTransport:
@@ -56,6 +58,9 @@ class HttpPublisher(DiskPublisher):
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = (
+                True  # head and body are two writes: the second must not wait 40 ms for an answer
+            )
 
             def do_GET(self) -> None:
                 _, _, rest = self.path.partition("/")
@@ -77,12 +82,19 @@ class HttpPublisher(DiskPublisher):
             def log_message(self, *arguments: object) -> None:
                 """Quiet: the receiver reports what fails."""
 
-        self._server = ThreadingHTTPServer((config.host, config.port), Handler)
+        try:
+            self._server = ThreadingHTTPServer((config.host, config.port), Handler)
+        except OSError as error:
+            super().close()
+            raise WeightSyncError(
+                f"weights cannot be served on {config.host}:{config.port} ({error}): set sync.transport.port to a free "
+                "one, or to 0 for any"
+            ) from error
         self._server.daemon_threads = True
         host = config.advertised or config.host
         self._address = f"http://{host}:{self._server.server_address[1]}/{secret}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, daemon=True, name="rill-weights-http"
+            target=self._server.serve_forever, args=(CLOSES_WITHIN_S,), daemon=True, name="rill-weights-http"
         )
         self._thread.start()
 

@@ -168,14 +168,17 @@ class WeightSync:
         started = time.perf_counter()
         names = self._idle_engines(manifest)
         pulls = self._targets.pull(names, manifest)
-        self._serve(manifest)
+        if manifest.is_collective:
+            self._serve(manifest)
         ended = pulls.ended(max(0.0, self.config.timeout_s - (time.perf_counter() - started)))
         reports = self._settle(names, pulls, ended, manifest)
-        self._require_engines(manifest.version)
+        states = self.states()
+        failed = {name: state.failure for name, state in states.items() if not state.in_service}
+        self._require_engines(manifest.version, failed)
         return SyncReport(
             version=manifest.version,
-            in_service=tuple(self.in_service()),
-            failed={name: state.failure for name, state in self.states().items() if not state.in_service},
+            in_service=tuple(name for name in states if name not in failed),
+            failed=failed,
             num_bytes=manifest.num_bytes,
             publish_s=publish_s,
             pull_s=time.perf_counter() - started,
@@ -210,6 +213,8 @@ class WeightSync:
 
     def _idle_engines(self, manifest: SealedManifest) -> list[str]:
         """One pull at a time: an engine that still hangs in the last one cannot take part in this."""
+        if not self._late:
+            return list(self._targets.names)
         idle = []
         for name in self._targets.names:
             late = self._late.get(name)
@@ -223,8 +228,6 @@ class WeightSync:
     def _serve(self, manifest: SealedManifest) -> None:
         """Where the trainer moves together with its engines and one of them breaks off, it fails too: they are named
         one by one when their pulls are looked at."""
-        if not manifest.is_collective:
-            return
         try:
             self.publisher.serve(manifest.open(), self.config.timeout_s)
         except RillError as error:
@@ -271,12 +274,13 @@ class WeightSync:
                 version=state.version, in_service=False, failure=reason, num_failures=state.num_failures + 1
             )
 
-    def _require_engines(self, version: PolicyVersion) -> None:
-        if len(self.in_service()) >= self.config.min_in_service:
+    def _require_engines(self, version: PolicyVersion, failed: Mapping[str, str]) -> None:
+        num_in_service = len(self._states) - len(failed)
+        if num_in_service >= self.config.min_in_service:
             return
-        reasons = "; ".join(f"{name}: {s.failure}" for name, s in self.states().items() if not s.in_service)
+        reasons = "; ".join(f"{name}: {failure}" for name, failure in failed.items())
         raise WeightSyncError(
-            f"version {version} reached {len(self.in_service())} of {len(self._states)} engines, "
+            f"version {version} reached {num_in_service} of {len(self._states)} engines, "
             f"{self.config.min_in_service} are needed: {reasons}"
         )
 

@@ -1,13 +1,14 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
-The loop calls `warm_up` until it is over, then `train` and `publish` once a step and `save` now and then. All ranks
-take part in every call, because parameters are sharded over them.
+The loop calls `warm_up` until it is over, `publish` before the first step, then `train` once a step, which publishes
+what it made, and `save` now and then. All ranks take part in every call, because parameters are sharded over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +36,7 @@ from rill.weights import (
     take_part,
 )
 from rill.workflows.batch_advantages import with_batch_advantages
-from rill.workflows.jobs import StepPlan
+from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm, take_share
 from rill.workflows.teachers import TeacherConfig, open_teachers
@@ -89,8 +90,8 @@ class ActorWorker(Worker):
             self._warmup.trainer.finish()
             self._warmup = None
 
-    def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
-        """One training step on this rank's share of the plan."""
+    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
+        """One training step on this rank's share of the plan, and the next version published."""
         is_local = self.algorithm.is_group_scoped
         with self.device_lock(rollouts):
             with self.timer("take samples"):
@@ -103,7 +104,10 @@ class ActorWorker(Worker):
             with self.timer("update"):
                 figures |= self.trainer.update(samples, plan.version)
             self.algorithm.observe(figures, plan.num_samples)
-            return figures
+            trained_s = time.perf_counter()
+            with self.timer("publish"):
+                manifest = self._publish(PolicyVersion(plan.version + 1))
+            return TrainedStep(figures, manifest, time.perf_counter() - trained_s)
 
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
         """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
@@ -121,13 +125,7 @@ class ActorWorker(Worker):
         """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know, with what
         they must answer to a canary."""
         with self.device_lock():
-            if self.publisher is None:
-                take_part(self.trainer.named_weights())
-                if self.sync.canary:
-                    self._canary_scores()
-                return None
-            manifest = self.publisher.publish(self.trainer.named_weights(), version)
-            return manifest.seal(self._proof(manifest) if self.sync.canary else None)
+            return self._publish(version)
 
     def for_one(self, manifest: SealedManifest) -> SealedManifest | None:
         """The same version, as one engine can pull it alone."""
@@ -155,6 +153,15 @@ class ActorWorker(Worker):
     def export(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.export(folder)
+
+    def _publish(self, version: PolicyVersion) -> SealedManifest | None:
+        if self.publisher is None:
+            take_part(self.trainer.named_weights())
+            if self.sync.canary:
+                self._canary_scores()
+            return None
+        manifest = self.publisher.publish(self.trainer.named_weights(), version)
+        return manifest.seal(self._proof(manifest) if self.sync.canary else None)
 
     def _proof(self, manifest: WeightManifest) -> CanaryProof:
         given = self.sync.canary_tolerance

@@ -36,6 +36,7 @@ from rill.workflows.checkpoints import RunCheckpoints, whole_checkpoints
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
+from rill.workflows.jobs import TrainedStep
 from rill.workflows.loop import Loop, Observer, Parts, TrainStep
 from rill.workflows.reward_model import RewardModelConfig, RewardModelWorker
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
@@ -167,6 +168,13 @@ def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
 
 
+def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of figures by name, over the ranks of a group."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    return {name: fmean(row[name] for row in rows) for name in (rows[0] if rows else ())}
+
+
 def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
     return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
@@ -295,9 +303,14 @@ class RLSetup:
         """The figures of all calls together, each the mean of what the group's ranks return."""
         figures: dict[str, float] = {}
         for call in calls:
-            rows = [row for row in call.wait(timeout_s=self.config.loop.step_timeout_s) if row]
-            figures |= {name: fmean(row[name] for row in rows) for name in (rows[0] if rows else ())}
+            figures |= mean_of([row for row in call.wait(timeout_s=self.config.loop.step_timeout_s) if row])
         return figures
+
+    def step(self, train: Handle, *others: Handle) -> TrainedStep:
+        """A training step: what the actor's `train` gives, with the figures of the calls beside it."""
+        figures = self.wait(*others)
+        ranks: list[TrainedStep] = train.wait(timeout_s=self.config.loop.step_timeout_s)
+        return ranks[0]._replace(figures={**figures, **mean_of([rank.figures for rank in ranks])})
 
     def run_loop(self, train_step: TrainStep, trained: Mapping[str, WorkerGroup[Any]]) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder."""

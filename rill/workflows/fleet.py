@@ -156,9 +156,14 @@ class Fleet:
     # --- weights and evaluation ---------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
-        """Bring every engine to the actor's weights. One that does not come there is named and started again."""
-        self._manifest = self._actor.publish_sealed(version)
-        report = self._sync.distribute(self._manifest)
+        """Bring every engine to the actor's weights as they are."""
+        return self.distribute(self._actor.publish_sealed(version))
+
+    def distribute(self, manifest: SealedManifest | None) -> dict[str, float]:
+        """Bring every engine to published weights. One that does not come there is named and started again."""
+        assert manifest is not None, "the trainer's first rank publishes"
+        self._manifest = manifest
+        report = self._sync.distribute(manifest)
         for name, reason in report.failed.items():
             self._bring_back(self._engines.names.index(name), reason)
         figures = {

@@ -21,6 +21,7 @@ import numpy as np
 from rill.inference.base import Completion
 from rill.training.balance import CostModel, partition
 from rill.types import Ints, PolicyVersion, Prompt
+from rill.weights import SealedManifest
 
 BY_TOKENS = CostModel()
 Answers = Mapping[str, Completion]
@@ -120,6 +121,15 @@ class StepPlan(NamedTuple):
         """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
         with _dividing:  # ranks that share a process ask at the same time, and divide once
             return _shares(self.content, num_ranks, whole_groups, cost)[rank]
+
+
+class TrainedStep(NamedTuple):
+    """What a training step gives back: its figures, and where the new weights are. One call and one answer."""
+
+    figures: Mapping[str, float]
+    manifest: SealedManifest | None
+    """None from trainer ranks other than the first."""
+    publish_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The one loop: synchronous, one-step-off and fully asynchronous training differ in `max_lag` alone.
 
                         ┌────────────────── once a step ──────────────────┐
-    feeder ── StepPlan ─▶ train ──▶ publish ──▶ engines update ──▶ trained ─▶ feeder: more capacity
+    feeder ── StepPlan ─▶ train and publish ──▶ engines update ──▶ trained ─▶ feeder: more capacity
       │ ▲                   ▲
     jobs outcomes           │ samples, by key
       ▼ │                   │                                  all the time, without the driver
@@ -34,14 +34,14 @@ from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Collected, Feeder
 from rill.workflows.fleet import Fleet, Flow
-from rill.workflows.jobs import StepPlan
+from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.sections import LoopConfig
 
 TEND_S = 1.0
 """How often the engines are looked after while a batch comes together."""
 
-TrainStep = Callable[[StepPlan], Mapping[str, float]]
-"""Runs one training step to its end and returns its figures."""
+TrainStep = Callable[[StepPlan], TrainedStep]
+"""Runs one training step to its end, the next version published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +113,10 @@ class Loop:
             plan = collected.plan
             trained_at = time.monotonic()
             with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
-                figures = self.parts.train_step(plan)
-            synced_at = time.monotonic()
+                trained = self.parts.train_step(plan)
+            synced_at = time.monotonic() - trained.publish_s
             with trace.span("sync", lane="loop"):
-                figures = {**figures, **self.parts.fleet.publish(PolicyVersion(plan.version + 1))}
+                synced = self.parts.fleet.distribute(trained.manifest)
             self.step += 1
             ended = time.monotonic()
         if self.config.max_lag > 0:
@@ -130,7 +130,7 @@ class Loop:
             "throughput/samples_per_s": plan.num_samples / (ended - began),
         }
         try:
-            self._report({**collected.figures, **figures, **times}, evaluate=False)
+            self._report({**collected.figures, **trained.figures, **synced, **times}, evaluate=False)
         except KeyboardInterrupt:  # an observer's wish to stop here: the step is whole, and is kept
             self._save()
             raise

@@ -6,7 +6,7 @@ at once, and each stage waits only for the samples it is about to take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,7 +17,7 @@ from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
 from rill.training.value import ValueTrainer
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
-from rill.workflows.jobs import StepPlan
+from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.loop import Observer
 from rill.workflows.sections import Seats, as_table
 from rill.workflows.stage_chain import Stage
@@ -82,13 +82,10 @@ class PPOWorkflow:
             chain = setup.chain(stages)
             judged, for_critic = (Channel.create(cluster, name) for name in ("judged", "for_critic"))
 
-            def train_step(plan: StepPlan) -> Mapping[str, float]:
+            def train_step(plan: StepPlan) -> TrainedStep:
                 samples, calls = chain.begin(plan)
-                return setup.wait(
-                    *calls,
-                    critic.judge(samples, judged, for_critic, plan),
-                    setup.actor.train(judged, plan),
-                    critic.train(for_critic, plan),
-                )
+                judge = critic.judge(samples, judged, for_critic, plan)
+                train = setup.actor.train(judged, plan)
+                return setup.step(train, *calls, judge, critic.train(for_critic, plan))
 
             setup.run_loop(train_step, {"actor": setup.actor, "critic": critic})

@@ -6,7 +6,7 @@ The file is the algorithm. Where the groups run, whether they share devices, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import model_validator
@@ -15,7 +15,7 @@ from rill.algorithms import Algorithm, Need
 from rill.config import Config
 from rill.telemetry.run import Run
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
-from rill.workflows.jobs import StepPlan
+from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.loop import Observer
 from rill.workflows.sections import Seats
 from rill.workflows.stage_chain import Stage
@@ -75,8 +75,8 @@ class ReasoningWorkflow:
                 stages["taught"] = setup.launch_teacher(seats.teacher)
             chain = setup.chain(stages)
 
-            def train_step(plan: StepPlan) -> Mapping[str, float]:
+            def train_step(plan: StepPlan) -> TrainedStep:
                 samples, calls = chain.begin(plan)
-                return setup.wait(*calls, setup.actor.train(samples, plan))
+                return setup.step(setup.actor.train(samples, plan), *calls)
 
             setup.run_loop(train_step, {"actor": setup.actor})

@@ -22,6 +22,7 @@ def test_two_engines_beside_the_trainer_give_the_same_weights_as_one_shared_devi
     assert fingerprint(split) == fingerprint(whole)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_after_a_checkpoint_and_resumed_gives_the_same_weights(
     whole: Run, tmp_path: Path
 ) -> None:

@@ -12,26 +12,26 @@ from rill.telemetry.run import RunStatus
 from tests.e2e.tiny import as_command
 
 
-def test_a_constant_reward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reward = "rollout.env.reward.function=tests.e2e.rewards:constant"
-    run = as_command(tmp_path, "constant", reward, "loop.checkpoint_every=0")
+def test_a_constant_reward_and_logprobs_that_are_not_the_engines_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = as_command(
+        tmp_path,
+        "wrong",
+        "rollout.env.type=tests.e2e.faults:WrongLogprobs",
+        "rollout.env.reward.type=function",
+        "rollout.env.reward.function=tests.e2e.rewards:constant",
+        "loop.checkpoint_every=0",
+    )
     findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
+    assert findings["mismatch"]["step"] == 2
+    assert "disagree about the same tokens" in findings["mismatch"]["meaning"]
     assert findings["no signal"]["step"] == 3, "it speaks after three steps in a row"
-    assert "mismatch" not in findings
     printed = capfd.readouterr().out
     assert printed.count("guard: step 3: no signal: reward/std is 0") == 1
     assert "guard          step 3: no signal" in printed, "and again in the summary"
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "the reward does not see the answer" in page
-
-
-def test_logprobs_that_are_not_the_engines_are_named(tmp_path: Path) -> None:
-    run = as_command(
-        tmp_path, "wrong", "rollout.env.type=tests.e2e.faults:WrongLogprobs", "loop.checkpoint_every=0"
-    )
-    findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
-    assert findings["mismatch"]["step"] == 2
-    assert "disagree about the same tokens" in findings["mismatch"]["meaning"]
 
 
 @pytest.mark.slow

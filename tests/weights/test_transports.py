@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import Receiver
+from rill.weights.base import Receiver, open_publisher
 from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.resharding import ShardSpec
-from tests.weights.scene import ends, publish, pulled, same, weights
+from tests.weights.scene import ends, publish, pulled, same, transport, weights
 
 LOCAL = ["inproc", "shm", "disk", "http"]
 
@@ -85,6 +86,13 @@ def test_a_flipped_bit_is_caught(name: str) -> None:
             with faulty(receiver, flip), pytest.raises(WeightSyncError, match=f"bucket {target} of"):
                 pulled(receiver, manifest)
             assert receiver.version is None
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(WeightSyncError, match=f"on 127.0.0.1:{port} .*sync.transport.port"):
+            open_publisher(transport("http", port=port))
 
 
 @pytest.mark.parametrize("name", LOCAL)

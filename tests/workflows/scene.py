@@ -30,7 +30,7 @@ from rill.weights import Canary, CanaryProof, SealedManifest, WeightManifest, op
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
-from rill.workflows.jobs import StepPlan
+from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.loop import Loop, Parts, StepReport
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import LoopConfig, SyncConfig
@@ -70,12 +70,13 @@ class RecordingActor(Worker):
     def close(self) -> None:
         self.publisher.close()
 
-    def train(self, rollouts: Channel, plan: StepPlan) -> Mapping[str, float]:
+    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
         samples: list[Sample] = rollouts.take(keys=plan.share(0, 1, whole_groups=True))
         path = self.folder / f"step-{plan.step:04d}.pickle"
         assert not path.exists(), f"step {plan.step} was trained twice"
         path.write_bytes(pickle.dumps((plan, samples)))
-        return {"samples": float(len(samples))}
+        manifest = self.publish(PolicyVersion(plan.version + 1))
+        return TrainedStep({"samples": float(len(samples))}, manifest, 0.0)
 
     def publish(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
@@ -215,9 +216,9 @@ class Scene:
         if resumed is not None:
             assert self.loop.restore()
 
-    def _train_step(self, plan: StepPlan) -> Mapping[str, float]:
-        figures: dict[str, float] = self.actor.train(self.flow.rollouts, plan).wait(timeout_s=DEADLINE_S)[0]
-        return figures
+    def _train_step(self, plan: StepPlan) -> TrainedStep:
+        trained: TrainedStep = self.actor.train(self.flow.rollouts, plan).wait(timeout_s=DEADLINE_S)[0]
+        return trained
 
     def run(self) -> None:
         self.loop.run()
@@ -225,7 +226,7 @@ class Scene:
     def close(self) -> None:
         self.rollout.close(timeout_s=0.0)
         self.actor.close()
-        self.feeder.close()
+        self.feeder.close(timeout_s=0.0)  # where the run failed, it still waits for a batch
 
     # --- what happened ------------------------------------------------------------------------------------
 
