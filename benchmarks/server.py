@@ -29,6 +29,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import string
 import sys
@@ -46,12 +47,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import psutil
 
 from rill.inference.base import Completion, Delta, Engine, EngineStats, Feature, Request
 from rill.inference.native.engine import NativeEngine
-from rill.inference.server import ServerConfig, create_app, serve_in_thread
+from rill.inference.server import ServerConfig, create_app
 from rill.inference.server.router import Router
+from rill.inference.server.run import serve
 from rill.models.loading import ModelConfig, load_model_config, load_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
@@ -185,16 +186,23 @@ def _engine_main(connection: Connection, settings: NativeEngine.Config, is_insta
 def _server_main(
     connection: Connection, settings: NativeEngine.Config, is_instant: bool, is_isolated: bool
 ) -> None:
-    """Answers any question with the CPU seconds so far: of the thread that serves, and of all besides the engine."""
+    """Answers any question with the CPU seconds so far, by thread and together; those of an engine not counted."""
     engine = _served_engine(settings, is_instant, is_isolated)
     config = ServerConfig(port=0, model_name="bench")
     app = create_app(engine, load_tokenizer(settings.model), config)
+
+    def answer() -> None:
+        for _ in _questions(connection):
+            by_thread = _thread_seconds()
+            connection.send((time.process_time() if is_isolated else by_thread["MainThread"], by_thread))
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread serves, as in `rill serve`
+
+    def started(url: str) -> None:
+        connection.send(url)
+        threading.Thread(target=answer, name="answers", daemon=True).start()
+
     try:
-        with serve_in_thread(app, config) as server:
-            connection.send(server.url)
-            for _ in _questions(connection):
-                all_s = time.process_time() if is_isolated else server.cpu_s
-                connection.send((server.cpu_s, all_s, _thread_seconds()))
+        serve(app, config, on_started=started)
     finally:
         engine.close()
 
@@ -207,8 +215,11 @@ def _served_engine(settings: NativeEngine.Config, is_instant: bool, is_isolated:
 
 def _thread_seconds() -> dict[str, float]:
     """CPU seconds of this process's threads by name."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    return {names[t.id]: t.user_time + t.system_time for t in psutil.Process().threads() if t.id in names}
+    return {
+        thread.name: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        for thread in threading.enumerate()
+        if thread.ident is not None
+    }
 
 
 def _ask_once(act: Callable[..., None], *args: Any) -> None:
@@ -256,13 +267,13 @@ class _Load:
 def _load(
     clients: Pool, args: argparse.Namespace, served: _Peer, way: str, prompts: list[list[int]]
 ) -> _Load:
-    _, before_s, threads_before = served.ask("cpu")
+    before_s, threads_before = served.ask("cpu")
     shares = [
         (served.facts, way, prompts[i :: args.clients], args.tokens, args.in_flight // args.clients)
         for i in range(args.clients)
     ]
     spans = clients.starmap(_client, shares, chunksize=1)
-    _, after_s, threads_after = served.ask("cpu")
+    after_s, threads_after = served.ask("cpu")
     seconds = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
     num_tokens = len(prompts) * args.tokens
     return _Load(

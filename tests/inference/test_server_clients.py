@@ -193,7 +193,8 @@ class TestOpenAIOverTheServer(EngineConformance):
     """Adapter, HTTP, server and native engine together pass the suite that every engine runs."""
 
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[OpenAIEngine]:
+    @classmethod
+    def engine(cls) -> Iterator[OpenAIEngine]:
         native = NativeEngine(
             NativeEngine.Config(model=MODEL, num_kv_blocks=256, dtype="float32", device="cpu")
         )
@@ -206,5 +207,6 @@ class TestOpenAIOverTheServer(EngineConformance):
         native.close()
 
     @pytest.fixture(scope="class")
-    def reference(self) -> Any:
+    @classmethod
+    def reference(cls) -> Any:
         return load_model(MODEL, dtype=torch.float32)

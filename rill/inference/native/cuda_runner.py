@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from rill.errors import EngineError
+from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
-from rill.inference.native.collector import CollectorHold
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
 from rill.inference.native.offload import WeightOffload

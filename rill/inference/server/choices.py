@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
+
+import msgspec
 
 from rill.inference.base import Completion
 from rill.inference.server.generation import Piece, finite
@@ -52,21 +56,33 @@ def as_piece(index: int, completion: Completion) -> Piece:
     )
 
 
-def token_name(codec: TextCodec, token_id: int, *, as_id: bool) -> str:
-    return f"token_id:{token_id}" if as_id else codec.token_text(token_id)
+class TopToken(msgspec.Struct, gc=False):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: msgspec.Raw | None = None
+
+
+class TokenEntry(msgspec.Struct, gc=False):
+    """One token of `logprobs.content`. Not a dictionary: making and writing one costs several times as much."""
+
+    token: str
+    logprob: float
+    bytes: msgspec.Raw | None = None
+    top_logprobs: tuple[TopToken, ...] = ()
 
 
 def chat_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, num_top: int = 0) -> dict[str, Any]:
     """`num_top` is 0, or 1 where the sampled token is known to be the top one."""
+    ids, logprobs = piece.token_ids.tolist(), finite(piece.logprobs)
+    texts = codec.token_texts(ids)
+    names = token_names(ids) if as_ids else texts
     content = []
-    for token_id, logprob in zip(piece.token_ids.tolist(), finite(piece.logprobs), strict=True):
-        text = codec.token_text(token_id)
-        entry: dict[str, Any] = {
-            "token": f"token_id:{token_id}" if as_ids else text,
-            "logprob": logprob,
-            "bytes": list(text.encode("utf-8", "replace")),
-        }
-        content.append({**entry, "top_logprobs": [entry] * num_top})
+    for name, text, logprob in zip(names, texts, logprobs, strict=True):
+        letters = _bytes_as_json(text)
+        top = (TopToken(name, logprob, letters),) * num_top
+        content.append(TokenEntry(name, logprob, letters, top))
     return {"content": content, "refusal": None}
 
 
@@ -74,13 +90,21 @@ def completion_logprobs(
     codec: TextCodec, token_ids: Sequence[int], logprobs: Sequence[float | None], *, as_ids: bool, offset: int
 ) -> dict[str, Any]:
     """The older shape: parallel lists."""
-    tokens = [token_name(codec, t, as_id=as_ids) for t in token_ids]
-    offsets, at = [], offset
-    for token_id in token_ids:
-        offsets.append(at)
-        at += len(codec.token_text(token_id))
-    top = [None if lp is None else {name: lp} for name, lp in zip(tokens, logprobs, strict=True)]
-    return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
+    texts = codec.token_texts(token_ids)
+    names = token_names(token_ids) if as_ids else texts
+    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    top = [None if lp is None else {name: lp} for name, lp in zip(names, logprobs, strict=True)]
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+def token_names(token_ids: Sequence[int]) -> list[str]:
+    """Tokens named by their ids, which a trainer reads back without a tokenizer."""
+    return [f"token_id:{token_id}" for token_id in token_ids]
+
+
+@lru_cache(maxsize=65536)
+def _bytes_as_json(text: str) -> msgspec.Raw:
+    return msgspec.Raw(f"{list(text.encode('utf-8', 'replace'))}".encode())
 
 
 def token_fields(piece: Piece) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -78,6 +78,9 @@ class Generation:
         clients know how to retry, and not an event of a stream that began well."""
         stream = SampleStream(self, requests)
         self._hub.register(stream)
+        # Told more often than it is sent, the tokens would only wait here.
+        interval_s = self._hub.interval_s
+        requests = [replace(request, delta_interval_s=interval_s) for request in requests]
         try:
             futures = self._engine.submit(requests, self._hub.push)
         except BaseException:
@@ -240,7 +243,7 @@ class _Hub:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
-        self._interval_s = interval_s
+        self._least_interval_s = interval_s
         self._lock = threading.Lock()
         self._pending: list[tuple[SampleStream, Delta | Future[Completion]]] = []
         self._is_scheduled = False
@@ -248,6 +251,11 @@ class _Hub:
         self._flushed_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._streams: dict[str, SampleStream] = {}
+
+    @property
+    def interval_s(self) -> float:
+        """Many streams: larger events, not more of the processor than the engine can spare."""
+        return max(self._least_interval_s, len(self._streams) * _STREAM_SHARE_S)
 
     def call_later(self, wait_s: float | None, act: Callable[[], None]) -> asyncio.TimerHandle | None:
         return None if wait_s is None else self._loop.call_later(wait_s, act)
@@ -266,7 +274,7 @@ class _Hub:
         if stream is None:
             return  # nobody reads it any more
         is_first, stream.has_token = not stream.has_token, True
-        self._push(stream, delta, is_urgent=is_first or self._interval_s == 0)
+        self._push(stream, delta, is_urgent=is_first or self._least_interval_s == 0)
 
     def push_end(self, stream: SampleStream, future: Future[Completion]) -> None:
         """Engine thread: a request has ended."""
@@ -286,9 +294,7 @@ class _Hub:
 
     def _flush_later(self) -> None:
         if self._timer is None:
-            # Many streams: larger events, not more of the processor than the engine can spare.
-            interval_s = max(self._interval_s, len(self._streams) * _STREAM_SHARE_S)
-            self._timer = self._loop.call_at(self._flushed_at + interval_s, self._flush)
+            self._timer = self._loop.call_at(self._flushed_at + self.interval_s, self._flush)
 
     def _flush(self) -> None:
         if self._timer is not None:

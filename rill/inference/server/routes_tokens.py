@@ -6,14 +6,13 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion, Feature
 from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
-from rill.inference.server.choices import as_piece, finish_reason, usage
+from rill.inference.server.choices import TokenEntry, as_piece, finish_reason, token_names, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream, finite
 from rill.inference.server.routes_completions import score
@@ -89,7 +88,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         "count": len(tokens),
         "max_model_len": state.engine.max_context,
         "tokens": tokens,
-        "token_strs": [state.codec.token_text(t) for t in tokens] if body.return_token_strs else None,
+        "token_strs": state.codec.token_texts(tokens) if body.return_token_strs else None,
     }
     return json_response(answer)
 
@@ -115,16 +114,12 @@ def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) 
 
 def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
     ids = piece.token_ids.tolist()
-    # Written as text: one dictionary per token would cost more than everything else here together.
-    entries = ",".join(
-        f'{{"token":"token_id:{token_id}","logprob":{logprob},"bytes":null,"top_logprobs":[]}}'
-        for token_id, logprob in zip(ids, finite(piece.logprobs), strict=True)
-    )
+    content = list(map(TokenEntry, token_names(ids), finite(piece.logprobs)))
     return {
         "index": piece.index,
         "token_ids": ids,
         "token_versions": piece.versions.tolist(),
-        "logprobs": {"content": msgspec.Raw(f"[{entries}]".encode())},
+        "logprobs": {"content": content},
         "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
         "routed_experts": None if piece.completion is None else _experts(piece.completion, num_prompt),
     }

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rill.errors import ConfigError, EngineError, StuckError
+from rill.inference.collector import CollectorHold
 from rill.inference.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,12 @@ def serve(
 ) -> None:
     """Serve until a signal; returns after the drain. `on_started` hears the address once requests are answered."""
     listener = listener or bind(config)
-    _server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
+    hold = CollectorHold()
+    hold.take()
+    try:
+        _server(app, config, lambda: on_started(url_of(listener)) if on_started else None).run([listener])
+    finally:
+        hold.give_back()
 
 
 def serve_in_thread(app: FastAPI, config: ServerConfig, timeout_s: float = 30.0) -> BackgroundServer:
@@ -117,12 +123,6 @@ class BackgroundServer:
     @property
     def url(self) -> str:
         return url_of(self._listener)
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time of the thread that serves, in seconds."""
-        assert self._thread.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def drain(self) -> None:
         """What SIGTERM does: refuse new requests, end those in flight, stop. Returns at once."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -39,7 +38,7 @@ class TextCodec:
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
         self._decode = _plain_decode(tokenizer)
-        self.token_text = lru_cache(maxsize=self.vocab_size)(self._token_text)
+        self._token_texts = _TokenTexts(self)
 
     @property
     def chat_template(self) -> str:
@@ -78,6 +77,10 @@ class TextCodec:
         with self._lock:
             return self._decode(list(token_ids), skip_special_tokens)
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return list(map(self._token_texts.__getitem__, token_ids))
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -99,8 +102,17 @@ class TextCodec:
         assert isinstance(text, str)
         return text
 
-    def _token_text(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+
+class _TokenTexts(dict[int, str]):
+    """Decoded once each; after that a lookup without a call of Python's."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        super().__init__()
+        self._codec = codec
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._codec.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from rill.inference.native.collector import NEW_CONTAINERS, CollectorHold
+from rill.inference.collector import NEW_CONTAINERS, CollectorHold
 
 
 def test_the_last_engine_that_goes_leaves_the_collector_as_it_was() -> None:

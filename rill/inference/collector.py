@@ -1,9 +1,10 @@
-"""Python's cycle collector, kept from interrupting steps while an engine runs on a device.
+"""Python's cycle collector, kept from interrupting an engine that runs on a device, and a server.
 
 A full collection walks through everything that lives: with transformers loaded half a million objects and a tenth of a
-second in which no step is launched. And a step of 1,000 sequences makes some 3,000 short-lived containers, for which
-the collector would look several times in a step. So what exists when an engine is ready is left out of collections,
-and they come rarer, until the last engine of the process has gone; then all is as it was.
+second in which no step is launched and no request answered. And a step of 1,000 sequences, or an answer, makes
+thousands of short-lived containers, for which the collector would look several times. So what exists when an engine or
+a server is ready is left out of collections, and they come rarer, until the last holder of the process has gone; then
+all is as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _threshold = gc.get_threshold()
 
 
 class CollectorHold:
-    """One engine's share in it. take() and give_back() may each be called twice."""
+    """One holder's share in it. take() and give_back() may each be called twice."""
 
     def __init__(self) -> None:
         self._is_taken = False
