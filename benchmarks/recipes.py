@@ -34,8 +34,11 @@ TINY = (
     "sft_arithmetic",
     "sft_then_grpo",
     "dapo_math",
+    "dpo_arithmetic",
+    "reward_model_arithmetic",
+    "rlhf_ppo",
 )
-"""In this order: sft_then_grpo and dapo_math start from the model that sft_arithmetic leaves."""
+"""In this order: those after sft_arithmetic start from its model, rlhf_ppo also from the reward model."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_ROWS = 20_000
 TIMEOUT_S = 3600
@@ -61,9 +64,13 @@ def dapo_on_the_tiny_model(root: Path) -> list[str]:
 
 
 def changes_of(recipe: str, root: Path) -> list[str]:
-    if recipe == "sft_then_grpo":
-        return [f"model.path={root / 'sft_arithmetic' / 'model'}"]
-    return dapo_on_the_tiny_model(root) if recipe == "dapo_math" else []
+    if recipe == "dapo_math":
+        return dapo_on_the_tiny_model(root)
+    sections = {"model": "sft_arithmetic", "reward_model.model": "reward_model_arithmetic"}
+    changes = {section: f"{section}.path={root / run / 'model'}" for section, run in sections.items()}
+    if recipe in ("sft_then_grpo", "dpo_arithmetic", "reward_model_arithmetic"):
+        return [changes["model"]]
+    return list(changes.values()) if recipe == "rlhf_ppo" else []
 
 
 def finished(name: str, root: Path) -> Run | None:

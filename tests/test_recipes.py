@@ -14,18 +14,20 @@ from rill.workflows.loop import StepReport
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 PROMISED = {
-    "dapo_math", "demo", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora", "grpo_qwen2.5_1.5b_h200",
-    "grpo_smollm2", "ppo_arithmetic", "sft_arithmetic", "sft_then_grpo",
+    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora",
+    "grpo_qwen2.5_1.5b_h200", "grpo_smollm2", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "sft_arithmetic",
+    "sft_then_grpo",
 }  # fmt: skip
 
 TWO_STEPS = ("loop.steps=2", "cluster.threads=1")
 SMALL_RL = (*TWO_STEPS, "warmup.steps=2", "loop.groups_per_step=4", "eval.num_prompts=4", "eval.every=0")
+SMALL_SUPERVISED = (*TWO_STEPS, "loop.batch_size=4", "loop.eval_examples=4")
 SMALL = {
     "demo": SMALL_RL,
     "grpo_arithmetic": (*SMALL_RL, "curriculum.index_limit=200"),
     "grpo_async": SMALL_RL,
     "ppo_arithmetic": SMALL_RL,
-    "sft_arithmetic": (*TWO_STEPS, "loop.batch_size=4", "loop.eval_examples=4"),
+    "sft_arithmetic": SMALL_SUPERVISED,
 }
 
 
@@ -46,17 +48,35 @@ def test_a_recipe_fits_on_a_page_and_begins_with_what_it_is(path: Path) -> None:
     assert lines[0].startswith("# ")
 
 
+def run_small(name: str, root: Path, *changes: str) -> list[StepReport]:
+    path = next(path for path in RECIPES if path.stem == name)
+    recipe = load_recipe(path, changes)
+    config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
+    reports: list[StepReport] = []
+    run = Run.create(name, root=root)
+    WORKFLOWS.load(recipe.values["workflow"])(config, run, [reports.append]).run()
+    assert reports[-1].step == 2
+    assert (run.path / "model" / "config.json").exists()
+    return reports
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_a_small_recipe_runs(name: str, tmp_path: Path) -> None:
-    path = next(path for path in RECIPES if path.stem == name)
-    recipe = load_recipe(path, SMALL[name])
-    config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
-    reports: list[StepReport] = []
-    run = Run.create(name, root=tmp_path)
-    WORKFLOWS.load(recipe.values["workflow"])(config, run, [reports.append]).run()
-    assert reports[-1].step == 2
-    assert (run.path / "model" / "config.json").exists()
+    reports = run_small(name, tmp_path, *SMALL[name])
     if name == "grpo_arithmetic":
         assert "curriculum/chance_0" in reports[-1].metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_recipes_that_start_from_others_run_one_after_another(tmp_path: Path) -> None:
+    start = f"model.path={tmp_path / 'sft_arithmetic' / 'model'}"
+    judge = f"reward_model.model.path={tmp_path / 'reward_model_arithmetic' / 'model'}"
+    run_small("sft_arithmetic", tmp_path, *SMALL_SUPERVISED)
+    run_small("dpo_arithmetic", tmp_path, start, *SMALL_SUPERVISED)
+    run_small("reward_model_arithmetic", tmp_path, start, *SMALL_SUPERVISED)
+    run_small("sft_then_grpo", tmp_path, start, *SMALL_RL)
+    figures = run_small("rlhf_ppo", tmp_path, start, judge, *SMALL_RL)[-1].metrics
+    assert figures["reward/mean"] == pytest.approx(figures["reward/model"])
