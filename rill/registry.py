@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rill.errors import UnknownNameError
+from rill.errors import RillError, UnknownNameError
 
 
 class Registry(Mapping[str, str]):
@@ -67,7 +68,11 @@ def load_target(target: str) -> Any:
             raise UnknownNameError(
                 f"{target!r}: there is no module {error.name!r} in the current folder or on Python's path"
             ) from None
-        raise
+        raise _broken_module(target, error) from error
+    except Exception as error:  # boundary: a module of the user's may raise anything while it is imported
+        if isinstance(error, RillError) or module_name.partition(".")[0] == __package__:
+            raise
+        raise _broken_module(target, error) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -76,6 +81,16 @@ def load_target(target: str) -> Any:
                 f"name in {module_name}", attribute, [n for n in vars(module) if n[0] != "_"]
             )
         ) from None
+
+
+def _broken_module(target: str, error: Exception) -> UnknownNameError:
+    """`error` was raised by the module itself while it was imported: where, and what it said."""
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno}"
+    return UnknownNameError(f"{target!r} cannot be imported: {where}: {type(error).__name__}: {error}")
 
 
 def unknown_name_message(kind: str, name: str, valid: Mapping[str, Any] | list[str]) -> str:

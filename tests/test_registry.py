@@ -57,13 +57,18 @@ def test_a_target_that_cannot_be_loaded_says_why(target: str, message: str) -> N
         load_target(target)
 
 
-def test_a_missing_library_inside_a_part_is_not_mistaken_for_a_missing_part(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    with open(f"{folder}/needs_library.py", "w") as file:
-        file.write("import a_library_nobody_has\n")
-    sys.path.insert(0, folder)
-    try:
-        with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
-            load_target("needs_library:Thing")
-    finally:
-        sys.path.remove(folder)
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import a_library_nobody_has\n", r":1: ModuleNotFoundError: .*a_library_nobody_has"),
+        ("x = 1\ny = x / 0\n", r":2: ZeroDivisionError"),
+        ("def f(:\n", r":1: SyntaxError"),
+    ],
+)
+def test_a_module_that_fails_while_it_is_imported_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
+    (tmp_path / "fails_at_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UnknownNameError, match=r"cannot be imported: .*fails_at_import.py" + words):
+        load_target("fails_at_import:Thing")

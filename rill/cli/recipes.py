@@ -62,9 +62,11 @@ def copy(
       rill recipes copy demo mine
     """
     source = find_recipe(recipe)
+    if Path(name).name != name:
+        raise UserError(f"{name!r} is a path: give a name, and the file becomes recipes/NAME.toml")
     target = Path("recipes") / f"{name}.toml"
     if target.exists():
         raise UserError(f"{target} exists: choose another name")
     target.parent.mkdir(exist_ok=True)
     shutil.copyfile(source, target)
-    say(f"{target}: edit it, then `rill config show {name}`")
+    say(f"{target}: edit it, then `rill train {name}`")

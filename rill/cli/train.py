@@ -61,7 +61,11 @@ def train(
 
         schema = recipe_schema(values.values, str(values.path))
         config = resolve(schema, values.values, values.provenance)
-    assert isinstance(config, RecipeConfig), f"the workflow {schema} has no recipe's Config"
+    if not isinstance(config, RecipeConfig):
+        raise UserError(
+            f"workflow {values.values['workflow']!r}: "
+            "its Config must derive from rill.workflows.sections.RecipeConfig"
+        )
     config_toml = dump_config(config, values.provenance)
     if resume:
         require_checkpoint(found)

@@ -6,7 +6,8 @@ file. Unknown keys are errors. Every field has a docstring with its unit and its
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -31,6 +32,9 @@ class PartConfig(Config):
     """Base of configurations that are chosen by name; a part narrows `type` to its own name."""
 
     type: str
+
+
+C = TypeVar("C", bound=Config)
 
 
 class OneOf:
@@ -59,8 +63,21 @@ class OneOf:
         if not isinstance(value, dict) or "type" not in value:
             raise ValueError(f"needs a key 'type', one of: {', '.join(sorted(self.registry))}")
         try:
-            part = self.registry.load(value["type"])
+            schema = config_of(self.registry, value["type"], PartConfig)
         except UnknownNameError as error:
             raise ValueError(str(error)) from error
-        config: PartConfig = part.Config.model_validate(value)
-        return config
+        return schema.model_validate(value)
+
+
+def config_of(registry: Registry, name: str, base: type[C]) -> type[C]:
+    """The Config inside a registered part, or inside one of the user's, "module:Class"."""
+    part = registry.load(name)
+    if not (inspect.isclass(part) and hasattr(part, "Config")):
+        raise UnknownNameError(
+            f"{name!r} cannot serve as {registry.kind}: it must be a class with a Config inside "
+            "(docs/extend.md shows one of each kind)"
+        )
+    schema = part.Config
+    if not (inspect.isclass(schema) and issubclass(schema, base)):
+        raise UnknownNameError(f"the Config of {name!r} must derive from {base.__module__}.{base.__name__}")
+    return schema

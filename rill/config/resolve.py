@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rill.config.base import OneOf
+from rill.config.base import OneOf, PartConfig, config_of
 from rill.config.toml import dump_value, dumps
 from rill.errors import ConfigError, UnknownNameError
 
@@ -212,10 +212,9 @@ def _chosen_part(mark: OneOf, value: Any) -> type[BaseModel] | None:
     if not isinstance(name, str):
         return None
     try:
-        config: type[BaseModel] = mark.registry.load(name).Config
+        return config_of(mark.registry, name, PartConfig)
     except UnknownNameError:
         return None
-    return config
 
 
 def _element_of(annotation: Any) -> Any:

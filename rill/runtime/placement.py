@@ -191,4 +191,4 @@ def _check_one_node(seat: Seat, placement: object) -> None:
 
 
 def _existing(devices: Sequence[Device]) -> str:
-    return "the cluster has " + (", ".join(str(device) for device in devices) or "no devices")
+    return "the cluster's devices: " + (", ".join(str(device) for device in devices) or "none")

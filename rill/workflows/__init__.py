@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rill.config import Config
+from rill.config.base import config_of
 from rill.errors import ConfigError
 from rill.registry import Registry, unknown_name_message
 
@@ -31,5 +32,4 @@ def recipe_schema(values: Mapping[str, Any], source: str = "recipe") -> type[Con
         )
     if not isinstance(name, str) or (name not in WORKFLOWS and ":" not in name):
         raise ConfigError(f"{source}: {unknown_name_message('workflow', str(name), WORKFLOWS)}")
-    schema: type[Config] = WORKFLOWS.load(name).Config
-    return schema
+    return config_of(WORKFLOWS, name, Config)

@@ -40,3 +40,10 @@ def test_a_part_survives_a_dump_with_all_its_fields() -> None:
 def test_a_part_without_a_type_lists_the_parts() -> None:
     with pytest.raises(ValidationError, match="native, remote"):
         SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": {}})
+
+
+def test_something_that_is_no_part_is_told_what_a_part_is() -> None:
+    with pytest.raises(
+        ValidationError, match="cannot serve as .*engine: it must be a class with a Config inside"
+    ):
+        SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": "json:loads"})

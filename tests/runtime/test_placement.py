@@ -49,7 +49,7 @@ def test_kinds_and_labels_select_devices_counted_among_themselves() -> None:
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        ("7", "no device 7; the cluster has 0 \\(cpu:0 on node0\\)"),
+        ("7", "no device 7; the cluster's devices: 0 \\(cpu:0 on node0\\)"),
         ("gpu:0", "kind or label 'gpu'"),
         ("arm", "cannot be read"),
         ("3-1", "runs backwards"),
