@@ -9,7 +9,7 @@ import typer
 from rill.cli.console import say, say_json
 from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.files import RecipeValues
-from rill.config.resolve import describe_keys
+from rill.config.keys import describe_keys
 from rill.workflows import recipe_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
@@ -77,7 +77,7 @@ def keys(
     \b
     Examples:
       rill config keys demo
-      rill config keys demo --find lr
+      rill config keys demo --find learning_rate
     """
     _, resolved = load_and_resolve(recipe, overrides)
     for key in describe_keys(resolved):

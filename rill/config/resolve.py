@@ -10,14 +10,13 @@ import difflib
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from rill.config.base import OneOf, PartConfig, config_of
-from rill.config.toml import dump_value, dumps
+from rill.config.keys import type_words, with_marks
+from rill.config.toml import dumps, show_value
 from rill.errors import ConfigError, UnknownNameError
 
 DEFAULT = "default"
@@ -52,32 +51,6 @@ def source_of(key: str, provenance: Mapping[str, str]) -> str:
     return provenance.get(parent, DEFAULT) if name == "type" else DEFAULT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyHelp:
-    """One line of a configuration, explained."""
-
-    name: str
-    type: str
-    value: str
-    description: str
-
-
-def describe_keys(config: BaseModel, prefix: str = "") -> Iterator[KeyHelp]:
-    """Every key of a configuration in the order of its fields, through tables and chosen parts."""
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, BaseModel):
-            yield from describe_keys(value, f"{prefix}{name}.")
-            continue
-        plain = config.model_dump(mode="json", include={name})[name]
-        yield KeyHelp(
-            name=f"{prefix}{name}",
-            type=_type_name(field.annotation),
-            value="unset" if plain is None else _show(plain),
-            description=" ".join((field.description or "").split()),
-        )
-
-
 class _Report:
     """Words for the mistakes pydantic found."""
 
@@ -107,7 +80,7 @@ class _Report:
         where = self._where(key)
         if kind == "missing":
             return f"{where}{key}: ", f"missing: {self._field_help(path)}"
-        shown = f"{key} = {_show(value)}" if key and _is_short(value) else key
+        shown = f"{key} = {show_value(value)}" if key and _is_short(value) else key
         head = f"{where}{shown}: " if shown else where
         if kind == "extra_forbidden":
             return head, f"unknown key{self._nearest(path)}"
@@ -167,7 +140,7 @@ class _Report:
             return "it has no default"
         if field.description:
             return " ".join(field.description.split())
-        return f"it has no default and must be {_type_name(field.annotation)}"
+        return f"it has no default and must be {type_words(field.annotation)}"
 
 
 def _model_at(
@@ -183,7 +156,7 @@ def _model_at(
             field = owner.model_fields.get(str(part))
             if field is None:
                 return None
-            annotation = _with_metadata(field)
+            annotation = with_marks(field)
         else:
             annotation = _element_of(annotation)
         value = value[part] if isinstance(value, (Mapping, list, tuple)) else None
@@ -225,18 +198,13 @@ def _element_of(annotation: Any) -> Any:
     return arguments[-1] if arguments else Any
 
 
-def _with_metadata(field: FieldInfo) -> Any:
-    marks = tuple(mark for mark in field.metadata if isinstance(mark, OneOf))
-    return Annotated[field.annotation, *marks] if marks else field.annotation
-
-
 def _all_keys(model: type[BaseModel], values: Any, prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         value = values.get(name) if isinstance(values, Mapping) else None
         if value is None and isinstance(field.default, BaseModel):
             value = field.default.model_dump()
-        inner = _model_of(_with_metadata(field), value)
+        inner = _model_of(with_marks(field), value)
         if inner is not None and inner is not model:
             yield from _all_keys(inner, value, f"{prefix}{name}.")
 
@@ -250,15 +218,4 @@ def _leaf_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _is_short(value: Any) -> bool:
-    return not isinstance(value, Mapping) and len(_show(value)) <= _MAX_SHOWN
-
-
-def _show(value: Any) -> str:
-    try:
-        return dump_value(value)
-    except TypeError:
-        return repr(value)
-
-
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+    return not isinstance(value, Mapping) and len(show_value(value)) <= _MAX_SHOWN

@@ -58,6 +58,14 @@ def dump_value(value: Any) -> str:
     raise TypeError(f"TOML has no form for a {type(value).__name__}: {value!r}")
 
 
+def show_value(value: Any) -> str:
+    """One value for a person to read: as TOML where it has a form there."""
+    try:
+        return dump_value(value)
+    except TypeError:
+        return repr(value)
+
+
 def dump_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _string(key)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rill.config import dump_config, load_recipe, resolve
-from rill.config.resolve import describe_keys, source_of
+from rill.config.resolve import source_of
 from rill.errors import ConfigError
 from tests.config.parts import NativeEngine, RemoteEngine, SmallRecipe
 
@@ -148,10 +148,3 @@ def test_a_value_is_from_where_it_was_set_and_its_neighbours_are_defaults(
     resolve(SmallRecipe, loaded.values, loaded.provenance)
     for key, source in sources.items():
         assert source_of(key, loaded.provenance).replace(f"{tmp_path}/", "") == source
-
-
-def test_every_key_is_explained_through_chosen_parts(tmp_path: Path) -> None:
-    keys = {key.name: key for key in describe_keys(resolved(tmp_path, VALID))}
-    assert keys["engine.block_size"].description == "Tokens in a block."
-    assert keys["trainer.warmup"].value == "unset"
-    assert keys["steps"].value == "3"
