@@ -1,4 +1,4 @@
-"""rill: reinforcement-learning post-training. Write the workflow once; rill decides how it runs.
+"""rill: reinforcement-learning post-training. Write the workflow once; run it from a laptop to a cluster.
 
 The names below are the public interface. Each is imported from its room when it is first used, so that
 `import rill` costs nothing and pulls in neither torch nor NumPy.

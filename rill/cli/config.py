@@ -39,7 +39,7 @@ def show(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print values and sources as JSON.")] = False,
 ) -> None:
-    """Print the resolved configuration as TOML; behind each value stands where it came from.
+    """Print the resolved configuration as TOML, each value with its source.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def show(
 
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Validate a recipe and say nothing more than that it is valid.
+    """Check that a recipe is valid.
 
     \b
     Example:
@@ -72,7 +72,7 @@ def keys(
     overrides: Overrides = None,
     find: Annotated[str, typer.Option(help="Only keys that contain this text.")] = "",
 ) -> None:
-    """Explain every key that the recipe's configuration has: type, value and meaning.
+    """Explain every key of the recipe: type, value and meaning.
 
     \b
     Examples:

@@ -150,7 +150,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(what="torch", state=State.BROKEN, found=str(error).splitlines()[0], advice=advice)
         return
     if not torch.cuda.is_available():
-        yield _no_cuda(torch.version.cuda is not None)
+        has_driver = Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+        yield _no_cuda(has_driver=has_driver, has_cuda_build=torch.version.cuda is not None)
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -158,12 +159,16 @@ def _devices() -> Iterator[Finding]:
         yield Finding(what=f"cuda:{index}", state=State.OK, found=found)
 
 
-def _no_cuda(has_cuda_build: bool) -> Finding:
+def _no_cuda(*, has_driver: bool, has_cuda_build: bool) -> Finding:
+    if not has_driver:
+        return Finding(
+            what="cuda", state=State.ABSENT, found="no NVIDIA driver", advice="small models train on the CPU"
+        )
     if has_cuda_build:
         advice = "torch is built for CUDA but sees no device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         return Finding(what="cuda", state=State.WARNING, found="no device", advice=advice)
-    advice = "small models train on the CPU; for a GPU install a CUDA build of torch"
-    return Finding(what="cuda", state=State.ABSENT, found="this torch is built for CPUs", advice=advice)
+    advice = "this torch is built for CPUs: install a CUDA build of it to use the GPU"
+    return Finding(what="cuda", state=State.WARNING, found="a driver, but no CUDA in torch", advice=advice)
 
 
 def _memory() -> Finding:
@@ -261,6 +266,6 @@ def _import_failure(module: str) -> str:
 def _verdict(findings: list[Finding]) -> str:
     broken = [finding.what for finding in findings if finding.state is State.BROKEN]
     if broken:
-        return f"not ready: mend {', '.join(broken)} first"
+        return f"not ready: fix {', '.join(broken)} first"
     warnings = [finding.what for finding in findings if finding.state is State.WARNING]
     return f"ready, but look at {', '.join(warnings)}" if warnings else "ready"

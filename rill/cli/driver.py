@@ -11,7 +11,9 @@ recorded anything, leaves no folder behind.
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,6 +118,8 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
             write_atomically(run.config_path, changed_config)
             changed_config = None
         metrics.write(logged_step(report), report.metrics)
+        for note in report.notes:
+            progress.note(note)
 
     def guard(report: StepReport) -> None:
         for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
@@ -140,13 +144,13 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
     if not run.path.exists() or not has_something_to_keep(run):
         return
     if checkpoints := whole_checkpoints(run):
-        error.add_note(f"go on from step {step_of(checkpoints[-1])} with: {run.resume_command}")
+        error.add_note(f"resume from step {step_of(checkpoints[-1])} with: {run.resume_command}")
     else:
         error.add_note(
-            "there is no checkpoint to go on from: `loop.checkpoint_every` was not reached (0: only at the end)"
+            "there is no checkpoint to resume from: `loop.checkpoint_every` was not reached (0: only at the end)"
         )
     with suppress(OSError):  # on a full disk the page has to wait
-        error.add_note(f"what it had reached: {write_report(run).resolve().as_uri()}")
+        error.add_note(f"report so far: {write_report(run).resolve().as_uri()}")
 
 
 def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Finding], recipe: str) -> None:
@@ -160,6 +164,9 @@ def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Find
     say(f"{'report':<14} {page.resolve().as_uri()}")
     say(f"{'model':<14} {run.path / 'model'}: rill eval {run.name}, rill serve {run.path / 'model'}")
     say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("rill") is None and activate.exists():
+        say(f"{'path':<14} rill is not on your PATH yet: source {activate}")
 
 
 @contextmanager

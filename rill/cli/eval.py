@@ -25,7 +25,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run (its trained model), or a local model folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
-    task: Annotated[str, typer.Option("--task", help="A dataset's name. A run's own where unset.")] = "",
+    task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -26,7 +26,7 @@ from rill.errors import RillError, RunError, WorkerError, mistake_behind
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("rill.cli.train:app", "Train a model from a recipe, or go on with a run"),
+    "train": ("rill.cli.train:app", "Train a model from a recipe, or resume a run"),
     "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
     "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any local model, on a task"),
@@ -35,14 +35,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "doctor": (
         "rill.cli.doctor:app",
-        "Say whether this machine is ready, and what to do if not",
+        "Check whether this machine is ready, and what to do if not",
     ),
 }
 """name -> (where its Typer app is, what it does)"""
 
 INTERRUPTED = 130
 DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""Errors of the machine's that no part of rill could have foreseen and that are no bug either."""
+"""Trouble with the machine that no part of rill could have foreseen; no bug either."""
 
 
 class CommandTable(TyperGroup):
@@ -96,23 +96,23 @@ app = typer.Typer(
 @app.callback()
 def root(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks of errors, too (also RILL_DEBUG=1).")
+        bool, typer.Option("--debug", help="Show tracebacks of errors as well (also RILL_DEBUG=1).")
     ] = False,
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and end.", is_eager=True, callback=lambda on: _version(on)
+            "--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on)
         ),
     ] = False,
 ) -> None:
-    """Reinforcement-learning post-training: write the workflow once, rill decides how it runs.
+    """Reinforcement-learning post-training: write the workflow once, run it from a laptop to a cluster.
 
     \b
     Examples:
       rill train demo                             a first result in minutes
       rill recipes                                which runs can be started
       rill config show demo loop.steps=20         what exactly a run would do
-      rill runs                                   how the runs stand
+      rill runs                                   the status of every run
       rill doctor                                 is this machine ready?
     """
 

@@ -20,7 +20,7 @@ def report(
     run: Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")],
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Unset: report.html in the run folder.")
+        Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
     ] = None,
     svg: Annotated[
         Path | None,

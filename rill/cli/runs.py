@@ -66,7 +66,7 @@ def show(
     root: Root = Path(RUNS_FOLDER),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show one run: how it stands, what it ran on, its curves, what guards found, its latest figures.
+    """Show one run: status, environment, curves, what guards found, latest figures.
 
     \b
     Example:
@@ -107,9 +107,10 @@ def rollouts(
     run: Name,
     root: Root = Path(RUNS_FOLDER),
     step: Annotated[
-        int | None, typer.Option("--step", help="Of the policy after so many steps. Unset: the newest.")
+        int | None,
+        typer.Option("--step", help="Only samples of the policy after this many steps. Default: the newest."),
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Groups.")] = 1,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many groups.")] = 1,
     failed: Annotated[bool, typer.Option("--failed", help="Only samples whose reward failed.")] = False,
 ) -> None:
     """Print what the model said, with the reward of each answer.
@@ -143,7 +144,7 @@ def trace(
     run: Name,
     root: Root = Path(RUNS_FOLDER),
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Unset: trace.json in the run folder.")
+        Path | None, typer.Option("--out", "-o", help="Default: trace.json in the run folder.")
     ] = None,
 ) -> None:
     """Merge a run's spans into one file for https://ui.perfetto.dev or chrome://tracing.
@@ -162,7 +163,6 @@ def summarise(run: Run) -> dict[str, Any]:
     """What the list shows of a run."""
     state = run.state()
     rows = read_metrics(run.path)
-    until_s = time.time() if state.status is RunStatus.RUNNING else max(state.changed_s, _last_time_s(rows))
     return {
         "name": run.name,
         "path": str(run.path),
@@ -172,7 +172,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "reward": _last(rows, REWARD),
         "accuracy": _last(rows, ACCURACY),
         "started_s": state.created_s,
-        "lasted_s": until_s - state.created_s,
+        "lasted_s": state.lasted_s(rows[-1].time_s if rows else 0.0),
     }
 
 
@@ -206,10 +206,6 @@ def format_seconds(seconds: float) -> str:
 def _last(rows: list[MetricRow], name: str) -> float | None:
     """Of the latest step that has it: not every step is evaluated."""
     return next((row.values[name] for row in reversed(rows) if name in row.values), None)
-
-
-def _last_time_s(rows: list[MetricRow]) -> float:
-    return rows[-1].time_s if rows else 0.0
 
 
 def _versions(start: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`rill train`: start a recipe, or go on with a run; ends with what was reached and what to do next.
+"""`rill train`: start a recipe, or resume a run; ends with what was reached and what to do next.
 
 The parts of a workflow take seconds to import, so they are imported only once the recipe is found and read: a
 misspelt name is answered at once.
@@ -24,8 +24,8 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or file (see `rill recipes`).")] = "",
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
-    resume: Annotated[str, typer.Option("--resume", help="Go on with this run (a name or a folder).")] = "",
-    name: Annotated[str, typer.Option("--name", help="The run's name. Unset: the recipe's.")] = "",
+    resume: Annotated[str, typer.Option("--resume", help="Resume this run (a name or a folder).")] = "",
+    name: Annotated[str, typer.Option("--name", help="The run's name. Default: the recipe's.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     cluster: Annotated[str, typer.Option("--cluster", help="local or ray; short for cluster.type=…")] = "",
 ) -> None:
@@ -36,7 +36,7 @@ def train(
       rill train demo                               a first result in minutes
       rill train demo loop.steps=50 seed=3          with changes
       rill train demo --cluster ray                 the same on Ray
-      rill train --resume runs/demo                 go on where it stood
+      rill train --resume runs/demo                 continue from its last checkpoint
     """
     changes = [*(overrides or []), *([f"cluster.type={cluster}"] if cluster else [])]
     if resume:
@@ -45,7 +45,7 @@ def train(
         found = Run.open(resume, root=root)
         if found.state().status is RunStatus.FINISHED and not changes:
             raise UserError(
-                f"{found.path} has finished: to go on, say what shall be different, such as loop.steps=200"
+                f"{found.path} has finished: to continue it, change something, such as loop.steps=200"
             )
         values = load_recipe(found.config_path, changes)
     elif recipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rill.errors import UserError
 from rill.telemetry.chrome import Event, read_trace
 from rill.telemetry.guards import GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
-from rill.telemetry.metrics import read_metrics
+from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run, write_atomically
 
@@ -41,13 +42,13 @@ def write_report(run: Run, out: Path | None = None) -> Path:
 
 
 def collect(run: Run) -> dict[str, Any]:
-    state = run.state()
+    state, rows = run.state(), read_metrics(run.path)
     return {
         "name": run.name,
         "status": state.status.value,
         "message": state.message,
-        "seconds": state.changed_s - state.created_s,
-        "metrics": _metrics(run),
+        "seconds": state.lasted_s(rows[-1].time_s if rows else 0.0),
+        "metrics": _metrics(rows),
         "timeline": _timeline(run),
         "rollouts": _rollouts(run),
         "findings": list(read_lines(run.path / GUARDS_FILE)),
@@ -55,11 +56,11 @@ def collect(run: Run) -> dict[str, Any]:
     }
 
 
-def _metrics(run: Run) -> dict[str, Any]:
+def _metrics(rows: Sequence[MetricRow]) -> dict[str, Any]:
     """Columns: for each name the steps it has and its values."""
     series: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"x": [], "y": []})
     steps = set()
-    for row in read_metrics(run.path):
+    for row in rows:
         steps.add(row.step)
         for name, value in row.values.items():
             series[name]["x"].append(row.step)

@@ -63,6 +63,11 @@ class RunState:
     pid: int
     host: str
 
+    def lasted_s(self, last_figure_s: float) -> float:
+        """From the start until now, until it ended, or, where its process is gone, until its last figures."""
+        is_running = self.status is RunStatus.RUNNING
+        return (time.time() if is_running else max(self.changed_s, last_figure_s)) - self.created_s
+
 
 class Run:
     """One run folder. `create` and `resume` take its lock; `open` only reads."""
@@ -175,7 +180,7 @@ class Run:
                 **{
                     **asdict(state),
                     "status": RunStatus.INTERRUPTED,
-                    "message": "its process ended without a word",
+                    "message": "its process ended without saying why",
                 }
             )
         return state

@@ -29,6 +29,12 @@ def test_every_extra_in_the_table_is_one_of_the_packages() -> None:
         assert extra in provided
 
 
+def test_no_gpu_is_a_warning_only_where_there_should_be_one() -> None:
+    assert doctor._no_cuda(has_driver=False, has_cuda_build=True).state is State.ABSENT
+    assert "nvidia-smi" in doctor._no_cuda(has_driver=True, has_cuda_build=True).advice
+    assert "CUDA build" in doctor._no_cuda(has_driver=True, has_cuda_build=False).advice
+
+
 def test_an_absent_extra_comes_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     finding = doctor._extra("ray", deep=False)
@@ -53,7 +59,7 @@ def test_a_missing_core_library_is_broken_and_ends_with_1(monkeypatch: pytest.Mo
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert 'pip install "no-such-library>=2"' in result.output
-    assert "not ready: mend no-such-library first" in result.output
+    assert "not ready: fix no-such-library first" in result.output
 
 
 def test_little_shared_memory_is_a_warning_with_advice(

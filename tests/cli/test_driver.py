@@ -110,8 +110,8 @@ def test_a_run_that_fails_later_keeps_everything_and_says_where_it_is(
         carried_out(monkeypatch, tmp_path, story)
     run = Run.open("tale", root=tmp_path)
     assert failure.value.__notes__ == [
-        f"go on from step 1 with: rill train --resume {run.path}",
-        f"what it had reached: {(run.path / 'report.html').resolve().as_uri()}",
+        f"resume from step 1 with: rill train --resume {run.path}",
+        f"report so far: {(run.path / 'report.html').resolve().as_uri()}",
     ]
     assert (run.path / "report.html").exists()
 

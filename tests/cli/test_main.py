@@ -253,4 +253,4 @@ def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:
         pass
     result = rill("train", "--resume", "done", cwd=tmp_path)
     assert result.returncode == 2
-    assert "has finished: to go on, say what shall be different" in result.stderr
+    assert "has finished: to continue it, change something" in result.stderr

@@ -89,7 +89,7 @@ def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_resu
     first.kill("actor[0]")
     assert first.wait() == 1, first.output
     assert "actor[0]" in first.output and "SIGKILL" in first.output
-    found = re.search(r"go on from step (\d+) with: rill train --resume (\S+)", first.output)
+    found = re.search(r"resume from step (\d+) with: rill train --resume (\S+)", first.output)
     assert found and int(found[1]) >= 2, first.output
     first.check_nobody_is_left()
     run = Run.open(found[2])
@@ -145,7 +145,7 @@ def test_a_killed_critic_reference_or_feeder_is_named_and_the_resumed_run_gives_
     hurt.kill(f"{worker}[0]")
     assert hurt.wait() == 1, hurt.output
     assert f"{worker}[0]" in hurt.output and "SIGKILL" in hurt.output
-    found = re.search(r"go on from step (\d+) with: rill train --resume (\S+)", hurt.output)
+    found = re.search(r"resume from step (\d+) with: rill train --resume (\S+)", hurt.output)
     assert found and int(found[1]) >= 2, hurt.output
     hurt.check_nobody_is_left()
     again = Command(tmp_path, "--resume", found[2])

@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import os
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rill.errors import UserError
-from rill.telemetry.run import Run, RunStatus, list_runs
+from rill.telemetry.run import Run, RunState, RunStatus, list_runs
 
 
 def test_a_run_folder_holds_config_environment_and_status(tmp_path: Path) -> None:
@@ -89,8 +91,16 @@ def test_a_killed_run_reads_as_interrupted_and_can_be_resumed(tmp_path: Path) ->
     child.join(30)
     state = Run.open("killed", root=tmp_path).state()
     assert state.status is RunStatus.INTERRUPTED
-    assert "without a word" in state.message
+    assert "without saying why" in state.message
     Run.resume("killed", root=tmp_path).close()
+
+
+def test_a_run_lasts_until_now_until_it_ended_or_until_its_last_figures() -> None:
+    now_s = time.time()
+    state = RunState(status=RunStatus.RUNNING, created_s=now_s - 60, changed_s=now_s - 60, pid=1, host="here")
+    assert 60 <= state.lasted_s(0.0) < 70
+    assert replace(state, status=RunStatus.FINISHED, changed_s=now_s - 20).lasted_s(0.0) == pytest.approx(40)
+    assert replace(state, status=RunStatus.INTERRUPTED).lasted_s(now_s - 30) == pytest.approx(30)
 
 
 def test_runs_are_listed_oldest_first_and_other_folders_ignored(tmp_path: Path) -> None:
