@@ -24,6 +24,7 @@ from rich.console import Console
 
 from rill.cli.console import say
 from rill.cli.progress import Progress
+from rill.cli.stall import StallWatch
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
 from rill.telemetry import trace
@@ -127,10 +128,11 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
             if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
                 progress.note(f"  for example: {error}")
 
-    observers = [record, progress.observe, guard, interrupts.observe]
+    stall = StallWatch(progress.note)
+    observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
     say(f"run folder: {run.path}")
     try:
-        with progress, interrupts.listening():
+        with progress, stall, interrupts.listening():
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
     finally:
         watch.close()

@@ -124,7 +124,7 @@ class Progress:
     def _panel(self) -> RenderableType:
         elapsed_s = self._clock() - self._began
         if self._report is None:
-            return Text(f"starting the workers … {_duration(elapsed_s)}", style="bold")
+            return Text(f"starting the workers … {duration(elapsed_s)}", style="bold")
         lines: list[RenderableType] = [self._head(self._report, elapsed_s), Text(), self._curves()]
         if states := self._states():
             lines += [Text(), Columns(states, padding=(0, 3))]
@@ -136,7 +136,7 @@ class Progress:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=report.num_steps, completed=report.step)
-        times = f"{_duration(elapsed_s)}{self._left(report)}"
+        times = f"{duration(elapsed_s)}{self._left(report)}"
         head.add_row(Text(f"{report.phase} {report.step}/{report.num_steps}", style="bold"), bar, Text(times))
         return head
 
@@ -171,7 +171,7 @@ class Progress:
         done, left = report.step - first_step, report.num_steps - report.step
         if done <= 0 or left <= 0:
             return ""
-        return f", about {_duration((self._clock() - began_s) / done * left)} left"
+        return f", about {duration((self._clock() - began_s) / done * left)} left"
 
 
 def plain_line(report: StepReport) -> str:
@@ -206,7 +206,13 @@ def _written(figures: tuple[Figure, ...], values: Mapping[str, float], between: 
     )
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def duration(seconds: float) -> str:
+    """For people: 41 s, 3 min 5 s, 2 h 7 min, 3 d 4 h."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

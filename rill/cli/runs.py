@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rill.cli.console import say, say_json, say_table
-from rill.cli.progress import curve_lines
+from rill.cli.progress import curve_lines, duration
 from rill.telemetry.chrome import export_chrome
 from rill.telemetry.guards import GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
@@ -187,20 +187,8 @@ def _row(summary: dict[str, Any]) -> list[str]:
         reward,
         accuracy,
         started,
-        format_seconds(summary["lasted_s"]),
+        duration(summary["lasted_s"]),
     ]
-
-
-def format_seconds(seconds: float) -> str:
-    """12s, 3m05s, 2h07m, 3d04h."""
-    whole = int(max(0, seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def _last(rows: list[MetricRow], name: str) -> float | None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rill.cli.progress import Progress, plain_line, spark
+from rill.cli.progress import Progress, duration, plain_line, spark
 from rill.workflows.loop import StepReport
 
 
@@ -78,3 +78,11 @@ def test_the_warm_ups_figures_leave_the_panel_when_the_steps_begin() -> None:
         progress.observe(StepReport(step=1, num_steps=9, metrics={"reward/mean": 0.5}))
         progress.observe(StepReport(step=2, num_steps=9, metrics={"reward/mean": 1.0}))
     assert progress.summary() == ["reward           0.500 → 1.000   ▁█"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (185, "3 min 5 s"), (7620, "2 h 7 min"), (273_600, "3 d 4 h"), (-1, "0 s")],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from rill.cli.main import app
-from rill.cli.runs import format_seconds
 from rill.telemetry import trace
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.metrics import MetricLog
@@ -78,13 +77,6 @@ def test_a_trace_is_exported_for_perfetto(tmp_path: Path) -> None:
     assert "1 events" in run("runs", "trace", "demo", "-o", "out.json")
     names = [event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]]
     assert "step" in names
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5.9, "5s"), (185, "3m05s"), (7620, "2h07m"), (273600, "3d04h"), (-1, "0s")]
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
 
 
 def test_rollouts_are_printed_by_step_and_failures_with_their_reason() -> None:
