@@ -58,7 +58,7 @@ class RowIndex:
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
         self._root = root.resolve()
         self.folder = self._place() / _state_of(self._root, files)
-        if not self.folder.exists():
+        if not (self.folder / "source.txt").exists():
             self._start()
 
     def once(self, name: str, make: Callable[[Path], object]) -> Path:
@@ -129,14 +129,14 @@ class RowIndex:
         place = cache_folder() / "rows"
         try:
             place.mkdir(parents=True, exist_ok=True)
-            if os.access(place, os.W_OK):
-                return place
-            reason = "it cannot be written to"
+            with (place / ".probe").open("w") as file:  # some network file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return place
         except OSError as error:
-            reason = str(error.strerror)
+            reason = error.strerror
         log.warning(
-            "no cache in %s (%s): every process checks all rows of %s by itself; set RILL_CACHE to a folder that can "
-            "be written",
+            "no cache in %s (%s): every process checks all rows of %s by itself; set RILL_CACHE to a folder on a local "
+            "disk that can be written",
             place, reason, self._root,
         )  # fmt: skip
         private = tempfile.mkdtemp(prefix="rill-rows-")

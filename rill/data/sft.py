@@ -112,8 +112,8 @@ class SFTEncoder:
     def _checked(self, example: SFTExample) -> SFTExample:
         if self.max_tokens is not None and example.num_tokens > self.max_tokens:
             raise DataError(
-                f"{example.id}: {example.num_tokens} tokens, the limit is {self.max_tokens}: shorten the row or "
-                "raise the limit"
+                f"{example.id}: {example.num_tokens} tokens, the limit is {self.max_tokens}: shorten the row, raise "
+                'trainer.micro_batch_tokens, or leave such rows out with trainer.on_too_long = "skip"'
             )
         if not example.loss_mask.any():
             raise DataError(f"{example.id}: no token carries loss")

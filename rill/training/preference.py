@@ -85,9 +85,10 @@ class PairTrainer(Trainer):
     def evaluate(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """The loss's metrics on held-out pairs over all ranks; nothing is trained."""
         tally = Tally()
-        tally.add(pairs=float(len(pairs)))
+        kept = [pair for pair in self._checked(pairs) if self.keeps(pair.num_tokens)]
+        tally.add(pairs=float(len(kept)))
         with torch.no_grad():
-            for batch, inside in self._passes(self._checked(pairs)):
+            for batch, inside in self._passes(kept):
                 loss, _ = self._loss(batch, inside)
                 tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         sums, metrics, _ = tally.reduce(self.world)

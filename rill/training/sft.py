@@ -93,7 +93,7 @@ class SFTTrainer(Trainer):
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and perplexity of held-out examples over all ranks; nothing is trained."""
-        sequences = self._checked(examples)
+        sequences = [s for s in self._checked(examples) if self.keeps(s.num_tokens)]
         values = self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
         total = torch.tensor(
             [-sum(float(v.sum()) for v in values), float(sum(s.wanted.sum() for s in sequences))],

@@ -112,6 +112,10 @@ class Trainer:
         """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads."""
         return export_model(self.engine, self.config.model, Path(folder))
 
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether a sequence, or a pair, of this length is trained on; where too long a one is an error, all are."""
+        return self.config.on_too_long == "error" or num_tokens <= self.config.micro_batch_tokens
+
     def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
         self.engine.offload(level)
 
@@ -154,9 +158,8 @@ class Trainer:
         self, items: Sequence[Item], length: Callable[[Item], int], is_trained: Callable[[Item], bool]
     ) -> list[Item]:
         """The items to train on. What is too long is left to packing's error, or skipped, as configured."""
-        limit = self.config.micro_batch_tokens if self.config.on_too_long == "skip" else None
         trained = [item for item in items if is_trained(item)]
-        kept = [item for item in trained if limit is None or length(item) <= limit]
+        kept = [item for item in trained if self.keeps(length(item))]
         if len(kept) < len(items):
             log.warning(
                 "left out of training: %d of %d without a trained token, %d over %d tokens",

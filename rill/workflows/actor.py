@@ -202,7 +202,8 @@ class SupervisedSteps:
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.lr)
         self._config = config
         encoder = PromptEncoder(load_tokenizer(trainer.config.model))
-        self._encoder = SFTEncoder(encoder, max_tokens=trainer.config.micro_batch_tokens)
+        limit = trainer.config.micro_batch_tokens if trainer.config.on_too_long == "error" else None
+        self._encoder = SFTEncoder(encoder, max_tokens=limit)
         dataset = open_dataset(data, Split.TRAIN)
         rank, size = trainer.world.data_rank, trainer.world.data_size
         self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)

@@ -53,6 +53,8 @@ class StepReport:
     metrics: Mapping[str, float]
     phase: str = "step"
     """"step" for RL, "warm-up" for the supervised steps before it."""
+    notes: Sequence[str] = ()
+    """What the person at the terminal should know and no figure says."""
 
 
 Observer = Callable[[StepReport], None]

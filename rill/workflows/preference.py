@@ -64,12 +64,14 @@ class DPOWorker(PairWorker):
 
     def _pairs(self, prompts: Sequence[Prompt]) -> list[PreferencePair]:
         pairs = super()._pairs(prompts)
-        answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        # Those that the trainer will leave out need no reference, which could not hold them either.
+        kept = [i for i, pair in enumerate(pairs) if self.trainer.keeps(pair.num_tokens)]
+        answers = [answer for i in kept for answer in (pairs[i].chosen, pairs[i].rejected)]
         scored = self.reference.logprobs_of([answer_sequence(answer) for answer in answers])
-        filled = [replace(a, ref_logprobs=s) for a, s in zip(answers, scored, strict=True)]
-        return [
-            replace(pair, chosen=filled[2 * i], rejected=filled[2 * i + 1]) for i, pair in enumerate(pairs)
-        ]
+        filled = iter([replace(a, ref_logprobs=s) for a, s in zip(answers, scored, strict=True)])
+        for i in kept:
+            pairs[i] = replace(pairs[i], chosen=next(filled), rejected=next(filled))
+        return pairs
 
 
 class RewardModelWorkflow(SupervisedWorkflow):

@@ -7,7 +7,6 @@ export are here. Each data rank reads its own part of the data; what it trains o
 from __future__ import annotations
 
 import json
-import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +30,6 @@ from rill.workflows.assembly import open_cluster, threads_of
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
-
-log = logging.getLogger(__name__)
 
 LOADER_FILE = "loader.json"
 
@@ -92,9 +89,9 @@ class SupervisedWorker(Worker):
         loop: SupervisedLoopConfig,
     ) -> None:
         self.trainer = self._open_trainer(config)
-        self.encoder = SFTEncoder(
-            PromptEncoder(load_tokenizer(config.model)), max_tokens=config.micro_batch_tokens
-        )
+        # What the trainer skips and counts must reach it.
+        limit = config.micro_batch_tokens if config.on_too_long == "error" else None
+        self.encoder = SFTEncoder(PromptEncoder(load_tokenizer(config.model)), max_tokens=limit)
         world = self.trainer.world
         if loop.batch_size % world.data_size:
             raise ConfigError(
@@ -103,7 +100,11 @@ class SupervisedWorker(Worker):
         dataset = open_dataset(data, Split.TRAIN)
         self.loader = open_loader(dataset, loader, rank=world.data_rank, world=world.data_size)
         self.batch_size = loop.batch_size // world.data_size
-        self.held_out = self._held_out(data, loop) if loop.eval_every else []
+        self.held_out: list[Prompt] = []
+        self.reason = ""
+        """Why there are no evaluations; empty where there are, or where none were asked for."""
+        if loop.eval_every:
+            self._open_held_out(data, loop)
 
     @abstractmethod
     def _open_trainer(self, config: EngineConfig) -> Trainer: ...
@@ -117,10 +118,13 @@ class SupervisedWorker(Worker):
         """Figures over all ranks' held-out rows."""
 
     def train(self, num_steps: int) -> dict[str, float]:
-        """The figures of the last of these steps."""
+        """The figures of the last of these steps; what was left out is counted over all of them."""
         figures: dict[str, float] = {}
+        num_skipped = 0.0
         for _ in range(num_steps):
             figures = self._update(self.loader.next(self.batch_size))
+            num_skipped += figures["skipped_samples"]
+        figures["skipped_samples"] = num_skipped
         prefix = f"{self.group_name}/"
         return {prefix + key.removeprefix(prefix): value for key, value in figures.items()}
 
@@ -147,18 +151,21 @@ class SupervisedWorker(Worker):
     def export(self, folder: str) -> None:
         self.trainer.export(folder)
 
-    def _held_out(self, data: PartConfig, loop: SupervisedLoopConfig) -> list[Prompt]:
+    def why_no_evaluations(self) -> str:
+        return self.reason
+
+    def _open_held_out(self, data: PartConfig, loop: SupervisedLoopConfig) -> None:
         """This rank's part. Now and not at the first evaluation: hours of training may lie before that."""
         try:
             rows = open_indexed(data, Split.HELD_OUT)
         except DataError as error:
-            log.warning("no evaluations: %s", error)
-            return []
+            self.reason = str(error)
+            return
         world, count = self.trainer.world, min(loop.eval_examples, len(rows))
         if count < world.data_size:
-            log.warning("no evaluations: %d held-out rows for %d ranks", count, world.data_size)
-            return []
-        return [rows[number] for number in range(world.data_rank, count, world.data_size)]
+            self.reason = f"{count} held-out rows for {world.data_size} ranks"
+            return
+        self.held_out = [rows[number] for number in range(world.data_rank, count, world.data_size)]
 
 
 class SupervisedWorkflow:
@@ -186,6 +193,8 @@ class SupervisedWorkflow:
                 self.folder, {config.workflow: worker}, loop.keep_checkpoints, loop.timeout_s
             )
             step = checkpoints.load_latest()
+            reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
+            notes = [f"no evaluations: {reason}"] if reason else []
             while step < loop.steps:
                 num_steps = min(loop.report_every, loop.steps - step)
                 figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
@@ -193,7 +202,7 @@ class SupervisedWorkflow:
                 if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
                     figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
                 try:
-                    self._report(step, figures)
+                    self._report(step, figures, notes)
                 except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
                     checkpoints.save(step)
                     raise
@@ -203,9 +212,11 @@ class SupervisedWorkflow:
                     checkpoints.save(step)
             worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
 
-    def _report(self, step: int, figures: Mapping[str, float]) -> None:
+    def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:
+        report = StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures, notes=tuple(notes))
+        notes.clear()  # said once
         for observer in self.observers:
-            observer(StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures))
+            observer(report)
 
 
 def crosses(step: int, num_steps: int, every: int) -> bool:

@@ -85,3 +85,24 @@ def test_rows_without_a_pair_are_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 9, encoding="utf-8")
     with pytest.raises(WorkerError, match="`chosen` and `rejected`"):
         train(tmp_path / "run", "dpo", f"data.path={path}", "data.held_out=0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("workflow", ["reward_model", "dpo"])
+def test_pairs_that_are_too_long_are_left_out_and_counted_when_asked(workflow: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    long = {"prompt": "write", "chosen": "1" * 90, "rejected": "a"}
+    path.write_text("\n".join(json.dumps(row) for row in [*pairs(15), long]), encoding="utf-8")
+    changes = (
+        "trainer.micro_batch_tokens=64",
+        "loop.batch_size=16",
+        "data.held_out=0.0",
+        "loop.eval_every=0",
+    )
+    skipping = (*changes, 'trainer.on_too_long="skip"')
+    _, reports = train(tmp_path / "runs", workflow, f"data.path={path}", *skipping, steps=1)
+    assert reports[-1].metrics[f"{workflow}/skipped_samples"] == 1
+    assert reports[-1].metrics[f"{workflow}/samples"] == 15
+    with pytest.raises(WorkerError, match=r"pairs/15: .* the limit is 64.*on_too_long"):
+        train(tmp_path / "refused", workflow, f"data.path={path}", *changes, steps=1)

@@ -117,6 +117,16 @@ def test_rows_that_cannot_be_right_are_refused() -> None:
         t.update([Row("a", np.array([0, VOCAB], dtype=np.int32), np.ones(2, dtype=np.bool_))])
 
 
+def test_rows_that_are_too_long_are_an_error_or_left_out_and_counted() -> None:
+    long = Row("long", np.zeros(60, dtype=np.int32), np.ones(60, dtype=np.bool_))
+    with pytest.raises(InvalidSampleError, match="60 tokens"):
+        sft().update([*rows(), long])
+    skipping = sft(on_too_long="skip")
+    metrics = skipping.update([*rows(), long])
+    assert metrics["skipped_samples"] == 1 and metrics["loss"] == sft().update(rows())["loss"]
+    assert skipping.evaluate([*rows(), long]) == skipping.evaluate(rows())
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused_at_construction() -> None:
     small = ModelConfig(shape={**SHAPE, "vocab_size": 16}, tokenizer="chars")
     with pytest.raises(ModelError, match="do not belong together"):
