@@ -35,15 +35,29 @@ class RunCheckpoints:
         self._timeout_s = timeout_s
 
     def save(self, step: int) -> Path:
+        """Raises CheckpointError where it cannot be written; those before it stay as they are."""
         folder = self._folder / f"step-{step:06d}"
         shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._write(folder, step)
+        except (OSError, WorkerError) as error:
+            free_mb = shutil.disk_usage(self._folder).free / 1e6
+            shutil.rmtree(folder, ignore_errors=True)  # half a checkpoint only takes room
+            whole = whole_checkpoints(self._run)
+            kept = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self._folder} with {free_mb:,.0f} MB free "
+                f"({str(error).splitlines()[0]}); {kept}. Make room or lower loop.keep_checkpoints, then resume"
+            ) from error
+        self._drop_old()
+        return folder
+
+    def _write(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True)
         handles = [group.save(str(folder / name)) for name, group in self._groups.items()]
         for handle in handles:
             handle.wait(timeout_s=self._timeout_s)
         write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
-        self._drop_old()
-        return folder
 
     def load_latest(self) -> int:
         """Load the newest whole checkpoint into the groups; the step that it holds, 0 when there is none.

@@ -227,10 +227,11 @@ class RolloutWorker(Worker):
     @concurrent
     def update(self, manifest: SealedManifest, interrupt: bool) -> Pulled:
         """Take new weights between two steps of the engine; running sequences continue under them, beside the proof."""
+        opened = manifest.open()  # before the engine is stopped for it
         with self.device_lock(), self._updating:
             self.engine.pause(PauseMode.INTERRUPT if interrupt else PauseMode.FINISH, self.sync.timeout_s)
             try:
-                self.engine.update_weights(self.receiver.pull(manifest.open()), manifest.version)
+                self.engine.update_weights(self.receiver.pull(opened), manifest.version)
             finally:
                 self.engine.resume()
             name = f"{self.group_name}[{self.rank}]"

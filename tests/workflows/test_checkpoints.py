@@ -57,6 +57,24 @@ def saved(root: Path, *steps: int) -> tuple[Run, RunCheckpoints, OneNumber]:
     return run, checkpoints, group
 
 
+def test_one_that_cannot_be_written_is_named_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, checkpoints, group = saved(tmp_path, 2)
+
+    def full(folder: str) -> Done:
+        Path(folder).mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(group, "save", full)
+    with pytest.raises(
+        CheckpointError, match=r"step 4 could not.* MB free .*No space left.*of step 2 is whole"
+    ):
+        checkpoints.save(4)
+    assert [path.name for path in run.checkpoints_dir.iterdir()] == ["step-000002"]
+    assert checkpoints.load_latest() == 2
+
+
 def test_the_newest_whole_one_is_loaded_and_only_so_many_are_kept(tmp_path: Path) -> None:
     run, checkpoints, group = saved(tmp_path, 1, 2, 3, 4)
     assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 3, 4]
