@@ -21,6 +21,17 @@ from rill.errors import ConfigError, UnknownNameError
 
 DEFAULT = "default"
 _MAX_SHOWN = 80
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a text",
+}
+"""Kinds of pydantic's, in shorter words than its own."""
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -86,6 +97,8 @@ class _Report:
             return head, f"unknown key{self._nearest(path)}"
         if kind in ("value_error", "assertion_error"):
             return head, message.partition(", ")[2]
+        if kind in _EXPECTED:
+            return head, f"expected {_EXPECTED[kind]}"
         expected = message.removeprefix("Input should be ")
         return head, expected if expected == message else f"expected {expected}"
 

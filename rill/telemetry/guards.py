@@ -99,6 +99,15 @@ WATCHED = (
         patience=2,
     ),
     Guard(
+        name="no reward",
+        metric="rollout/errors",
+        is_off=lambda value: value >= 1.0,
+        expected="at most 10 %",
+        meaning="Every single reward failed, so nothing can be learned: mend the reward, then resume.",
+        patience=3,
+        action=Action.STOP,
+    ),
+    Guard(
         name="empty answers",
         metric="length/response",
         is_off=lambda value: value <= 1.0,

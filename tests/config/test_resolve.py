@@ -68,7 +68,7 @@ def test_a_key_like_no_other_lists_the_valid_ones(tmp_path: Path) -> None:
 
 def test_a_value_of_the_wrong_type_says_what_was_expected(tmp_path: Path) -> None:
     message = mistake(tmp_path, VALID + "[trainer]\nlearning_rate = 'fast'\n")
-    assert message.startswith('r.toml:4: trainer.learning_rate = "fast": expected a valid number')
+    assert message == 'r.toml:4: trainer.learning_rate = "fast": expected a number'
 
 
 def test_a_value_out_of_range_says_the_range(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_contradiction_within_a_table_is_told_in_the_words_of_its_owner(tmp_pa
 def test_the_members_of_a_union_complain_once(tmp_path: Path) -> None:
     message = mistake(tmp_path, VALID, "trainer.warmup=soon")
     assert message.count("\n") == 0
-    assert message.startswith('command line: trainer.warmup = "soon": expected a valid integer')
+    assert message.startswith('command line: trainer.warmup = "soon": expected a whole number')
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
