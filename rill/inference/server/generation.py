@@ -1,32 +1,26 @@
-"""Between the event loop and the engine's thread.
+"""Runs requests on the engine for those who wait on the event loop: for whole answers, or for streams (hub.py carries
+what the engine's thread reports).
 
-        engine thread                                  event loop
-   on_delta(d) ──▶ pending ──┐ one wake-up, however many   ┌──▶ stream A ──▶ one event for each sample
-   on_delta(d) ──▶ pending ──┤ are pending: at once for    ├──▶ stream B ──▶ …
-   future done ──▶ pending ──┘ first tokens and ends,      └──▶ …
-                               else every stream_interval_s, or 1 ms for each stream
-
-A request that is not streamed costs the loop one wake-up, when it ends. A stream sends everything new as one event for
-each sample: a loop that falls behind sends larger events, not later ones. Whoever stops waiting (disconnect, deadline,
-cancel) has its requests aborted.
+A stream sends everything new as one event for each sample: a loop that falls behind sends larger events, not later
+ones. Whoever stops waiting (disconnect, deadline, cancel) has its requests aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fastapi import Request as HttpRequest
 
 from rill.inference.base import Completion, Delta, Engine, Request
 from rill.inference.replica_outbox import PackedDeltas
 from rill.inference.server.errors import ApiError
+from rill.inference.server.hub import Hub, News
 from rill.inference.server.metrics import Metrics
 from rill.types import Floats, Ints, TokenIds
 
@@ -50,26 +44,26 @@ class Generation:
         self._engine = engine
         self._metrics = metrics
         self._timeout_s = timeout_s or None
-        self._hub = _Hub(asyncio.get_running_loop(), stream_interval_s)
+        self._hub = Hub(asyncio.get_running_loop(), stream_interval_s)
 
     async def run(self, requests: Sequence[Request], http: HttpRequest) -> list[Completion]:
         """All completions, in the order of the requests."""
         started = time.perf_counter()
-        futures = [asyncio.wrap_future(f) for f in self._engine.submit(requests)]
-        gone = asyncio.ensure_future(_disconnected(http))
-        everything = asyncio.gather(*futures)
+        futures = self._engine.submit(requests)
+        whole = _WholeAnswer(len(futures))
+        for future in futures:
+            future.add_done_callback(lambda done: self._hub.push_end(whole, done))
+        deadline = self._hub.call_later(self._timeout_s, lambda: whole.give_up(_gave_up(self._timeout_s)))
         try:
-            waits: list[asyncio.Future[Any]] = [everything, gone]
-            done, _ = await asyncio.wait(waits, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if everything not in done:
-                raise _gave_up(self._timeout_s) if gone not in done else ApiError(499, "the client went away")
-            completions = everything.result()
+            with _watched(http, lambda: whole.give_up(_went_away())):
+                await whole.wait()
+            completions = [future.result() for future in futures]
         except BaseException:
             self._give_up(requests)
             raise
         finally:
-            gone.cancel()
-            everything.cancel()
+            if deadline is not None:
+                deadline.cancel()
         self._observe(requests, completions, time.perf_counter() - started)
         return completions
 
@@ -89,23 +83,12 @@ class Generation:
         for future in futures:
             future.add_done_callback(stream.on_done)
         try:
-            await self._first_news(stream, http)
+            with _watched(http, lambda: stream.give_up(_went_away())):
+                await stream.begun()
         except BaseException:
             stream.close()
             raise
         return stream
-
-    async def _first_news(self, stream: SampleStream, http: HttpRequest) -> None:
-        gone = asyncio.ensure_future(_disconnected(http))
-        begun = asyncio.ensure_future(stream.begun())
-        try:
-            done, _ = await asyncio.wait((begun, gone), return_when=asyncio.FIRST_COMPLETED)
-            if begun not in done:
-                raise ApiError(499, "the client went away")
-            begun.result()
-        finally:
-            gone.cancel()
-            begun.cancel()
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         self._metrics.num_aborted += len(requests)
@@ -119,6 +102,29 @@ class Generation:
             self._metrics.count_completion(len(completion.token_ids))
 
 
+class _WholeAnswer:
+    """Waits for all samples of one HTTP request, or for the first that fails."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_left = num_samples
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> None:
+        await self._over
+
+    def deliver(self, news: Sequence[News]) -> None:
+        self._num_left -= len(news)
+        for item in news:
+            if not isinstance(item, Delta) and (error := item.exception()) is not None:
+                self.give_up(error)
+        if self._num_left == 0 and not self._over.done():
+            self._over.set_result(None)
+
+    def give_up(self, error: BaseException) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+
 class SampleStream:
     """The samples of one HTTP request as they grow. Iterates over batches of pieces; close() aborts the rest."""
 
@@ -128,13 +134,15 @@ class SampleStream:
         self._index = {r.id: i for i, r in enumerate(requests)}
         self._received = [0] * len(requests)
         self._completions: list[Completion] = []
-        self._news: list[Delta | Future[Completion]] = []
+        self._news: list[News] = []
         self._wake = asyncio.Event()
         self._opened_at = time.perf_counter()
         self._is_closed = False
-        self._is_late = False
+        self._error: ApiError | None = None
         # One timer for the whole stream: a timeout around every wait would cost a task each.
-        self._deadline = owner._hub.call_later(owner._timeout_s, self._be_late)
+        self._deadline = owner._hub.call_later(
+            owner._timeout_s, lambda: self.give_up(_gave_up(owner._timeout_s))
+        )
         self.has_token = False
         """Whether a token has come; set on the engine's thread."""
 
@@ -146,15 +154,20 @@ class SampleStream:
         """Called on the engine's thread. The order with the last delta does not matter."""
         self._owner._hub.push_end(self, future)
 
-    def deliver(self, news: list[Delta | Future[Completion]]) -> None:
+    def deliver(self, news: Sequence[News]) -> None:
         self._news.extend(news)
         self._wake.set()
 
+    def give_up(self, error: ApiError) -> None:
+        """Whoever waits for the stream gets this error."""
+        self._error = error
+        self._wake.set()
+
     async def begun(self) -> None:
-        """Waits for the first news; raises where they are that a sample failed, or that it is too late."""
+        """Waits for the first news; raises where they are that a sample failed, or that somebody gave up."""
         await self._wake.wait()
-        if self._is_late:
-            raise _gave_up(self._owner._timeout_s)
+        if self._error is not None:
+            raise self._error
         for item in self._news:
             if not isinstance(item, Delta):
                 item.result()
@@ -164,8 +177,8 @@ class SampleStream:
         while len(self._completions) < len(self._requests):
             await self._wake.wait()
             self._wake.clear()
-            if self._is_late:
-                raise _gave_up(self._owner._timeout_s)
+            if self._error is not None:
+                raise self._error
             news, self._news = self._news, []
             ends = [item for item in news if not isinstance(item, Delta)]
             pieces = self._pieces([item for item in news if isinstance(item, Delta)], ends)
@@ -188,10 +201,6 @@ class SampleStream:
         self._owner._hub.unregister(self)
         if is_under_way and len(self._completions) < len(self._requests):
             self._owner._give_up(self._requests)
-
-    def _be_late(self) -> None:
-        self._is_late = True
-        self._wake.set()
 
     def _pieces(self, deltas: Sequence[Delta], ends: Sequence[Future[Completion]]) -> list[Piece]:
         """One piece for each sample, however many tokens it gained: what waits behind a busy loop travels together."""
@@ -230,91 +239,25 @@ class SampleStream:
         )
 
 
-_STREAM_SHARE_S = 0.001
-"""What every open stream adds to the interval, at least: an event costs the loop a seventh of that."""
+@contextmanager
+def _watched(http: HttpRequest, on_gone: Callable[[], None]) -> Iterator[None]:
+    """`on_gone` is called when the client leaves while the block runs."""
+
+    async def watch() -> None:
+        # The body has been read, so the next message can be nothing else.
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
 
 
-class _Hub:
-    """Carries deltas from the engine's thread to the streams of one event loop.
-
-    A stream's first token and every end are urgent: everything pending goes with them. The rest waits until
-    `interval_s` after the last flush, or longer where there are many streams.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
-        self._loop = loop
-        self._least_interval_s = interval_s
-        self._lock = threading.Lock()
-        self._pending: list[tuple[SampleStream, Delta | Future[Completion]]] = []
-        self._is_scheduled = False
-        self._is_urgent = False
-        self._flushed_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._streams: dict[str, SampleStream] = {}
-
-    @property
-    def interval_s(self) -> float:
-        """Many streams: larger events, not more of the processor than the engine can spare."""
-        return max(self._least_interval_s, len(self._streams) * _STREAM_SHARE_S)
-
-    def call_later(self, wait_s: float | None, act: Callable[[], None]) -> asyncio.TimerHandle | None:
-        return None if wait_s is None else self._loop.call_later(wait_s, act)
-
-    def register(self, stream: SampleStream) -> None:
-        for request_id in stream.request_ids:
-            self._streams[request_id] = stream
-
-    def unregister(self, stream: SampleStream) -> None:
-        for request_id in stream.request_ids:
-            self._streams.pop(request_id, None)
-
-    def push(self, delta: Delta) -> None:
-        """Engine thread: tokens of a request."""
-        stream = self._streams.get(delta.request_id)
-        if stream is None:
-            return  # nobody reads it any more
-        is_first, stream.has_token = not stream.has_token, True
-        self._push(stream, delta, is_urgent=is_first or self._least_interval_s == 0)
-
-    def push_end(self, stream: SampleStream, future: Future[Completion]) -> None:
-        """Engine thread: a request has ended."""
-        self._push(stream, future, is_urgent=True)
-
-    def _push(self, stream: SampleStream, item: Delta | Future[Completion], *, is_urgent: bool) -> None:
-        with self._lock:
-            self._pending.append((stream, item))
-            if self._is_urgent or (self._is_scheduled and not is_urgent):
-                return
-            self._is_urgent |= is_urgent
-            self._is_scheduled = True
-        try:
-            self._loop.call_soon_threadsafe(self._flush if is_urgent else self._flush_later)
-        except RuntimeError:
-            return  # the loop is closed: nobody reads any more
-
-    def _flush_later(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._flushed_at + self.interval_s, self._flush)
-
-    def _flush(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        with self._lock:
-            pending, self._pending = self._pending, []
-            self._is_scheduled = self._is_urgent = False
-        self._flushed_at = self._loop.time()
-        news: dict[int, tuple[SampleStream, list[Delta | Future[Completion]]]] = {}
-        for stream, item in pending:
-            news.setdefault(id(stream), (stream, []))[1].append(item)
-        for stream, items in news.values():
-            stream.deliver(items)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    """Returns when the client has gone. The body has been read, so the next message can be nothing else."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+def _went_away() -> ApiError:
+    return ApiError(499, "the client went away")
 
 
 def _gave_up(timeout_s: float | None) -> ApiError:
