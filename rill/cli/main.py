@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import RillError, RunError, WorkerError, mistake_behind
+from rill.errors import CheckpointError, RillError, RunError, TrainingError, UserError, WorkerError
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -118,10 +118,10 @@ def root(
 
 
 def explain(error: RillError) -> tuple[str, int]:
-    """The message and the exit code. A user's mistake needs no traceback, even if a worker found it."""
-    mistake = mistake_behind(error)
-    if isinstance(error, WorkerError) and mistake is not None:
-        return f"{mistake} (found by {error.group}[{error.rank}])", mistake.exit_code
+    """The message and the exit code. What is said in words needs no traceback, even if a worker found it."""
+    cause = error.__cause__
+    if isinstance(error, WorkerError) and isinstance(cause, UserError | TrainingError | CheckpointError):
+        return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
     return str(error), error.exit_code
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rill.cli.main import COMMANDS, explain
-from rill.errors import UnknownNameError, WorkerError
+from rill.errors import TrainingError, UnknownNameError, WorkerError
 from rill.registry import load_target
 from rill.telemetry.run import Run
 
@@ -246,6 +246,8 @@ def test_a_users_mistake_that_a_worker_found_comes_without_its_traceback() -> No
     assert explain(error) == (str(error), 1)
     error.__cause__ = UnknownNameError("no such thing")
     assert explain(error) == ("no such thing (found by rollout[1])", 2)
+    error.__cause__ = TrainingError("step 2: the loss (nan) is not finite")
+    assert explain(error) == ("step 2: the loss (nan) is not finite (found by rollout[1])", 1)
 
 
 def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:
