@@ -41,7 +41,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 
     description_file, tensors_file = (Path(folder) / name for name in ADAPTER_FILES)
     try:
-        description = json.loads(description_file.read_text())
+        description = json.loads(description_file.read_text(encoding="utf-8"))
         rank, alpha = float(description["r"]), float(description["lora_alpha"])
         scale = alpha / (rank**0.5 if description.get("use_rslora") else rank)
         tensors = load_file(tensors_file)

@@ -43,6 +43,7 @@ class Admission:
         self._check(request)
         tokens = [int(t) for t in request.token_ids]
         arrival = next(self._counter)
+        eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
         matcher = None
         if params.stop:
             assert self._tokenizer is not None
@@ -56,8 +57,8 @@ class Admission:
             future=Future(),
             on_delta=on_delta,
             stop_matcher=matcher,
-            stop_ids=frozenset(params.stop_token_ids),
-            eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+            eos_ids=eos_ids,
+            end_ids=eos_ids.union(params.stop_token_ids),
             has_edits=has_edits(params),
             needs_history=needs_history(params),
             max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),

@@ -1,4 +1,4 @@
-"""Turns the scheduler's chunks into the flat arrays that a step computes on.
+"""Turns the scheduler's work into the flat arrays that a step computes on.
 
 What stays the same from step to step for a running sequence (its block table, its sampling parameters) lives in
 tables with one row per slot, so that a step of pure generation is built by a few NumPy operations however many
@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from rill.inference.native.block_manager import NULL_BLOCK
 from rill.inference.native.sampler import LogitEdits, SamplingBatch, collect_edits, uniforms
-from rill.inference.native.scheduler import Chunk
+from rill.inference.native.scheduler import Chunk, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.types import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -38,7 +39,6 @@ class ScoredRows:
 
 @dataclass(slots=True)
 class StepBatch:
-    chunks: list[Chunk]
     token_ids_N: Int64s
     positions_N: Int64s
     kv_slots_N: Int64s
@@ -66,7 +66,7 @@ class StepBatch:
 
     @property
     def num_seqs(self) -> int:
-        return len(self.chunks)
+        return len(self.slots_B)
 
     @property
     def block_tables(self) -> Int32s:
@@ -76,11 +76,11 @@ class StepBatch:
     @property
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
-        return self.num_decodes == len(self.sampled) == len(self.chunks)
+        return self.num_decodes == len(self.sampled) == self.num_seqs
 
     @property
     def max_query_len(self) -> int:
-        return max(chunk.length for chunk in self.chunks)
+        return int(np.diff(self.query_starts_B1).max())
 
     @property
     def max_context_len(self) -> int:
@@ -101,40 +101,41 @@ class BatchBuilder:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._updates: list[tuple[int, int, int]] = []
 
-    def build(self, chunks: list[Chunk]) -> StepBatch:
+    def build(self, work: Work) -> StepBatch:
         """Sequences with one token come first; the order is otherwise the scheduler's."""
-        longer = [c for c in chunks if c.length > 1]
-        num_decodes = len(chunks) - len(longer)
-        if longer:
-            chunks = [c for c in chunks if c.length == 1] + longer
-        seqs = [c.seq for c in chunks]
-        for seq in seqs:
-            slot = seq.slot
-            if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
-                self._give_slot(seq)
-            if self._num_blocks[slot] < len(seq.block_ids):
-                self._extend_table(seq)
+        decodes = work.decodes
+        for seq in work.grown:
+            self._extend_table(seq)
+        for chunk in work.chunks:
+            self._seat(chunk.seq)
+        longer = [c for c in work.chunks if c.length > 1]
+        chunks = [c for c in work.chunks if c.length == 1] + longer
+        seqs = decodes + [c.seq for c in chunks]
+        begun = slice(len(decodes), len(seqs))  # the rows of chunks
         slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
-        starts_B = np.array([c.start for c in chunks], dtype=np.int64)
-        lengths_B = np.array([c.length for c in chunks], dtype=np.int64)
-        ends_B = starts_B + lengths_B
-        query_starts_B1 = np.zeros(len(chunks) + 1, dtype=np.int32)
+        ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
+        lengths_B = np.ones(len(seqs), dtype=np.int64)
+        lengths_B[begun] = [c.length for c in chunks]
+        query_starts_B1 = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(lengths_B, out=query_starts_B1[1:])
 
-        row_N = np.repeat(np.arange(len(chunks)), lengths_B)
-        positions_N = np.arange(len(row_N)) - query_starts_B1[row_N] + starts_B[row_N]
+        row_N, positions_N = np.arange(len(seqs)), ends_B - lengths_B
+        if longer:
+            row_N = np.repeat(row_N, lengths_B)
+            positions_N = np.arange(len(row_N)) - query_starts_B1[row_N] + positions_N[row_N]
         size = self.block_size
         blocks_N = self._tables[slots_B[row_N], positions_N // size].astype(np.int64)
-        shared_B = np.array([seq.num_shared for seq in seqs], dtype=np.int64)
-        blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
+        is_sampled_B = np.ones(len(seqs), dtype=np.bool_)
+        if chunks:
+            is_sampled_B[begun] = [c.is_last and not c.seq.is_scored for c in chunks]
+            shared_B = np.zeros(len(seqs), dtype=np.int64)  # what is generated never lies in a shared block
+            shared_B[begun] = [c.seq.num_shared for c in chunks]
+            blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
+        sampled = seqs if is_sampled_B.all() else [seqs[i] for i in np.flatnonzero(is_sampled_B)]
+        sampled_slots_S = slots_B[is_sampled_B]
         updates, self._updates = self._updates, []
-
-        sampled_B = np.array([c.is_last and not c.seq.is_scored for c in chunks], dtype=np.bool_)
-        sampled = seqs if sampled_B.all() else [seqs[i] for i in np.flatnonzero(sampled_B)]
-        sampled_slots_S = slots_B[sampled_B]
         return StepBatch(
-            chunks=chunks,
-            token_ids_N=_token_ids(chunks, len(row_N)),
+            token_ids_N=_token_ids(decodes, chunks),
             positions_N=positions_N,
             kv_slots_N=blocks_N * size + positions_N % size,
             slots_B=slots_B,
@@ -143,26 +144,34 @@ class BatchBuilder:
             tables=self._tables,
             table_updates=updates,
             block_size=size,
-            num_decodes=num_decodes,
+            num_decodes=len(seqs) - len(longer),
             sampled=sampled,
-            sampled_rows_S=query_starts_B1[1:][sampled_B].astype(np.int64) - 1,
+            sampled_rows_S=query_starts_B1[1:][is_sampled_B].astype(np.int64) - 1,
             sampled_slots_S=sampled_slots_S,
-            sampling=self._sampling(sampled, sampled_slots_S, ends_B[sampled_B]),
+            sampling=self._sampling(sampled, sampled_slots_S, ends_B[is_sampled_B]),
             scored=[
-                _scored_rows(c, int(s))
-                for c, s in zip(chunks, query_starts_B1, strict=False)
+                _scored_rows(c, int(start))
+                for c, start in zip(chunks, query_starts_B1[begun], strict=True)
                 if c.seq.is_scored
             ],
-            adapters=_adapter_rows(chunks, row_N),
+            adapters=_adapter_rows(seqs, row_N),
         )
 
     def forget(self) -> None:
         """All block tables are void: the cache has been given back."""
         self._owner = [None] * len(self._owner)
 
-    def _give_slot(self, seq: Sequence) -> None:
-        """A sequence is new in its slot, or back in it after a preemption, with other blocks."""
+    def _seat(self, seq: Sequence) -> None:
+        """Whatever of a sequence's row is not there yet: all of it where the sequence is new in its slot, or back in it
+        after a preemption, with other blocks."""
         slot, params = seq.slot, seq.request.sampling
+        if self._owner[slot] is not seq or self._admission[slot] != seq.num_preempted:
+            self._give_slot(seq, params)
+        if self._num_blocks[slot] < len(seq.block_ids):
+            self._extend_table(seq)
+
+    def _give_slot(self, seq: Sequence, params: SamplingParams) -> None:
+        slot = seq.slot
         self._owner[slot] = seq
         self._admission[slot] = seq.num_preempted
         self._num_blocks[slot] = 0
@@ -202,15 +211,13 @@ def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]
     return np.repeat(rows, counts), columns
 
 
-def _token_ids(chunks: list[Chunk], num_tokens: int) -> Int64s:
-    ids: list[int] = []
+def _token_ids(decodes: list[Sequence], chunks: list[Chunk]) -> Int64s:
+    ids = [
+        tokens[count - 1] if (count := seq.num_computed) <= len(tokens := seq.tokens) else IN_FLIGHT
+        for seq in decodes
+    ]
     for chunk in chunks:
-        tokens, start = chunk.seq.tokens, chunk.start
-        if chunk.length == 1:
-            ids.append(tokens[start] if start < len(tokens) else IN_FLIGHT)
-        else:
-            ids += tokens[start : start + chunk.length]
-    assert len(ids) == num_tokens
+        ids += chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
     return np.array(ids, dtype=np.int64)
 
 
@@ -222,9 +229,10 @@ def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
     return ScoredRows(chunk, rows, targets, seq.temperature)
 
 
-def _adapter_rows(chunks: list[Chunk], row_N: Int64s) -> dict[str, Int64s]:
-    names = [chunk.seq.request.adapter for chunk in chunks]
+def _adapter_rows(seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:
+    names = [seq.request.adapter for seq in seqs]
     return {
         name: np.flatnonzero(np.isin(row_N, [i for i, other in enumerate(names) if other == name]))
-        for name in dict.fromkeys(n for n in names if n is not None)
+        for name in dict.fromkeys(names)
+        if name is not None
     }

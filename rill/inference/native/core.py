@@ -19,7 +19,7 @@ from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.model_runner import ModelRunner, PendingStep
 from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import NeedsResults, Scheduler
-from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.inference.native.sequence import ScoredSequence, Sequence, Status
 from rill.inference.tally import Tally
 from rill.types import PolicyVersion, StopReason
 
@@ -75,20 +75,20 @@ class EngineCore:
             if isinstance(seq, ScoredSequence):
                 self.outlet.fail(seq, EngineError("scoring was aborted"))
             else:
-                self.outlet.deliver([News(seq, StopReason.ABORTED)])
+                self.outlet.deliver([(seq, StopReason.ABORTED)])
 
     def step(self) -> None:
         """schedule -> run -> postprocess."""
         try:
             if self._needs_results_first():
                 self.drain()
-            chunks = self.scheduler.schedule()
+            work = self.scheduler.schedule()
         except NeedsResults:
             self.drain()
-            chunks = self.scheduler.schedule()
+            work = self.scheduler.schedule()
         launched = None
-        if chunks:
-            batch = self.builder.build(chunks)
+        if work:
+            batch = self.builder.build(work)
             launched = (batch, self.runner.launch(batch))
             self._steps += 1
         previous, self._pending = self._pending, launched
@@ -123,7 +123,7 @@ class EngineCore:
             if isinstance(seq, ScoredSequence):
                 self.outlet.fail(seq, EngineError("the engine closed"))
             else:
-                self.outlet.deliver([News(seq, StopReason.ABORTED)])
+                self.outlet.deliver([(seq, StopReason.ABORTED)])
         self.live.clear()
         self.runner.free_cache()
 
@@ -147,18 +147,19 @@ class EngineCore:
     def _postprocess(self, batch: StepBatch, step: PendingStep) -> None:
         result = step.result()
         version, blocks = int(self.version), self.scheduler.blocks
+        size = blocks.block_size
         self._sampled_tokens += len(result.tokens_S)
         news: list[News] = []
         for seq, token, logprob in zip(batch.sampled, result.tokens_S, result.logprobs_S, strict=True):
             seq.num_in_flight -= 1
-            if seq.is_finished:
+            if seq.status is Status.FINISHED:
                 continue  # it ended one step earlier; this token was computed before that was known
             reason = seq.append(token, logprob, version)
             if reason is not None:
                 self._end(seq)
-            elif len(seq.tokens) % blocks.block_size < 2:  # a block has just become known, or computed
+            elif len(seq.tokens) % size < 2:  # a block has just become known, or computed
                 blocks.publish(seq)
-            news.append(News(seq, reason))
+            news.append((seq, reason))
         self._tally.grow(len(news))
         self.outlet.deliver(news)
         for scored, values in zip(batch.scored, result.scores, strict=True):

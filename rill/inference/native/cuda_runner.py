@@ -263,10 +263,11 @@ class CudaRunner(ModelRunner):
             lens = batch.positions_N.astype(np.int32) + 1
             slots = np.repeat(slots, np.diff(batch.query_starts_B1))
             num_decodes = batch.num_tokens
+        counts = np.diff(batch.query_starts_B1).tolist()
         tiles = [
             (row, offset)
             for row in range(num_decodes, batch.num_seqs)
-            for offset in range(0, batch.chunks[row].length, PREFILL_TILE)
+            for offset in range(0, counts[row], PREFILL_TILE)
         ]
         flat_tiles = np.array(tiles, dtype=np.int32).reshape(-1)
         work, runs = work_in_runs(lens[:num_decodes], slots[:num_decodes], self.max_num_seqs)

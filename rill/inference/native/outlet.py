@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from rill.inference.base import Delta
 from rill.inference.native.sequence import ScoredSequence, Sequence
@@ -26,11 +26,8 @@ from rill.types import StopReason
 logger = logging.getLogger(__name__)
 
 
-class News(NamedTuple):
-    """A sequence with tokens that were not yet delivered, or one that has ended."""
-
-    seq: Sequence
-    reason: StopReason | None
+News = tuple[Sequence, StopReason | None]
+"""A sequence with tokens that were not yet delivered; with a reason, one that has ended."""
 
 
 class Outlet(Protocol):

@@ -97,7 +97,7 @@ def collect_edits(edits: LogitEdits, row: int, seq: Sequence, num_generated: int
         ]
     bias = dict(params.logit_bias)
     if num_generated < params.min_new_tokens:
-        bias |= dict.fromkeys(seq.eos_ids | seq.stop_ids, float("-inf"))
+        bias |= dict.fromkeys(seq.end_ids, float("-inf"))
     edits.biased += [(row, token, value) for token, value in bias.items()]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rill.inference.native.block_manager import BlockManager, OutOfBlocks
@@ -32,6 +33,21 @@ class Chunk(NamedTuple):
     length: int
     is_last: bool
     """The chunk ends at the sequence's newest token, so the step samples the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step computes."""
+
+    decodes: list[Sequence]
+    """In the middle of generation: each computes its newest token and samples the next."""
+    grown: list[Sequence]
+    """Those of them that have a new block."""
+    chunks: list[Chunk]
+    """Prompts and texts to be scored, or parts of them."""
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
 
 
 class Scheduler:
@@ -69,23 +85,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
-    def schedule(self) -> list[Chunk]:
-        """The next step's work; empty when nothing can run."""
+    def schedule(self) -> Work:
+        """The next step's work; nothing when nothing can run."""
         self._make_room()
-        chunks: list[Chunk] = []
         budget = self.max_batched_tokens
-        size = self.blocks.block_size
-        for seq in self.running:
-            if budget > 0 and self._takes_one(seq):
-                # _take() for one sampled token, spelt out: this is the loop that every step runs.
-                end = seq.num_computed + 1
-                if end > len(seq.block_ids) * size:
-                    self.blocks.grow(seq, end)
-                seq.num_computed = end
-                seq.num_in_flight += 1
-                chunks.append(Chunk(seq, end - 1, 1, True))
-                budget -= 1
-        for seq in list(self.running):
+        decodes, grown, rest = self._take_decodes(budget)
+        budget -= len(decodes)
+        chunks: list[Chunk] = []
+        for seq in rest:
             need = seq.num_tokens - seq.num_computed
             if need > (not seq.is_scored) and budget > 0 and not (self.is_frozen and not seq.is_scored):
                 chunk = self._continue_prefill(seq, min(need, budget))
@@ -95,7 +102,34 @@ class Scheduler:
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
             self._is_gathering = not self._free_slots
-        return chunks
+        return Work(decodes, grown, chunks)
+
+    def _take_decodes(self, budget: int) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Who takes its next token, who of them has a new block for it, and who takes none.
+
+        _takes_one() and _take() for one sampled token, spelt out: this is the loop that every step runs.
+        """
+        decodes: list[Sequence] = []
+        grown: list[Sequence] = []
+        rest: list[Sequence] = []
+        if self.is_frozen:
+            return decodes, grown, list(self.running)
+        size = self.blocks.block_size
+        for seq in self.running:
+            num_computed = seq.num_computed
+            num_tokens = len(seq.tokens) + seq.num_in_flight
+            if num_tokens - num_computed != 1 or num_tokens >= seq.max_tokens or seq.is_scored:
+                rest.append(seq)
+                continue
+            if num_computed >= len(seq.block_ids) * size:
+                self.blocks.grow(seq, num_computed + 1)
+                grown.append(seq)
+            seq.num_computed = num_computed + 1
+            seq.num_in_flight += 1
+            decodes.append(seq)
+            if len(decodes) == budget:
+                break  # those behind wait for the next step
+        return decodes, grown, rest
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out for good, wherever it is."""

@@ -46,8 +46,9 @@ class Sequence:
     future: Future[Completion]
     on_delta: Callable[[Delta], None] | None = None
     stop_matcher: StopMatcher | None = None
-    stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
+    """Every token that ends it, those of eos_ids among them."""
     has_edits: bool = False
     """Its parameters change single logits."""
     needs_history: bool = False
@@ -106,10 +107,8 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token in self.eos_ids:
-            return StopReason.EOS
-        if token in self.stop_ids:
-            return StopReason.STOP
+        if token in self.end_ids:
+            return StopReason.EOS if token in self.eos_ids else StopReason.STOP
         if self.stop_matcher is not None and self.stop_matcher.push(token):
             return StopReason.STOP
         if len(self.tokens) >= self.max_tokens:
