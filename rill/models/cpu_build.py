@@ -112,7 +112,7 @@ def _with_headers(source: Path) -> list[Path]:
     """A source and every file beside it that it includes, at any depth."""
     found = [source]
     for path in found:  # grows while it is read
-        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+        for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
             if FOLDER / name not in found:
                 found.append(FOLDER / name)
     return found

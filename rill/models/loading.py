@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
 CHARS = "chars"
 """The name of the built-in character tokenizer."""
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "*vocab*",
+    "*.tiktoken",
+    "*.spm",
+    "*.bpe.model",
+    "tekken.json",
+    "spiece.model",
+)
+"""Files, one of which every tokenizer's folder holds."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,6 +119,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
     folder = model_folder(source, holds="")
+    if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
+        # transformers would make an empty tokenizer of the model's type, and every prompt would have no tokens.
+        raise ModelError(
+            f"{source!r} holds no tokenizer (no tokenizer.json, nor another vocabulary): copy it there, or set "
+            "`model.tokenizer` to a folder that has one"
+        )
     try:
         loader = PreTrainedTokenizerFast if _stands_alone(folder) else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)

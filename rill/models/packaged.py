@@ -116,6 +116,6 @@ def _unpack(source: Path, folder: Path, install: str) -> None:
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
     """Held by the process that converts; the kernel frees it when that process ends, however it ends."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

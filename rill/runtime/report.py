@@ -153,9 +153,9 @@ def write(context: RuntimeContext, report: Report, title: str) -> Path:
     """Write both files; gives the path of the text."""
     folder = report_folder(context)
     stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    (folder / f"{stem}.svg").write_text(report.svg())
+    (folder / f"{stem}.svg").write_text(report.svg(), encoding="utf-8")
     path = folder / f"{stem}.md"
-    path.write_text(report.markdown(title) + f"\n![who waits for whom]({stem}.svg)\n")
+    path.write_text(report.markdown(title) + f"\n![who waits for whom]({stem}.svg)\n", encoding="utf-8")
     return path
 
 

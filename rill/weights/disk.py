@@ -104,7 +104,7 @@ class DiskPublisher(Publisher):
     def finish(self, manifest: WeightManifest) -> WeightManifest:
         if self.config.delta:
             manifest = self._write_buckets(manifest)
-        (self._writing / "manifest.json").write_text(manifest_to_json(manifest))
+        (self._writing / "manifest.json").write_text(manifest_to_json(manifest), encoding="utf-8")
         place = self.folder / version_folder(manifest.version)
         if place.exists():
             raise WeightSyncError(f"{place} exists already: give every run a folder of its own")

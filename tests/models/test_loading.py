@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from rill.models.loading import ModelConfig, load_model
+from rill.errors import ModelError
+from rill.models.loading import ModelConfig, load_model, load_tokenizer
 
 FRESH = {"shape": {"model_type": "qwen2"}, "tokenizer": "chars"}
 
@@ -37,3 +39,11 @@ def test_a_model_in_bfloat16_keeps_its_rotary_frequencies_whether_drawn_or_loade
             assert torch.equal(buffer, wanted), name
     for a, b in zip(drawn.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_model_folder_without_a_tokenizer_is_named_before_every_prompt_comes_out_empty(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ModelError, match=r"holds no tokenizer .*model.tokenizer"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
