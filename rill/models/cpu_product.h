@@ -29,6 +29,7 @@ constexpr int EDGE = 16;                                             // of a til
 template <class T> constexpr int PER_WORD = 4 / sizeof(T);           // elements of k in a word
 template <class T> constexpr int64_t DEPTH = EDGE * PER_WORD<T>;     // elements of k in a tile
 constexpr int64_t TILE_WORDS = EDGE * EDGE;
+template <class T> constexpr int64_t GROUP = sizeof(T) == 4 ? 4 : 2; // row tiles that are multiplied together
 constexpr int64_t CHUNK_TILES = 16;                                  // rows / 16 of a panel part that stays in L2
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -95,9 +96,10 @@ struct Weight {
 #ifdef RILL_AMX
 // Tiles 0 to 3 hold results, 4 and 5 weights, 6 and 7 panels.
 // results: [weight tile][row tile][16][16]
-inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, const uint32_t* const panel[2], int64_t rows,
+inline void multiply_tiles(const bf16* const w[2], int64_t stride, int64_t, const uint32_t* first, int64_t rows,
                            int64_t depth_tiles, float* results) {
     const int64_t bytes = stride * 2;
+    const uint32_t* panel[2] = {first, first + depth_tiles * TILE_WORDS};
     _tile_zero(0);
     _tile_zero(2);
     if (rows > EDGE) {
@@ -133,30 +135,39 @@ inline bool bf16_products() { return may_use_tiles(); }
 struct TileScope {
     ~TileScope() {}
 };
-inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t* const*, int64_t, int64_t, float*) {}
+inline void multiply_tiles(const bf16* const*, int64_t, int64_t, const uint32_t*, int64_t, int64_t, float*) {}
 inline bool bf16_products() { return false; }
 #endif
 
-template <int ROW_TILES>
-__attribute__((noinline)) void multiply_rows(const float* w, int64_t stride, int64_t k, const float* p0,
-                                             const float* p1, float* r0, float* r1) {
-    constexpr int OUTPUTS = 8;
+// The next weights are asked for while these are multiplied: rows of a parameter are too short for the processor to see
+// where reading goes on.
+template <int ROW_TILES, int OUTPUTS>
+__attribute__((noinline)) void multiply_rows(const float* w, int64_t stride, int64_t k, const float* panel,
+                                             int64_t tile_words, float* results) {
     __m512 sum[OUTPUTS][ROW_TILES];
     for (int n = 0; n < OUTPUTS; n++)
         for (int m = 0; m < ROW_TILES; m++) sum[n][m] = _mm512_setzero_ps();
     for (int64_t i = 0; i < k; i++) {
-        __m512 x[2];
-        x[0] = _mm512_load_ps(p0 + i * EDGE);
-        if (ROW_TILES == 2) x[1] = _mm512_load_ps(p1 + i * EDGE);
+        if (i % EDGE == 0)
+            for (int n = 0; n < OUTPUTS; n++) __builtin_prefetch(w + (OUTPUTS + n) * stride + i, 0, 2);
+        __m512 x[ROW_TILES];
+        for (int m = 0; m < ROW_TILES; m++) x[m] = _mm512_load_ps(panel + m * tile_words + i * EDGE);
         for (int n = 0; n < OUTPUTS; n++) {
-            __m512 b = _mm512_set1_ps(w[n * stride + i]);
+            const __m512 b = _mm512_set1_ps(w[n * stride + i]);
             for (int m = 0; m < ROW_TILES; m++) sum[n][m] = _mm512_fmadd_ps(b, x[m], sum[n][m]);
         }
     }
-    for (int n = 0; n < OUTPUTS; n++) {
-        _mm512_store_ps(r0 + n * EDGE, sum[n][0]);
-        if (ROW_TILES == 2) _mm512_store_ps(r1 + n * EDGE, sum[n][1]);
-    }
+    for (int n = 0; n < OUTPUTS; n++)
+        for (int m = 0; m < ROW_TILES; m++) _mm512_store_ps(results + m * TILE_WORDS + n * EDGE, sum[n][m]);
+}
+
+// 16 outputs, so many at a time as the registers hold sums for.
+template <int ROW_TILES>
+void multiply_strip(const float* w, int64_t stride, int64_t k, const float* panel, int64_t tile_words, float* results) {
+    constexpr int FIRST = ROW_TILES == 4 ? 6 : 8, THEN = ROW_TILES == 4 ? 5 : 8;
+    multiply_rows<ROW_TILES, FIRST>(w, stride, k, panel, tile_words, results);
+    for (int n = FIRST; n < EDGE; n += THEN)
+        multiply_rows<ROW_TILES, THEN>(w + n * stride, stride, k, panel, tile_words, results + n * EDGE);
 }
 
 // A few rows would leave most lanes empty: lanes are outputs then, the weights are turned, and sums keep their order.
@@ -184,23 +195,21 @@ __attribute__((noinline)) inline void multiply_few(const float* const w[2], int6
         for (int m = 0; m < rows; m++) {
             alignas(64) float outputs[EDGE];
             _mm512_store_ps(outputs, sum[t][m]);
-            for (int n = 0; n < EDGE; n++) results[2 * t * TILE_WORDS + n * EDGE + m] = outputs[n];
+            for (int n = 0; n < EDGE; n++) results[t * GROUP<float> * TILE_WORDS + n * EDGE + m] = outputs[n];
         }
 }
 
-inline void multiply_tiles(const float* const w[2], int64_t stride, int64_t k, const uint32_t* const panel[2],
-                           int64_t rows, int64_t, float* results) {
-    const float* p0 = reinterpret_cast<const float*>(panel[0]);
-    const float* p1 = reinterpret_cast<const float*>(panel[1]);
-    if (rows <= FEW) return multiply_few(w, stride, k, p0, rows, results);
-    for (int part = 0; part < 4; part++) {
-        const float* from = w[part / 2] + (part % 2) * 8 * stride;
-        float* r = results + (part / 2) * 2 * TILE_WORDS + (part % 2) * 8 * EDGE;
-        if (rows > EDGE)
-            multiply_rows<2>(from, stride, k, p0, p1, r, r + TILE_WORDS);
-        else
-            multiply_rows<1>(from, stride, k, p0, p0, r, r);
-    }
+inline void multiply_tiles(const float* const w[2], int64_t stride, int64_t k, const uint32_t* first, int64_t rows,
+                           int64_t depth_tiles, float* results) {
+    const float* panel = reinterpret_cast<const float*>(first);
+    if (rows <= FEW) return multiply_few(w, stride, k, panel, rows, results);
+    const int64_t tiles = ceil_div(rows, EDGE);
+    auto strip = tiles == 1   ? multiply_strip<1>
+                 : tiles == 2 ? multiply_strip<2>
+                 : tiles == 3 ? multiply_strip<3>
+                              : multiply_strip<4>;
+    for (int t = 0; t < 2; t++)
+        strip(w[t], stride, k, panel, depth_tiles * TILE_WORDS, results + t * GROUP<float> * TILE_WORDS);
 }
 
 // Scratch for a weight tile whose rows or k end inside a tile: reading on would leave the parameter.
@@ -231,14 +240,14 @@ void multiply(const Weight<T>& a, int64_t n0, const Weight<T>& b, int64_t n1, co
         w[0] = edge.fill(a, n0, 0, padded_k);
         w[1] = edge.fill(b, n1, 1, padded_k);
     }
-    alignas(64) float results[4 * TILE_WORDS];
-    for (int64_t tile = first; tile < last; tile += 2) {
-        const int64_t left = rows - tile * EDGE, count = last - tile >= 2 ? left : (left < EDGE ? left : EDGE);
-        const uint32_t* p = panel + tile * depth_tiles * TILE_WORDS;
-        const uint32_t* parts[2] = {p, p + depth_tiles * TILE_WORDS};
-        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, parts, count, depth_tiles, results);
-        for (int i = 0; i < (count > EDGE ? 2 : 1); i++)
-            out(tile + i, results + i * TILE_WORDS, results + (2 + i) * TILE_WORDS);
+    alignas(64) float results[2 * GROUP<T> * TILE_WORDS];
+    for (int64_t tile = first; tile < last; tile += GROUP<T>) {
+        const int64_t left = rows - tile * EDGE, tiles = last - tile < GROUP<T> ? last - tile : GROUP<T>;
+        const int64_t count = left < tiles * EDGE ? left : tiles * EDGE;
+        multiply_tiles(w, is_whole ? a.k : padded_k, a.k, panel + tile * depth_tiles * TILE_WORDS, count, depth_tiles,
+                       results);
+        for (int64_t i = 0; i < ceil_div(count, EDGE); i++)
+            out(tile + i, results + i * TILE_WORDS, results + (GROUP<T> + i) * TILE_WORDS);
     }
 }
 
