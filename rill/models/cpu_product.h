@@ -9,7 +9,8 @@
 //
 // An element's sum runs over k in one order whatever the number of rows or threads: a row's bits do not depend on the
 // batch. Functions marked "omp for" share their work among the threads of the enclosing parallel region; those marked
-// "no barrier" leave it to the caller to wait for all of it.
+// "no barrier" leave it to the caller to wait for all of it. Products are handed out two units at a time: with equal
+// shares a thread whose core has other work to do would hold up all others at every barrier.
 
 #pragma once
 
@@ -311,7 +312,7 @@ inline void store_tile(const float* results, const Weight<bf16>& w, int64_t n0, 
 template <class T>
 void product(const uint32_t* panel, int64_t rows, const Weight<T>& w, T* out, int64_t stride) {
     const int64_t tiles = ceil_div(rows, EDGE), units = ceil_div(w.n, 2 * EDGE), chunks = ceil_div(tiles, CHUNK_TILES);
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, 2) nowait
     for (int64_t item = 0; item < units * chunks; item++) {
         const int64_t n = item % units * 2 * EDGE, first = item / units * CHUNK_TILES;
         const int64_t last = first + CHUNK_TILES < tiles ? first + CHUNK_TILES : tiles;
@@ -337,7 +338,7 @@ void gated_product(const uint32_t* panel, int64_t rows, const Weight<T>& gate, c
                    Activation activation) {
     const int64_t tiles = ceil_div(rows, EDGE), chunks = ceil_div(tiles, CHUNK_TILES);
     const int64_t depth_tiles = ceil_div(gate.n, DEPTH<T>), units = depth_tiles * DEPTH<T> / EDGE;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 2)
     for (int64_t item = 0; item < units * chunks; item++) {
         const int64_t n0 = item % units * EDGE, first = item / units * CHUNK_TILES;
         const int64_t last = first + CHUNK_TILES < tiles ? first + CHUNK_TILES : tiles;
