@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from rill.inference.base import PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
 from tests.inference.fake_engine import LOGPROB, FakeEngine
+from tests.inference.plain_http import http
 
 
 def start(engine: FakeEngine, **settings: Any) -> BackgroundServer:
@@ -307,11 +308,11 @@ def test_more_requests_at_once_than_allowed_are_told_to_come_back() -> None:
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(httpx.post, server.url + "/v1/completions", json=body) for _ in range(2)]
             _eventually(lambda: engine.stats().num_running == 2)
-            refused = httpx.post(server.url + "/v1/completions", json=body)
+            refused = http.post(server.url + "/v1/completions", json=body)
             assert refused.status_code == 429 and refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "too_many_requests"
             assert [r.result(20).status_code for r in running] == [200, 200]
-        assert httpx.post(server.url + "/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
+        assert http.post(server.url + "/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
     engine.close()
 
 
@@ -321,7 +322,7 @@ def test_client_and_admin_keys_open_their_own_doors_only() -> None:
 
         def code(path: str, key: str | None, **body: Any) -> int:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            return httpx.post(server.url + path, json=body, headers=headers).status_code
+            return http.post(server.url + path, json=body, headers=headers).status_code
 
         assert code("/v1/chat/completions", None, **chat()) == 401
         assert code("/v1/chat/completions", "wrong", **chat()) == 401
@@ -331,7 +332,7 @@ def test_client_and_admin_keys_open_their_own_doors_only() -> None:
         assert code("/pause", "client-key") == 403
         assert code("/pause", "admin-key") == 200
         assert code("/resume", "admin-key") == 200
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert http.get(server.url + "/health").status_code == 200
     engine.close()
 
 
@@ -344,12 +345,12 @@ def test_size_rate_and_concurrency_limits() -> None:
     engine = FakeEngine(FakeEngine.Config(step_s=0.02))
     with start(engine, max_body_bytes=2000, requests_per_minute=18, max_concurrent=2) as server:
         url = server.url + "/v1/completions"
-        assert httpx.post(url, json={"prompt": "a" * 3000}).status_code == 413
+        assert http.post(url, json={"prompt": "a" * 3000}).status_code == 413
         chunked = (b"x" * 500 for _ in range(10))
         assert (
-            httpx.post(url, content=chunked, headers={"Content-Type": "application/json"}).status_code == 413
+            http.post(url, content=chunked, headers={"Content-Type": "application/json"}).status_code == 413
         )
-        codes = [httpx.post(url, json={"prompt": "a", "max_tokens": 1}) for _ in range(4)]
+        codes = [http.post(url, json={"prompt": "a", "max_tokens": 1}) for _ in range(4)]
         assert [c.status_code for c in codes] == [200, 200, 200, 429]
         assert int(codes[-1].headers["retry-after"]) >= 1
     engine.close()
@@ -359,8 +360,8 @@ def test_a_request_beyond_its_deadline_is_aborted_and_gets_408() -> None:
     engine = FakeEngine(FakeEngine.Config(step_s=0.05))
     with start(engine, request_timeout_s=0.2) as server:
         body = {"prompt": "a", "max_tokens": 400}
-        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 408
-        with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
+        assert http.post(server.url + "/v1/completions", json=body).status_code == 408
+        with http.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
             assert events(response)[-1]["error"]["type"] == "timeout_error"
         _eventually(lambda: engine.stats().num_running == 0)
     engine.close()
@@ -371,12 +372,12 @@ def test_a_client_that_leaves_has_its_requests_aborted() -> None:
     with start(engine) as server:
         body = {"prompt": "a", "max_tokens": 400, "n": 3}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json=body, timeout=0.3)
+            http.post(server.url + "/v1/completions", json=body, timeout=0.3)
         _eventually(lambda: engine.stats().num_running == 0)
-        with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
+        with http.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}) as response:
             next(response.iter_lines())
         _eventually(lambda: engine.stats().num_running == 0)
-        assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
+        assert http.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
     engine.close()
 
 
@@ -385,13 +386,13 @@ def test_before_its_first_token_a_stream_is_refused_by_status_and_forgotten_with
     engine.pause(PauseMode.INTERRUPT)
     with start(engine, request_timeout_s=0.5) as server:
         body = {"prompt": "a", "max_tokens": 40, "stream": True}
-        late = httpx.post(server.url + "/v1/completions", json=body)
+        late = http.post(server.url + "/v1/completions", json=body)
         assert late.status_code == 408 and late.json()["error"]["type"] == "timeout_error"
         _eventually(lambda: engine.stats().num_running == 0)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json=body, timeout=0.2)
+            http.post(server.url + "/v1/completions", json=body, timeout=0.2)
         _eventually(lambda: engine.stats().num_running == 0)
-        assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
+        assert http.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
     engine.close()
 
 
@@ -402,7 +403,7 @@ def test_a_drain_ends_what_runs_refuses_what_comes_and_stops() -> None:
 
     def ask() -> None:
         codes.append(
-            httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 40}).status_code
+            http.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 40}).status_code
         )
 
     thread = threading.Thread(target=ask)

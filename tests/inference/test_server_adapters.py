@@ -17,6 +17,7 @@ from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.models.tokenizer import build_char_tokenizer
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference
+from tests.inference.plain_http import http
 from tests.inference.test_native_adapters import write_adapter
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -105,7 +106,7 @@ def test_an_engine_without_adapters_says_so(tmp_path: Path) -> None:
     config = ServerConfig(port=0)
     with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
         body = {"lora_name": "a", "lora_path": str(tmp_path)}
-        error = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]
+        error = http.post(f"{server.url}/v1/load_lora_adapter", json=body).json()["error"]
         assert error["code"] == "unsupported"
     engine.close()
 

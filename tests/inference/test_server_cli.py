@@ -21,6 +21,7 @@ from rill.cli.serve import build_config, run
 from rill.errors import ConfigError
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, save_adapter
+from tests.inference.plain_http import http
 from tests.inference.scripted_model import write_scripted_model
 from tests.inference.serve_process import rill_serve
 
@@ -80,17 +81,17 @@ def _ends_after_what_runs(process: subprocess.Popen[str], url: str) -> None:
     codes: list[tuple[int, int]] = []
 
     def ask() -> None:
-        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+        answer = http.post(f"{url}/v1/completions", json=LONG, timeout=60)
         codes.append((answer.status_code, answer.json()["usage"]["completion_tokens"]))
 
     asking = threading.Thread(target=ask)
     asking.start()
-    _wait(lambda: "rill_in_flight 1\n" in httpx.get(f"{url}/metrics", timeout=30).text)
+    _wait(lambda: "rill_in_flight 1\n" in http.get(f"{url}/metrics", timeout=30).text)
     process.send_signal(signal.SIGTERM)
     asking.join(60)
     assert codes == [(200, 600)] and process.wait(60) == 0
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/health", timeout=5)
+        http.get(f"{url}/health", timeout=5)
 
 
 @pytest.mark.slow
@@ -104,14 +105,14 @@ def test_two_replicas_answer_take_weights_and_drain(tmp_path: Path) -> None:
     with rill_serve(tmp_path, *settings, environment={"RILL_ADMIN_KEY": "adm"}) as (process, url):
         messages = [{"role": "user", "content": "hi"}]
         body = {"messages": messages, "max_tokens": 8, "seed": 3, "return_token_ids": True}
-        first = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+        first = http.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
         assert len(first["token_ids"]) <= 8 and set(first["token_versions"]) == {0}
-        assert httpx.post(f"{url}/reload_weights", timeout=60).status_code == 401
-        update = httpx.post(f"{url}/reload_weights", headers={"Authorization": "Bearer adm"}, timeout=60)
+        assert http.post(f"{url}/reload_weights", timeout=60).status_code == 401
+        update = http.post(f"{url}/reload_weights", headers={"Authorization": "Bearer adm"}, timeout=60)
         assert update.json() == {"status": "ok", "version": 1}
-        again = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+        again = http.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
         assert again["token_ids"] == first["token_ids"] and set(again["token_versions"]) == {1}
-        assert httpx.get(f"{url}/health", timeout=60).json()["replicas"] == 2.0
+        assert http.get(f"{url}/health", timeout=60).json()["replicas"] == 2.0
         _adapters(url, tmp_path)
         _ends_after_what_runs(process, url)
 
@@ -131,12 +132,12 @@ def _adapters(url: str, tmp_path: Path) -> None:
     """One came with the command line, one comes now; both replicas answer for both, and for the model itself."""
     load = {"lora_name": "second", "lora_path": str(_write_adapter(tmp_path / "second", 2))}
     admin = {"Authorization": "Bearer adm"}
-    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=load, headers=admin, timeout=60)
+    answer = http.post(f"{url}/v1/load_lora_adapter", json=load, headers=admin, timeout=60)
     names = [tmp_path.name, "first", "second"]
     assert answer.json() == {"status": "ok", "models": names}
-    assert [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]] == names
+    assert [card["id"] for card in http.get(f"{url}/v1/models", timeout=60).json()["data"]] == names
     texts = {
-        (name, prompt): httpx.post(
+        (name, prompt): http.post(
             f"{url}/v1/completions",
             json={"model": name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True},
             timeout=60,
@@ -199,7 +200,7 @@ def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -
         "router.load_gap=0",
     )
     with rill_serve(tmp_path, *settings) as (process, url):
-        assert httpx.post(f"{url}/reload_weights", timeout=60).json()["version"] == 1
+        assert http.post(f"{url}/reload_weights", timeout=60).json()["version"] == 1
         bodies = [
             {"prompt": "abc" + "xyz"[i % 3] * i, "max_tokens": 2000, "ignore_eos": True, "seed": i,
              "stream": i % 2 == 0, "return_token_ids": True}
@@ -213,32 +214,32 @@ def test_kill_9_of_a_replica_costs_no_answer_and_it_comes_back(tmp_path: Path) -
         ]
         for thread in asking:
             thread.start()
-        _wait(lambda: "rill_in_flight 8\n" in httpx.get(f"{url}/metrics", timeout=30).text)
+        _wait(lambda: "rill_in_flight 8\n" in http.get(f"{url}/metrics", timeout=30).text)
         time.sleep(0.3)
         victim, *others = _replica_pids(process.pid)
         os.kill(victim, signal.SIGKILL)
-        _wait(lambda: httpx.get(f"{url}/health", timeout=30).json()["replicas"] == 1.0)
+        _wait(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 1.0)
         for thread in asking:
             thread.join(120)
         assert [found.get(i) for i in range(8)] == expected
         retried = re.search(
-            r"^rill_engine_extra_retried (\S+)", httpx.get(f"{url}/metrics", timeout=30).text, re.M
+            r"^rill_engine_extra_retried (\S+)", http.get(f"{url}/metrics", timeout=30).text, re.M
         )
         assert retried is not None and float(retried[1]) >= 1
-        _wait(lambda: httpx.get(f"{url}/health", timeout=30).json()["replicas"] == 2.0, 240)
+        _wait(lambda: http.get(f"{url}/health", timeout=30).json()["replicas"] == 2.0, 240)
         assert set(others) < set(_replica_pids(process.pid)) and victim not in _replica_pids(process.pid)
         both = [_tokens(url, body | {"seed": 100 + i}) for i, body in enumerate(bodies * 2)]
-        assert len(both) == 16 and httpx.get(f"{url}/health", timeout=30).json()["version"] == 1
+        assert len(both) == 16 and http.get(f"{url}/health", timeout=30).json()["version"] == 1
 
 
 def _tokens(url: str, body: dict[str, Any]) -> list[int]:
     """The answer's token ids, however it came; every one of version 1."""
     if not body["stream"]:
-        choice = httpx.post(f"{url}/v1/completions", json=body, timeout=200).json()["choices"][0]
+        choice = http.post(f"{url}/v1/completions", json=body, timeout=200).json()["choices"][0]
         assert set(choice["token_versions"]) == {1}
         return list(choice["token_ids"])
     ids: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=200) as response:
+    with http.stream("POST", f"{url}/v1/completions", json=body, timeout=200) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line[6:])["choices"]

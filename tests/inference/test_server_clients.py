@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams
 from tests.inference.conformance import EngineConformance
 from tests.inference.fake_engine import FakeEngine
+from tests.inference.plain_http import http
 
 openai = pytest.importorskip("openai")
 
@@ -159,7 +159,7 @@ def test_the_token_route_gives_what_the_engine_gives(url: str, engine: NativeEng
                 "skip_special_tokens": False}  # fmt: skip
     headers = {"Authorization": "Bearer secret", "X-Session-ID": "rollout-1"}
     body = {"model": "tiny", "token_ids": ids, "cache_salt": "v0", "sampling_params": sampling}
-    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
+    answer = http.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
     choice = answer["choices"][0]
     (expected,) = engine.generate(
         [
@@ -183,7 +183,7 @@ def test_answers_carry_the_version_that_made_them(url: str, engine: NativeEngine
     engine.update_weights(weights, PolicyVersion(engine.version + 1))
     body = {"token_ids": [40], "sampling_params": {"max_tokens": 3}}
     headers = {"Authorization": "Bearer secret"}
-    choice = httpx.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()[
+    choice = http.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()[
         "choices"
     ][0]
     assert set(choice["token_versions"]) == {int(engine.version)}

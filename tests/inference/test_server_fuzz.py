@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from tests.inference.fake_engine import FakeEngine
+from tests.inference.plain_http import http
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -141,7 +141,7 @@ def test_every_route_refuses_the_same_mistakes_in_the_same_way(
         headers = {"Content-Type": "application/json"} | (
             {} if key is None else {"Authorization": f"Bearer {key}"}
         )
-        response = httpx.post(locked_url + path, content=content, headers=headers, timeout=20)
+        response = http.post(locked_url + path, content=content, headers=headers, timeout=20)
         assert response.status_code >= 400, (content[:80], response.text)
         error = response.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"} and error["message"]

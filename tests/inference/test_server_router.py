@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -26,6 +25,7 @@ from rill.inference.server.router import Router
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
+from tests.inference.plain_http import http
 
 REFUSED = 10  # below what the fake engine generates: a continued request has its tokens as prompt
 
@@ -177,10 +177,10 @@ def test_a_refusal_by_a_replica_is_a_status_and_not_an_event(router: Router, pat
         for wrong in (REFUSED, 5000):
             ids = [40, wrong]
             body = {"prompt": ids, "tokens": ids, "token_ids": ids, "stream": True}
-            answer = httpx.post(server.url + path, json=body, timeout=20)
+            answer = http.post(server.url + path, json=body, timeout=20)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert httpx.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
+        assert http.get(server.url + "/metrics").text.count("rill_in_flight 0\n") == 1
 
 
 def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
     config = ServerConfig(port=0)
     with serve_in_thread(create_app(router, build_char_tokenizer(), config), config) as server:
         body = {"prompt": "abcd", "max_tokens": 150, "seed": 3, "stream": True, "return_token_ids": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+        with http.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             engine = router._slots[busiest(router)].engine
@@ -218,7 +218,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
             engine.kill()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert http.get(server.url + "/health").status_code == 200
 
 
 def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> None:

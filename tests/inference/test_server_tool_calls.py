@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.schemas import Tool
 from rill.inference.server.tool_calls import SYNTAXES, ToolCallStream, detect_syntax
 from tests.inference.fake_engine import FakeEngine
+from tests.inference.plain_http import http
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
@@ -99,8 +99,8 @@ def test_markers_that_are_special_tokens_are_read_and_others_stay_out_of_the_tex
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
     with serve_in_thread(create_app(engine, engine.tokenizer, config), config) as server:
         url = f"{server.url}/v1/chat/completions"
-        message = httpx.post(url, json=body).json()["choices"][0]["message"]
+        message = http.post(url, json=body).json()["choices"][0]["message"]
         assert message["content"] == "Ok" and message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-        plain = httpx.post(url, json=body | {"tool_choice": "none"}).json()["choices"][0]["message"]
+        plain = http.post(url, json=body | {"tool_choice": "none"}).json()["choices"][0]["message"]
         assert plain["content"] == 'Ok[{"name": "add", "arguments": {"a": 1}}]'
     engine.close()

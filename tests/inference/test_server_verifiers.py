@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
+from tests.inference.plain_http import http
 from tests.inference.scripted_model import write_scripted_model
 from tests.inference.serve_process import rill_serve
 
@@ -113,7 +113,7 @@ def test_a_classic_environment_stitches_its_turns_from_the_engines_tokens(
 def _check_logprobs(url: str, ids: list[int], mask: list[bool], logprobs: list[float]) -> None:
     """What verifiers would train on is what the engine says of these tokens when asked again."""
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-    answer = httpx.post(
+    answer = http.post(
         f"{url}/inference/v1/generate", json=body, headers={"Authorization": "Bearer k"}, timeout=60
     ).json()
     again = [0.0, *(next(iter(e.values()))["logprob"] for e in answer["prompt_logprobs"][1:])]

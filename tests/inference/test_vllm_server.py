@@ -21,6 +21,7 @@ from rill.inference.vllm_server import VllmServerEngine
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.conformance import EngineConformance
+from tests.inference.plain_http import http
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 if importlib.util.find_spec("vllm") is None:
@@ -67,7 +68,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Iterator
         while True:
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                if http.get(f"{url}/health", timeout=2).status_code == 200:
                     break
             except httpx.HTTPError:
                 time.sleep(0.5)
