@@ -58,7 +58,7 @@ def carry_out(
             run.remove()
         _say_what_is_left(run, error)
         raise
-    _summarise(run, progress, write_report(run), findings, recipe)
+    _summarise(config, run, progress, write_report(run), findings, recipe)
 
 
 def logged_step(report: StepReport) -> int:
@@ -155,7 +155,18 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(f"report so far: {write_report(run).resolve().as_uri()}")
 
 
-def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Finding], recipe: str) -> None:
+def _summarise(
+    config: RecipeConfig,
+    run: Run,
+    progress: Progress,
+    page: Path,
+    findings: Sequence[Finding],
+    recipe: str,
+) -> None:
+    model = run.path / "model"
+    use = f"rill eval {run.name}, rill serve {model}"
+    if config.workflow == "reward_model":  # it scores answers and writes none
+        use = f"in an RL recipe reward_model.model.path={model}"
     for finding in findings:
         say(f"{'guard':<14} {finding}")
     for line in progress.summary():
@@ -164,7 +175,7 @@ def _summarise(run: Run, progress: Progress, page: Path, findings: Sequence[Find
         say(f"{when:<14} {sample.line()}")
     say()
     say(f"{'report':<14} {page.resolve().as_uri()}")
-    say(f"{'model':<14} {run.path / 'model'}: rill eval {run.name}, rill serve {run.path / 'model'}")
+    say(f"{'model':<14} {model}: {use}")
     say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("rill") is None and activate.exists():
