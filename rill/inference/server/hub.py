@@ -25,8 +25,8 @@ from rill.inference.base import Completion, Delta
 News = Delta | Future[Completion]
 """Tokens of a request, or its end."""
 
-_STREAM_SHARE_S = 0.001
-"""What every open stream adds to the interval, at least: an event costs the loop a seventh of that."""
+_STREAM_SHARE_S = 0.002
+"""What every open stream adds to the interval, at least: an event costs the loop about a fifteenth of that."""
 _NUM_PER_TURN = 2
 """How many listeners hear of something in one turn of the loop."""
 
