@@ -10,13 +10,11 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from rill.cli.console import say, say_json, say_table
+from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
 from rill.errors import UserError
 from rill.telemetry.run import RUNS_FOLDER, Run
-from rill.workflows.evaluation import summarise_rewards
-from rill.workflows.scoring import ScoringConfig, score
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -38,6 +36,9 @@ def evaluate(
       rill eval ./my-model --task arithmetic data.digits=[3,3] env.reward.answer=last_number
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
+    with waiting("loading"):  # seconds: a wrong name above is answered at once
+        from rill.workflows.evaluation import summarise_rewards
+        from rill.workflows.scoring import ScoringConfig, score
     config = resolve(ScoringConfig, given.values, given.provenance)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -7,7 +7,8 @@ file. Unknown keys are errors. Every field has a docstring with its unit and its
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -26,6 +27,10 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         arbitrary_types_allowed=False,
     )
+
+    handed_down: ClassVar[Mapping[str, str]] = {}
+    """Dotted keys that take their value from another key unless they are given: key -> that key. They are not written
+    out with a resolved configuration, so that whoever changes the one there changes the other."""
 
 
 class PartConfig(Config):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from rill.config.base import OneOf, PartConfig, config_of
+from rill.config.base import Config, OneOf, PartConfig, config_of
 from rill.config.keys import type_words, with_marks
 from rill.config.toml import dumps, show_value
 from rill.errors import ConfigError, UnknownNameError
@@ -49,8 +49,31 @@ def resolve(
 
 def dump_config(config: BaseModel, provenance: Mapping[str, str] | None = None) -> str:
     """The whole configuration as TOML, every value with where it came from. Reading it back gives the same."""
-    values = config.model_dump(mode="json")
-    return dumps(values, {key: source_of(key, provenance or {}) for key in _leaf_keys(values, "")})
+    values, given = config.model_dump(mode="json"), provenance or {}
+    sources = {key: source_of(key, given) for key in _leaf_keys(values, "")}
+    return dumps(values, sources, _handed_down(config, values, given))
+
+
+def _handed_down(
+    config: BaseModel, values: Mapping[str, Any], provenance: Mapping[str, str]
+) -> dict[str, str]:
+    """Keys that have their value from another one, since nobody gave them one of their own, with words for it."""
+    if not isinstance(config, Config):
+        return {}
+    return {
+        key: f"follows {source}" if "." in source else f"follows the recipe's {source}"
+        for key, source in config.handed_down.items()
+        if not any(given == key or given.startswith(f"{key}.") for given in provenance)
+        and _value_at(values, key) == _value_at(values, source)
+    }
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return None
+        values = values[part]
+    return values
 
 
 def source_of(key: str, provenance: Mapping[str, str]) -> str:

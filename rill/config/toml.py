@@ -17,13 +17,18 @@ from typing import Any
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dumps(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """TOML text for a mapping. `comments` go behind the value of each dotted key.
+def dumps(
+    values: Mapping[str, Any],
+    comments: Mapping[str, str] | None = None,
+    left_out: Mapping[str, str] | None = None,
+) -> str:
+    """TOML text for a mapping. `comments` go behind the value of each dotted key; what is `left_out`, a value or a
+    whole table, is mentioned in a comment with the words given for it.
 
     None has no form in TOML: such a key is mentioned in a comment, as its absence means the same. Tuples become
     arrays.
     """
-    rows = list(_table_rows(values, ()))
+    rows = list(_table_rows(values, (), left_out or {}))
     while rows and rows[0] == ("", ""):
         rows.pop(0)
     comments = comments or {}
@@ -95,22 +100,26 @@ def key_lines(text: str) -> dict[str, int]:
     return found
 
 
-def _table_rows(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _table_rows(
+    values: Mapping[str, Any], path: tuple[str, ...], left_out: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """(line, dotted key) pairs: the plain values of a table first, then its tables under their headers."""
     tables = []
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
+        if (dotted := ".".join((*path, str(key)))) in left_out:
+            yield f"# {dump_key(str(key))} {left_out[dotted]}", ""
+        elif isinstance(value, Mapping) and value:
             tables.append(((*path, str(key)), value))
         elif value is None:
             yield f"# {dump_key(str(key))} is unset", ""
         else:
-            yield f"{dump_key(str(key))} = {dump_value(value)}", ".".join((*path, str(key)))
+            yield f"{dump_key(str(key))} = {dump_value(value)}", dotted
     for inner_path, value in tables:
         # A table that holds only tables needs no header of its own.
         if any(not isinstance(v, Mapping) or not v for v in value.values()):
             yield "", ""
             yield f"[{'.'.join(dump_key(part) for part in inner_path)}]", ".".join(inner_path)
-        yield from _table_rows(value, inner_path)
+        yield from _table_rows(value, inner_path, left_out)
 
 
 def _float(value: float) -> str:

@@ -87,10 +87,12 @@ def open_dataset(config: PartConfig, split: Split = Split.TRAIN) -> Dataset | St
     """
     dataset: Dataset | StreamDataset = DATASETS.load(config.type)(config, split)
     if isinstance(dataset, Dataset) and len(dataset) == 0:
-        raise DataError(
-            f"dataset {config.type!r} has no {split} prompts: give it more rows, or change `held_out` "
-            "(0 keeps everything for training)"
+        remedy = (
+            "a larger `held_out`, or eval.num_prompts = 0"
+            if split is Split.HELD_OUT
+            else "a smaller `held_out`"
         )
+        raise DataError(f"dataset {config.type!r} has no {split} prompts: give it more rows, {remedy}")
     return dataset
 
 

@@ -92,6 +92,16 @@ class RLConfig(RecipeConfig):
     warmup: WarmupConfig = WarmupConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    handed_down = {
+        "model.seed": "seed",
+        "loader.seed": "seed",
+        "curriculum.seed": "seed",
+        "rollout.engine.model": "model",
+        "trainer.model": "model",
+        "rollout.engine.dtype": "trainer.compute_dtype",
+        "trainer.temperature": "rollout.sampling.temperature",
+    }
+
     def guards(self) -> list[Guard]:
         limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
         return default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
@@ -372,4 +382,6 @@ class RLSetup:
             self._is_warm = True
 
     def _held_out(self) -> list[Prompt]:
+        if self.config.eval.num_prompts == 0:
+            return []
         return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))

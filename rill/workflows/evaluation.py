@@ -44,6 +44,8 @@ class Evaluator:
         return step == last_step or (self.config.every > 0 and step % self.config.every == 0)
 
     def run(self) -> dict[str, float]:
+        if not self._prompts:
+            return {}
         rewards = self._fleet.evaluate(self._prompts, self.config, self._timeout_s)
         return summarise_rewards(rewards)
 

@@ -46,6 +46,8 @@ class PPOWorkflow:
         """The value function. Its model is the recipe's unless it names its own."""
         placement: PlacementConfig = Field(default_factory=PlacementConfig)
 
+        handed_down = {**RLConfig.handed_down, "critic.model": "model"}
+
         @model_validator(mode="before")
         @classmethod
         def _critic_has_a_model(cls, values: Any) -> Any:

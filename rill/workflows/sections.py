@@ -115,7 +115,8 @@ class EvalConfig(Config):
 
     every: int = Field(10, ge=0)
     """Steps between evaluations on held-out problems. 0: only before the first and after the last step."""
-    num_prompts: int = Field(128, ge=1)
+    num_prompts: int = Field(128, ge=0)
+    """Held-out problems, the first of them. 0: no evaluation, and the data needs no held-out side."""
     samples: int = Field(1, ge=1)
     """Completions per prompt; pass@k is reported for k up to this."""
     temperature: float = Field(0.0, ge=0)

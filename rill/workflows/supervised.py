@@ -64,6 +64,8 @@ class SupervisedConfig(RecipeConfig):
     placement: Seats = "all"
     cluster: ClusterConfig = ClusterConfig()
 
+    handed_down = {"model.seed": "seed", "loader.seed": "seed", "trainer.model": "model"}
+
     @model_validator(mode="before")
     @classmethod
     def _hand_down(cls, values: Any) -> Any:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import model_validator
 
-from rill.config import dump_config, load_recipe, resolve
+from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.resolve import source_of
 from rill.errors import ConfigError
-from tests.config.parts import NativeEngine, RemoteEngine, SmallRecipe
+from tests.config.parts import NativeEngine, RemoteEngine, SmallRecipe, Trainer
 
 VALID = "workflow = 'small'\nsteps = 3\n"
 
@@ -148,3 +150,31 @@ def test_a_value_is_from_where_it_was_set_and_its_neighbours_are_defaults(
     resolve(SmallRecipe, loaded.values, loaded.provenance)
     for key, source in sources.items():
         assert source_of(key, loaded.provenance).replace(f"{tmp_path}/", "") == source
+
+
+class Following(Config):
+    seed: int = 0
+    trainer: Trainer = Trainer()
+    other: Trainer = Trainer()
+
+    handed_down = {"other": "trainer"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {"other": values.get("trainer", {}), **values}
+
+
+def test_what_was_handed_down_is_not_written_out_so_that_it_follows_a_later_change() -> None:
+    config = resolve(Following, {"trainer": {"warmup": 3}}, {"trainer.warmup": "r.toml:2"})
+    text = dump_config(config, {"trainer.warmup": "r.toml:2"})
+    assert "# other follows the recipe's trainer" in text
+    saved = tomllib.loads(text)
+    assert resolve(Following, saved) == config
+    saved["trainer"]["warmup"] = 5
+    assert resolve(Following, saved).other.warmup == 5
+
+
+def test_what_was_given_in_place_of_the_handed_down_is_written_out() -> None:
+    config = resolve(Following, {"other": {"warmup": 3}})
+    assert tomllib.loads(dump_config(config, {"other.warmup": "r.toml:2"}))["other"]["warmup"] == 3

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import pytest
 
-from rill.workflows.evaluation import pass_at_k, pass_counts, summarise_rewards
+from rill.workflows.evaluation import Evaluator, pass_at_k, pass_counts, summarise_rewards
+from rill.workflows.fleet import Fleet
+from rill.workflows.sections import EvalConfig
 
 
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
@@ -31,3 +34,8 @@ def test_k_doubles_up_to_the_number_of_samples() -> None:
     assert pass_counts(1) == [1]
     assert pass_counts(6) == [1, 2, 4, 6]
     assert pass_counts(8) == [1, 2, 4, 8]
+
+
+def test_without_prompts_there_is_no_evaluation() -> None:
+    no_fleet = cast(Fleet, None)
+    assert Evaluator(EvalConfig(num_prompts=0), no_fleet, [], timeout_s=1.0).run() == {}
