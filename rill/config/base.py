@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -69,9 +69,20 @@ class OneOf:
             raise ValueError(f"needs a key 'type', one of: {', '.join(sorted(self.registry))}")
         try:
             schema = config_of(self.registry, value["type"], PartConfig)
+            _check_type(schema, value["type"])
         except UnknownNameError as error:
             raise ValueError(str(error)) from error
         return schema.model_validate(value)
+
+
+def _check_type(schema: type[PartConfig], name: str) -> None:
+    """A part of the user's that derives from one of rill's has that one's `type` unless it says otherwise."""
+    annotation = schema.model_fields["type"].annotation
+    if ":" in name and get_origin(annotation) is Literal and name not in get_args(annotation):
+        raise UnknownNameError(
+            f"the Config of {name!r} has the `type` {get_args(annotation)[0]!r} of the part it derives from: give it a "
+            "Config of its own with `type: str`"
+        )
 
 
 def config_of(registry: Registry, name: str, base: type[C]) -> type[C]:

@@ -47,3 +47,12 @@ def test_something_that_is_no_part_is_told_what_a_part_is() -> None:
         ValidationError, match="cannot serve as .*engine: it must be a class with a Config inside"
     ):
         SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": "json:loads"})
+
+
+class Derived(NativeEngine):
+    pass
+
+
+def test_a_part_that_derives_from_another_needs_a_config_of_its_own() -> None:
+    with pytest.raises(ValidationError, match="`type` 'native' of the part it derives from"):
+        SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": f"{__name__}:Derived"})
