@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on split devices with a long-tailed task: throughput, busy share, score.
 
-    python benchmarks/async_vs_sync.py [--steps 30] [--lags 0,1] [--seeds 2] [--eval-every 0] [--small]
+    python benchmarks/async_vs_sync.py [--steps 40] [--lags 0,1] [--seeds 2] [--eval-every 0] [--small]
 
 Two device slots of one thread each: the engine on one, the trainer on the other. The task is two-digit addition after a
 supervised warm-up; behind every answer follows a tail of tokens of log-normal length (benchmarks/longtail.py), which is
@@ -9,9 +9,12 @@ same steps with the same recipe (truncated importance weights, which are 1 at la
 
     run       samples and tokens per second over the steps after --skip, without the last two: nothing is sampled for a
               step that does not come. busy: share of that time in which the engine had something to sample (the trainer
-              trained), from the trace; accuracy on held-out problems before, after, and every --eval-every
-              steps (which costs both sides time: leave it 0 for figures of throughput)
-    ratio     throughput at each lag over lag 0; the goal is 1.5 at lag 1, with the engine busy 90 % of the time
+              trained), from the trace; rollout_idle_in: in which part of a step it had nothing; accuracy on held-out
+              problems before, after, and every --eval-every steps (which costs both sides time: leave it 0 for
+              figures of throughput)
+    ratio     throughput at each lag over lag 0; the goal is 1.5 at lag 1, with the engine busy 90 % of the time.
+              train_slowdown: how much longer the trainer takes beside the engine than alone; far above 1 the machine
+              did not give two cores of their own, and nothing can be learnt about the loop
 """
 
 from __future__ import annotations
@@ -87,6 +90,10 @@ def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, 
         "samples_per_s": len(timed) * args.groups * 8 / seconds,
         "tokens_per_s": sum(r.metrics["length/total"] for r in steps) * args.groups * 8 / seconds,
         "rollout_busy": busy(spans, "sampling", start, end),
+        "rollout_idle_in": {
+            part: round(idle_during(spans, part, start, end), 4)
+            for part in ("wait for rollouts", "train", "sync")
+        },
         "actor_busy": busy(spans, "actor.train", start, end),
         **{
             f"{part}_s": sum(r.metrics[f"time/{part}_s"] for r in steps) / len(steps)
@@ -99,24 +106,36 @@ def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, 
 
 def busy(spans: list[Any], name: str, start: int, end: int) -> float:
     """Share of the time that spans of this name cover together, whatever overlaps."""
-    pieces = sorted(
-        (max(start, e.at_ns), min(end, e.at_ns + e.duration_ns))
-        for e in spans
-        if e.name == name and e.at_ns < end and e.at_ns + e.duration_ns > start
-    )
-    covered, reached = 0, start
-    for low, high in pieces:
-        covered += max(0, high - max(low, reached))
-        reached = max(reached, high)
+    return sum(high - low for low, high in pieces(spans, name, start, end)) / (end - start)
+
+
+def idle_during(spans: list[Any], part: str, start: int, end: int) -> float:
+    """Share of the time in which the loop was in this part of a step and nothing was asked of the engine."""
+    covered = 0
+    parts = pieces([e for e in spans if e.lane == "loop"], part, start, end)
+    for low, high in parts:
+        covered += high - low - sum(b - a for a, b in pieces(spans, "sampling", low, high))
     return covered / (end - start)
+
+
+def pieces(spans: list[Any], name: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Where spans of this name lie between start and end, without their overlaps."""
+    found: list[tuple[int, int]] = []
+    reached = start
+    for event in sorted((e for e in spans if e.name == name), key=lambda e: e.at_ns):
+        low, high = max(reached, event.at_ns), min(end, event.at_ns + event.duration_ns)
+        if low < high:
+            found.append((low, high))
+            reached = high
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--skip", type=int, default=5, help="steps that do not count")
     parser.add_argument("--lags", default="0,1")
-    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--median", type=int, default=48, help="tokens of the median tail")
     parser.add_argument("--warmup", type=int, default=400)
     parser.add_argument(
@@ -146,6 +165,7 @@ def main() -> None:
                 result="ratio",
                 lag=lag,
                 throughput=mean(ahead, "tokens_per_s") / mean(sync, "tokens_per_s"),
+                train_slowdown=mean(ahead, "train_s") / mean(sync, "train_s"),
                 rollout_busy=mean(ahead, "rollout_busy"),
                 accuracy=sum(each["accuracy"][-1] for each in ahead) / len(ahead),
                 accuracy_sync=sum(each["accuracy"][-1] for each in sync) / len(sync),

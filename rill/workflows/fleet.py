@@ -262,6 +262,8 @@ class EngineGroup:
         self._interrupt = interrupt
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
+        if len(names) == len(self.names):
+            return GroupPulls(self.names, self._rollout.update(manifest, self._interrupt))
         wanted = set(names)
         ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
         if not ranks:
