@@ -76,7 +76,7 @@ class StallWatch:
             if silent_s < self._limit_s:
                 return
             self._limit_s *= 2
-        usual = f"; the longest took {duration(longest_s)}" if longest_s else ""
+        usual = f"; the longest so far took {duration(longest_s)}" if longest_s and longest_s >= 1 else ""
         what = "no first step" if longest_s is None else "no step has ended"
         self._note(self._explained(f"{what} for {duration(silent_s)}{usual}"))
 

@@ -60,7 +60,7 @@ def test_silence_is_noted_with_who_waits_and_again_when_it_has_doubled(
         "no step has ended for 4 min 0 s",
         "no step has ended for 8 min 0 s",
     ]
-    assert said[0].endswith("the longest took 4 s; rollout[0] waits")
+    assert said[0].endswith("the longest so far took 4 s; rollout[0] waits")
 
 
 def test_a_start_may_take_longer_than_a_step(watch: StallWatch, clock: Clock, said: list[str]) -> None:
