@@ -36,7 +36,7 @@ class ServerConfig(Config):
     request_timeout_s: float = Field(default=3600.0, ge=0)
     """A generation that takes longer is aborted and gets 408. 0: off."""
     stream_interval_s: float = Field(default=0.04, ge=0)
-    """Tokens of a stream are sent together, this often (from 40 streams on more rarely: 1 ms for each); its first and
+    """Tokens of a stream are sent together, this often (from 20 streams on more rarely: 2 ms for each); its first and
     its last ones at once. 0: one by one, which costs several times as much as everything else the server does."""
     admin_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of pause and of weight updates, in seconds."""

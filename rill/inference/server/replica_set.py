@@ -300,6 +300,8 @@ class ReplicaSet:
                     slot.state = SlotState.READY
                     slot.num_failed_starts = 0
         except RillError as error:
+            if self.is_closed:
+                return  # it was ended while it started
             slot.num_failed_starts += 1
             log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
             given_up = slot.num_failed_starts >= self.config.max_failed_starts
