@@ -63,6 +63,9 @@ class FilterConfig(Config):
     """None: off."""
     mask_truncated: bool = False
     """Take answers cut off by the length limit out of the loss; they still count in their group's baseline."""
+    mask_failed: bool = False
+    """Take answers that could not be scored (a reward that raised or hung, an episode that broke) out of the loss: they
+    may have been right. They count in their group's baseline as `scoring.failure_value`."""
 
 
 def group_verdict(rewards_G: npt.ArrayLike, config: FilterConfig) -> Verdict:

@@ -41,11 +41,15 @@ def samples_of(group: Group, algorithm: Algorithm, greedy_reward: float | None) 
 
 
 def trained_part(trajectory: Trajectory, algorithm: Algorithm) -> Trajectory:
-    """The trajectory with the loss mask it is trained with: none of it, where cut-off answers are not to be learnt.
+    """The trajectory with the loss mask it is trained with: none of it, where cut-off answers, or those that could not
+    be scored, are not to be learnt.
 
     Their reward stays, so they count in their group's baseline.
     """
-    if not (algorithm.config.filters.mask_truncated and trajectory.is_truncated):
+    filters = algorithm.config.filters
+    is_cut_off = filters.mask_truncated and trajectory.is_truncated
+    is_unknown = filters.mask_failed and trajectory.error is not None
+    if not (is_cut_off or is_unknown):
         return trajectory
     return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
 

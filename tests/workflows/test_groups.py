@@ -46,6 +46,15 @@ def test_a_cut_off_answer_is_not_trained_on_and_still_counts_in_the_baseline() -
     np.testing.assert_allclose(kept.advantages, [0, 0, 1, 1, 1])
 
 
+def test_an_answer_that_could_not_be_scored_is_left_out_of_the_loss_where_told() -> None:
+    made = group(trajectory(0, 1.0), trajectory(1, 0.0, error="the reward timed out"))
+    right, unknown = samples_of(made, algorithm(type="rloo", filters={"mask_failed": True}), None)
+    assert not unknown.trajectory.loss_mask.any() and not unknown.advantages.any()
+    np.testing.assert_allclose(right.advantages, [0, 0, 1, 1, 1])
+    _, wrong = samples_of(made, algorithm(type="rloo"), None)
+    np.testing.assert_allclose(wrong.advantages, [0, 0, -1, -1, -1])
+
+
 def test_without_the_filter_a_cut_off_answer_is_trained_on() -> None:
     made = group(trajectory(0, 1.0), trajectory(1, 0.0, stop_reason=StopReason.LENGTH))
     _, cut = samples_of(made, algorithm(type="rloo"), None)
