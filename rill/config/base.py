@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from rill.errors import UnknownNameError
@@ -31,6 +32,20 @@ class Config(BaseModel):
     handed_down: ClassVar[Mapping[str, str]] = {}
     """Dotted keys that take their value from another key unless they are given: key -> that key. They are not written
     out with a resolved configuration, so that whoever changes the one there changes the other."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_default_types(cls, values: Any) -> Any:
+        """A key of a part that is given without the part's `type` is one of the default part's."""
+        if not isinstance(values, dict):
+            return values
+        untyped = {
+            name: value for name, value in values.items() if isinstance(value, dict) and "type" not in value
+        }
+        for name in untyped.keys() & cls.model_fields.keys():
+            if (default := default_type(cls.model_fields[name])) is not None:
+                values = {**values, name: {"type": default, **untyped[name]}}
+        return values
 
 
 class PartConfig(Config):
@@ -73,6 +88,16 @@ class OneOf:
         except UnknownNameError as error:
             raise ValueError(str(error)) from error
         return schema.model_validate(value)
+
+
+def default_type(field: FieldInfo) -> str | None:
+    """The `type` of the part that a OneOf field holds when nothing is given; None for other fields, and without one."""
+    if not any(isinstance(mark, OneOf) for mark in field.metadata):
+        return None
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, dict):
+        return str(default["type"])
+    return default.type if isinstance(default, PartConfig) else None
 
 
 def _check_type(schema: type[PartConfig], name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rill.config.base import OneOf
+from rill.config.base import OneOf, default_type
 from rill.config.toml import show_value
 
 
@@ -70,9 +70,9 @@ def type_words(annotation: Any) -> str:
 
 
 def with_marks(field: FieldInfo) -> Any:
-    """A field's annotation with the OneOf that pydantic keeps beside it."""
+    """A field's annotation with the OneOf that pydantic keeps beside it, and behind that the default part's type."""
     marks = tuple(mark for mark in field.metadata if isinstance(mark, OneOf))
-    return Annotated[field.annotation, *marks] if marks else field.annotation
+    return Annotated[field.annotation, *marks, default_type(field)] if marks else field.annotation
 
 
 def _choices(field: FieldInfo) -> str:

@@ -206,7 +206,7 @@ def _model_of(annotation: Any, value: Any) -> type[BaseModel] | None:
         inner, *metadata = get_args(annotation)
         for mark in metadata:
             if isinstance(mark, OneOf):
-                return _chosen_part(mark, value)
+                return _chosen_part(mark, value, metadata[-1])
         return _model_of(inner, value)
     if origin in (Union, types.UnionType):
         found = (_model_of(member, value) for member in get_args(annotation))
@@ -216,8 +216,8 @@ def _model_of(annotation: Any, value: Any) -> type[BaseModel] | None:
     return None
 
 
-def _chosen_part(mark: OneOf, value: Any) -> type[BaseModel] | None:
-    name = value.get("type") if isinstance(value, Mapping) else value
+def _chosen_part(mark: OneOf, value: Any, default: Any) -> type[BaseModel] | None:
+    name = value.get("type", default) if isinstance(value, Mapping) else value
     if not isinstance(name, str):
         return None
     try:

@@ -37,8 +37,8 @@ class ScoringConfig(Config):
     @classmethod
     def _hand_down(cls, values: Any) -> Any:
         if isinstance(values, dict) and "model" in values:
-            engine = as_table(values.get("engine", "native"))
-            values = {**values, "engine": {"model": values["model"], **engine}}
+            engine = {"type": "native", "model": values["model"], **as_table(values.get("engine", {}))}
+            values = {**values, "engine": engine}
         return values
 
     @model_validator(mode="after")

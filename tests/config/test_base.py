@@ -37,9 +37,11 @@ def test_a_part_survives_a_dump_with_all_its_fields() -> None:
     assert SmallRecipe.model_validate(recipe.model_dump()) == recipe
 
 
-def test_a_part_without_a_type_lists_the_parts() -> None:
+def test_a_part_without_a_type_is_the_default_one_or_lists_the_parts() -> None:
+    recipe = SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": {"block_size": 4}})
+    assert recipe.engine == NativeEngine.Config(block_size=4)
     with pytest.raises(ValidationError, match="native, remote"):
-        SmallRecipe.model_validate({"workflow": "x", "steps": 1, "engine": {}})
+        SmallRecipe.model_validate({"workflow": "x", "steps": 1, "judges": [{"block_size": 4}]})
 
 
 def test_something_that_is_no_part_is_told_what_a_part_is() -> None:
