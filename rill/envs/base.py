@@ -4,8 +4,8 @@ Callers: rollout workers and evaluation. An environment is a coroutine per episo
 thousands of episodes run beside one another. It talks in token ids: what the engine sampled is kept as it came, and
 nothing is decoded and encoded again between turns.
 
-A failing episode is data: the environment returns a trajectory with `error` set and never raises for what the
-model, a tool or a reward did.
+A failing episode is data: a trajectory with `error` set, which keeps what was sampled where the environment makes it
+itself. What an environment raises becomes one too (guarded.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from rill.config import PartConfig
+from rill.envs.guarded import GuardedEnvironment
 from rill.registry import Registry
 from rill.types import Prompt, SamplingParams, TokenIds, Trajectory
 
@@ -53,5 +54,6 @@ class Environment(Protocol):
 
 
 def open_environment(config: PartConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """The environment, with its exceptions turned into trajectories that say so (guarded.py)."""
     environment: Environment = ENVIRONMENTS.load(config.type)(config, tokenizer)
-    return environment
+    return GuardedEnvironment(environment, tokenizer)

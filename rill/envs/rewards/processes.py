@@ -54,7 +54,6 @@ class RewardProcesses:
         self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(num_processes):
             self._idle.put(None)
-        self.num_killed = 0
 
     def score(self, index: int, arguments: Any, timeout_s: float) -> float:
         """Blocks for at most the start of a process plus timeout_s."""
@@ -74,7 +73,6 @@ class RewardProcesses:
         finally:
             if not healthy and child is not None:
                 child.kill()
-                self.num_killed += 1
             self._idle.put(child if healthy else None)
 
     def close(self) -> None:
