@@ -100,8 +100,8 @@ class Fleet:
                 self._bring_back(rank, str(outcome.error))
             elif outcome.error is not None:
                 raise outcome.error
-            elif self._is_open:
-                self._generate([rank])
+            elif self._is_open and self._num_drained() <= self._num_epochs:
+                self._generate([rank])  # started again, it has met the end of an epoch before this one
             else:
                 self._calls[rank] = None
 
@@ -134,7 +134,12 @@ class Fleet:
     def _serves_next(self, rank: int) -> bool:
         """Whether the engine's call is for the next epoch: its process saw the end of this one, died before it said
         so, and was started again."""
-        return rank in self._relaunched and self._flow.jobs.stats()["epochs_drained"] >= self._num_epochs
+        return rank in self._relaunched and self._num_drained() >= self._num_epochs
+
+    def _num_drained(self) -> int:
+        """Epochs of the jobs channel that are over: one more than were ended here where end_epoch() is about to come."""
+        num_drained: int = self._flow.jobs.stats()["epochs_drained"]
+        return num_drained
 
     def _generate(self, ranks: Sequence[int]) -> None:
         if not ranks:

@@ -12,6 +12,7 @@ import pytest
 
 from rill.errors import RunError, WeightSyncError
 from rill.runtime.cluster import Cluster
+from rill.runtime.handle import Handle
 from rill.types import PolicyVersion, Prompt
 from rill.workflows.sections import EvalConfig
 from tests.weights.test_distributed import free_port
@@ -51,6 +52,27 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     check_once(scene, 4, 3)
     assert scene.fleet._relaunches == [1]
     assert "rollout-killed[0] is lost" in caplog.text
+    scene.close()
+
+
+def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_called_again(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the end of generate() and the batch lies a moment; here every step meets it."""
+    scene = Scene(tmp_path, cluster, name="moment", steps=3)
+    take_batch = scene.feeder.take_batch
+
+    def slow_batch(step: int) -> Handle:
+        batch = take_batch(step)
+        while not all(scene.fleet._calls[0].handle.so_far()):  # type: ignore[union-attr]
+            time.sleep(0.002)
+        scene.fleet.tend()
+        return batch
+
+    monkeypatch.setattr(scene.feeder, "take_batch", slow_batch)
+    scene.run()
+    check_once(scene, 3, 3)
+    assert scene.fleet._num_calls == 3
     scene.close()
 
 
