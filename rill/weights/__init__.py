@@ -1,5 +1,6 @@
 """Version-stamped weights from the trainer to the engines, over several transports, verified."""
 
+from rill.weights.auto import chosen_transport
 from rill.weights.base import (
     TRANSPORTS,
     Publisher,
@@ -46,6 +47,7 @@ __all__ = [
     "TransportConfig",
     "Verify",
     "WeightManifest",
+    "chosen_transport",
     "open_publisher",
     "open_receiver",
     "seated",

@@ -37,6 +37,7 @@ from rill.weights.resharding import ShardSpec, full_tensor, shard_of
 TRANSPORTS = Registry(
     "weight transport",
     {
+        "auto": "rill.weights.auto:AutoTransport",
         "inproc": "rill.weights.inproc:InprocTransport",
         "shm": "rill.weights.shm:ShmTransport",
         "cuda_ipc": "rill.weights.cuda_ipc:CudaIpcTransport",
@@ -45,6 +46,9 @@ TRANSPORTS = Registry(
         "http": "rill.weights.http:HttpTransport",
     },
 )
+
+
+LOOPBACK = "127.0.0.1"
 
 
 class Verify(StrEnum):
@@ -66,6 +70,11 @@ class TransportConfig(PartConfig):
     def seated(self, *, rank: int, num_receivers: int) -> Self:
         """As one end has it: rank 0 publishes, receivers count from 1. Most transports need not know."""
         del rank, num_receivers
+        return self
+
+    def reached_at(self, host: str) -> Self:
+        """As the publisher has it, on a machine that others reach under this address. Most need not know."""
+        del host
         return self
 
 
@@ -295,8 +304,10 @@ def seated(config: PartConfig, *, rank: int, num_receivers: int) -> TransportCon
     return config.seated(rank=rank, num_receivers=num_receivers)
 
 
-def open_publisher(config: PartConfig) -> Publisher:
-    publisher: Publisher = TRANSPORTS.load(config.type).publisher(config)
+def open_publisher(config: PartConfig, *, host: str = LOOPBACK) -> Publisher:
+    """host: the address under which other machines reach this one."""
+    assert isinstance(config, TransportConfig), f"{config.type} is no transport"
+    publisher: Publisher = TRANSPORTS.load(config.type).publisher(config.reached_at(host))
     return publisher
 
 

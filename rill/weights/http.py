@@ -12,13 +12,14 @@ import shutil
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import Literal, Self
 
 import httpx
 from pydantic import Field
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
+from rill.weights.base import LOOPBACK
 from rill.weights.disk import DiskPublisher, DiskReceiver, FileConfig
 
 FILE = re.compile(r"v\d{10}/(manifest\.json|bucket-\d{5}\.(safetensors|delta))")
@@ -29,16 +30,22 @@ CLOSES_WITHIN_S = 0.05
 class HttpTransport:
     class Config(FileConfig):
         type: Literal["http"] = "http"
-        host: str = "127.0.0.1"
-        """Interface to serve on; "0.0.0.0" for all."""
+        host: str = ""
+        """Interface to serve on. Unset: 127.0.0.1; in a workflow all of them, and `advertised` is the address of the
+        trainer's machine."""
         port: int = Field(default=0, ge=0)
         """0: any free one."""
         advertised: str = ""
-        """Host name or address that engines use. Empty: `host`."""
+        """Host name or address that engines use. Unset: `host`."""
         timeout_s: float = Field(default=120.0, gt=0)
         """Deadline of one bucket, each try."""
         retries: int = Field(default=3, ge=0)
         """Further tries after a broken connection or a server error."""
+
+        def reached_at(self, host: str) -> Self:
+            if self.host or host == LOOPBACK:
+                return self
+            return self.model_copy(update={"host": "0.0.0.0", "advertised": self.advertised or host})
 
     @staticmethod
     def publisher(config: Config) -> HttpPublisher:
@@ -83,15 +90,15 @@ class HttpPublisher(DiskPublisher):
                 """Quiet: the receiver reports what fails."""
 
         try:
-            self._server = ThreadingHTTPServer((config.host, config.port), Handler)
+            self._server = ThreadingHTTPServer((config.host or LOOPBACK, config.port), Handler)
         except OSError as error:
             super().close()
             raise WeightSyncError(
-                f"weights cannot be served on {config.host}:{config.port} ({error}): set sync.transport.port to a free "
-                "one, or to 0 for any"
+                f"weights cannot be served on {config.host or LOOPBACK}:{config.port} ({error}): set "
+                "sync.transport.port to a free one, or to 0 for any"
             ) from error
         self._server.daemon_threads = True
-        host = config.advertised or config.host
+        host = config.advertised or config.host or LOOPBACK
         self._address = f"http://{host}:{self._server.server_address[1]}/{secret}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSES_WITHIN_S,), daemon=True, name="rill-weights-http"

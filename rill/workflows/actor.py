@@ -21,6 +21,7 @@ from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel
+from rill.runtime.context import current
 from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
@@ -59,7 +60,7 @@ class ActorWorker(Worker):
             self.teachers = open_teachers(teachers, config.temperature, self.device)
             self.trainer.set_teachers(self.teachers)
         self.sync = sync
-        self.publisher = open_publisher(sync.transport) if self.rank == 0 else None
+        self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
         self._warmup: SupervisedSteps | None = None
 
     def onload(self) -> None:

@@ -54,6 +54,7 @@ from rill.workflows.stage_chain import Stage, StageChain
 from rill.workflows.stages import InferenceWorker, ReferenceWorker, TeacherWorker
 from rill.workflows.teachers import TeacherConfig, check_teachers, scoring_config
 from rill.workflows.warmup import warm_up
+from rill.workflows.weight_route import routed
 
 W = TypeVar("W", bound=Worker)
 
@@ -199,6 +200,7 @@ class RLSetup:
     rollout: WorkerGroup[RolloutWorker]
     actor: WorkerGroup[ActorWorker]
     feeder: WorkerGroup[Feeder]
+    sync: SyncConfig
 
     def __init__(self, config: RLConfig, run: Run, cluster: Cluster, observers: Sequence[Observer]) -> None:
         self.config = config
@@ -226,10 +228,18 @@ class RLSetup:
         self._launched.append(name)
         return group
 
-    def launch_policy(self, rollout: str, actor: str) -> None:
-        """The feeder, the engines and the trainer of the policy, side by side."""
+    def launch_policy(self, rollout: str, actor: str, inference: str | None = None) -> None:
+        """The feeder, the engines and the trainer of the policy, side by side. `inference`: where another group that
+        follows the weights is going to be."""
         config = self.config
         self._check_ahead(rollout, actor)
+        self.sync = routed(
+            config.sync,
+            self.cluster.devices,
+            actor=actor,
+            pulling=(rollout, inference),
+            stay_on_gpu=config.cluster.resident and config.rollout.engine.type == "native",
+        )
         self.feeder = Feeder.launch_async(
             self.cluster,
             name="feeder",
@@ -247,18 +257,18 @@ class RLSetup:
             config=config.rollout,
             algorithm=config.algorithm,
             model=config.model,
-            sync=config.sync,
+            sync=self.sync,
             seed=config.seed,
             run_dir=str(self.folder.path.resolve()),
         )
-        transport = seated(config.sync.transport, rank=0, num_receivers=self.rollout.size)
+        transport = seated(self.sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = self.launch(
             ActorWorker,
             "actor",
             actor,
             config=config.trainer,
             algorithm=config.algorithm,
-            sync=config.sync.model_copy(update={"transport": transport}),
+            sync=self.sync.model_copy(update={"transport": transport}),
             teachers=config.teachers,
         )
         self.rollout.ready(config.loop.step_timeout_s)
@@ -302,7 +312,7 @@ class RLSetup:
             micro_batch_tokens=trainer.micro_batch_tokens,
             compile=trainer.compile,
         )
-        group = self.launch(InferenceWorker, "inference", placement, config=model, sync=self.config.sync)
+        group = self.launch(InferenceWorker, "inference", placement, config=model, sync=self.sync)
         return lambda source, target, plan: group.score(source, target, plan, self._manifest())
 
     def chain(self, stages: Mapping[str, Stage]) -> StageChain:

@@ -65,7 +65,7 @@ class PPOWorkflow:
         config, seats = self.config, self.config.placement
         with open_cluster(config.cluster, self.folder) as cluster:
             setup = RLSetup(config, self.folder, cluster, self.observers)
-            setup.launch_policy(seats.rollout, seats.actor)
+            setup.launch_policy(seats.rollout, seats.actor, seats.inference)
             critic = setup.launch(
                 CriticWorker,
                 "critic",

@@ -62,7 +62,7 @@ class ReasoningWorkflow:
         config, seats = self.config, self.config.placement
         with open_cluster(config.cluster, self.folder) as cluster:
             setup = RLSetup(config, self.folder, cluster, self.observers)
-            setup.launch_policy(seats.rollout, seats.actor)
+            setup.launch_policy(seats.rollout, seats.actor, seats.inference)
             stages: dict[str, Stage] = {}
             if config.reward_model is not None:
                 stages["rewarded"] = setup.launch_reward(seats.reward)

@@ -144,9 +144,10 @@ class SyncConfig(Config):
     """[sync]: how trained weights reach the engines; read by rill.workflows.loop."""
 
     transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
-        default_factory=lambda: TRANSPORTS.load("shm").Config()
+        default_factory=lambda: TRANSPORTS.load("auto").Config()
     )
-    """How the bytes travel; shm where trainer and engines are on one machine."""
+    """How the bytes travel. auto: by placement: http between machines, cuda_ipc on one GPU that all share and stay on
+    (cluster.resident), otherwise shm."""
     canary: bool = True
     """After each sync compare engine and trainer log-probabilities on fixed tokens."""
     canary_tolerance: float = Field(0.0, ge=0)

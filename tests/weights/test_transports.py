@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rill.errors import WeightSyncError
+from rill.errors import UnsupportedError, WeightSyncError
 from rill.types import PolicyVersion
 from rill.weights.base import Receiver, open_publisher
 from rill.weights.finite import is_finite
@@ -93,6 +93,22 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(WeightSyncError, match=f"on 127.0.0.1:{port} .*sync.transport.port"):
             open_publisher(transport("http", port=port))
+
+
+def test_weights_are_served_where_other_machines_reach_them() -> None:
+    others = open_publisher(transport("http"), host="localhost")
+    chosen = open_publisher(transport("http", host="127.0.0.1"), host="localhost")
+    try:
+        assert publish(others, weights(1), 1).location.startswith("http://localhost:")
+        assert publish(chosen, weights(1), 1).location.startswith("http://127.0.0.1:")
+    finally:
+        others.close()
+        chosen.close()
+
+
+def test_auto_has_to_be_chosen_first() -> None:
+    with pytest.raises(UnsupportedError, match="name one of: inproc, shm, cuda_ipc"):
+        open_publisher(transport("auto"))
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -7,10 +7,14 @@ import pytest
 from rill.config import load_recipe, resolve
 from rill.errors import PlanError
 from rill.runtime.cluster import Cluster
+from rill.runtime.device import CPU, CUDA, Device
 from rill.telemetry.run import Run
+from rill.weights import TransportConfig
 from rill.workflows import recipe_schema
 from rill.workflows.assembly import RLSetup
 from rill.workflows.reasoning import ReasoningWorkflow
+from rill.workflows.sections import SyncConfig
+from rill.workflows.weight_route import routed
 
 
 def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path: Path) -> None:
@@ -35,3 +39,30 @@ def test_the_seed_of_a_recipe_decides_the_fresh_weights_of_every_part(recipe: st
 
     assert weights_seeds("seed=3") == {3}
     assert weights_seeds("seed=3", "model.seed=5") == {5}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "stay", "rollout", "actor", "expected"),
+    [
+        ("aa", CPU, False, "0", "1", "shm"),
+        ("ab", CPU, False, "1", "0", "http"),
+        ("aa", CUDA, True, "0", "0", "cuda_ipc"),
+        ("aa", CUDA, False, "0", "0", "shm"),
+        ("aa", CUDA, True, "1", "0", "shm"),
+        ("aa", CUDA, True, "0,1", "0", "shm"),
+        ("aa", CPU, True, "0", "0", "shm"),
+    ],
+)
+def test_the_placement_decides_how_weights_travel(
+    nodes: str, kind: str, stay: bool, rollout: str, actor: str, expected: str
+) -> None:
+    devices = [Device(kind=kind, index=i, id=i, node_id=node) for i, node in enumerate(nodes)]
+
+    def route(**transport: str) -> tuple[str, str]:
+        sync = SyncConfig.model_validate({"transport": transport})
+        found = routed(sync, devices, actor=actor, pulling=(rollout, None), stay_on_gpu=stay).transport
+        assert isinstance(found, TransportConfig)
+        return found.type, found.verify.value
+
+    assert route(type="auto", verify="off") == (expected, "off")
+    assert route(type="disk") == ("disk", "full")
