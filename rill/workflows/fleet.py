@@ -137,7 +137,7 @@ class Fleet:
         return rank in self._relaunched and self._num_drained() >= self._num_epochs
 
     def _num_drained(self) -> int:
-        """Epochs of the jobs channel that are over: one more than were ended here where end_epoch() is about to come."""
+        """Epochs of the jobs channel that are over: one more than were ended here where end_epoch() is to come."""
         num_drained: int = self._flow.jobs.stats()["epochs_drained"]
         return num_drained
 
