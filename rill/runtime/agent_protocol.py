@@ -72,7 +72,6 @@ class AgentSpec:
     shm_dir: str
     sys_path: list[str]
     preload: tuple[str, ...] = ()
-    driver_pid: int
 
 
 def send_message(sock: socket.socket, message: object) -> None:

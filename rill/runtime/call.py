@@ -242,11 +242,6 @@ class CallBook:
                 ]
             )
 
-    def waiting_for(self) -> list[str]:
-        """The names of the workers with unanswered calls."""
-        with self._lock:
-            return sorted({a.name for pending in self._pending.values() for _, a in pending.left()})
-
     def close(self) -> None:
         """Drop the lines; what has not been answered will not be."""
         self.pump.close()

@@ -26,7 +26,6 @@ How a process talks to it (`HubClient`, thread-safe):
     hub.query("registry", "members", None, 10)                        # {identity: what it told}
     hub.on("peer_died", lambda note: ...)                  # {"identity", "name", "reason", "info"}; on the hub's thread
     hub.notify("actor[1]#0", "topic", payload)             # best effort, client to client ("*": everybody)
-    await hub.call_async("registry", "fetch", "my/key", 60)
     hub.close()
 
 What a worker should register for channels and locks to know it: group, rank, world_size, node_id, devices (global ids).

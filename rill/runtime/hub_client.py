@@ -90,16 +90,6 @@ class HubClient:
         self.submit(f"{service}.{method}", payload, pending)
         return self._await(pending, f"{service}.{method}", timeout_s)
 
-    async def call_async(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
-        """The same on an event loop."""
-        pending, future = self.future()
-        self.submit(f"{service}.{method}", payload, pending)
-        try:
-            await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            raise self._stuck(f"{service}.{method}", timeout_s) from None
-        return pending.result()
-
     def query(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
         """A read-only question: cheaper than a call, and unordered with respect to calls."""
         pending = Pending()

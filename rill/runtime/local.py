@@ -7,7 +7,6 @@ the agent over a socketpair; its events come back through `on_event`, called fro
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -85,7 +84,6 @@ class LocalNode:
             shm_dir=shm_dir,
             sys_path=list(sys.path),
             preload=preload,
-            driver_pid=os.getpid(),
         )
         send_message(self._control, spec)
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)

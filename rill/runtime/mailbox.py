@@ -123,11 +123,6 @@ class Mailbox:
         if peer is not None:
             peer.close(linger_ms=0)
 
-    def connections(self) -> list[str]:
-        """The endpoints this process is connected to."""
-        with self._peers_lock:
-            return sorted(self._peers)
-
     def close(self) -> None:
         """Stop reading, flush what was posted, close. Safe to call twice."""
         with self._peers_lock:

@@ -28,7 +28,6 @@ from typing import Any
 import zmq
 
 KEY_NAME = "session.key"
-MAC_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)

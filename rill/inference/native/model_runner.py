@@ -122,10 +122,6 @@ class ModelRunner:
     def free_cache(self) -> None:
         self.cache.keys, self.cache.values = [], []
 
-    @property
-    def has_cache(self) -> bool:
-        return bool(self.cache.keys)
-
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
