@@ -44,13 +44,13 @@ class Checkpoint:
         return Checkpoint((path,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes from the files' headers; a file that is cut off is found out too."""
+        """Names and shapes from the files' headers; a file that is cut off is found out too. Needs no torch."""
         from safetensors import SafetensorError, safe_open
 
         found: dict[str, tuple[int, ...]] = {}
         for shard in self.shards:
             try:
-                with safe_open(shard, framework="pt") as file:
+                with safe_open(shard, framework="np") as file:
                     for name in file.keys():  # noqa: SIM118
                         found[name] = tuple(file.get_slice(name).get_shape())
             except (OSError, SafetensorError) as error:

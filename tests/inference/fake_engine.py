@@ -32,6 +32,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.checkpoint import Checkpoint
 from rill.inference.requests import check_request
 from rill.inference.tally import Tally
 from rill.models.tokenizer import build_char_tokenizer
@@ -170,7 +171,10 @@ class FakeEngine:
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if version <= self._version:
             raise WeightSyncError(f"version {version} is not newer than {self._version}")
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+        if isinstance(tensors, Checkpoint):  # as replicas get them: importing torch for it takes seconds
+            shapes = tensors.shapes()
+        else:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
         if any(name.startswith("unknown") for name in shapes):
             raise WeightSyncError("unknown parameter")
         with self._lock:

@@ -89,13 +89,13 @@ def test_the_long_run_was_answered_and_refused_on_every_route_that_can_do_both()
 
 
 @_SCHEMA.include(path=GENERATION).parametrize()
-@bounded(6)
+@bounded(3)
 def test_generation_routes_refuse_or_answer(case: Any, url: str) -> None:
     check(case, url)
 
 
 @_SCHEMA.include(path=TEXT).parametrize()
-@bounded(6)
+@bounded(3)
 def test_text_routes_refuse_or_answer(case: Any, url: str) -> None:
     check(case, url)
 

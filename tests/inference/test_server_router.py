@@ -222,7 +222,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
 
 
 def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> None:
-    settings = RouterConfig(num_replicas=2, health_interval_s=0.2, health_timeout_s=1.0)
+    settings = RouterConfig(num_replicas=2, health_interval_s=0.1, health_timeout_s=0.6)
     router = Router(FakeEngine.Config(step_s=0.01), settings)
     try:
         streamed: list[int] = []
