@@ -176,7 +176,8 @@ def _summarise(
     say()
     say(f"{'report':<14} {page.resolve().as_uri()}")
     say(f"{'model':<14} {model}: {use}")
-    say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
+    if not Path("recipes/mine.toml").exists():
+        say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("rill") is None and activate.exists():
         say(f"{'path':<14} rill is not on your PATH yet: source {activate}")
