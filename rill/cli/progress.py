@@ -15,6 +15,7 @@ terminal the panel is drawn again four times a second, so that its clock goes on
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -189,15 +190,17 @@ def curve_lines(history: Mapping[str, list[float]]) -> list[str]:
 
 
 def spark(values: list[float], width: int = CURVE_WIDTH) -> str:
-    """A curve in one line of characters; averages where there are more values than characters."""
+    """A curve in one line of characters; averages where there are more values than characters. What is not a number,
+    the loss of a step that was skipped, is a gap."""
     if not values:
         return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
-    low, high = min(values), max(values)
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
+    return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
 
 
 def _written(figures: tuple[Figure, ...], values: Mapping[str, float], between: str = "  ") -> str:

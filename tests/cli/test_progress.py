@@ -23,6 +23,7 @@ def test_figures_a_workflow_does_not_report_are_left_out() -> None:
 def test_a_curve_rises_from_the_lowest_bar_to_the_highest() -> None:
     assert spark([0.0, 0.5, 1.0]) == "▁▅█"
     assert spark([1.0, 1.0]) == "▁▁"
+    assert spark([0.0, float("nan"), 1.0, float("inf")]) == "▁ █ " and spark([float("nan")]) == " "
     assert len(spark([float(i) for i in range(1000)], width=20)) == 20
 
 
