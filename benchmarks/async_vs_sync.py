@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on split devices with a long-tailed task: throughput, busy share, score.
 
-    python benchmarks/async_vs_sync.py [--steps 40] [--lags 0,1] [--seeds 2] [--eval-every 0] [--small]
+    python benchmarks/async_vs_sync.py [--steps 30] [--lags 0,1] [--seeds 2] [--eval-every 0] [--small]
 
 Two device slots of one thread each: the engine on one, the trainer on the other. The task is two-digit addition after a
 supervised warm-up; behind every answer follows a tail of tokens of log-normal length (benchmarks/longtail.py), which is
@@ -132,10 +132,10 @@ def pieces(spans: list[Any], name: str, start: int, end: int) -> list[tuple[int,
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--skip", type=int, default=5, help="steps that do not count")
     parser.add_argument("--lags", default="0,1")
-    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--median", type=int, default=48, help="tokens of the median tail")
     parser.add_argument("--warmup", type=int, default=400)
     parser.add_argument(
