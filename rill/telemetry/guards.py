@@ -103,7 +103,7 @@ WATCHED = (
         metric="rollout/errors",
         is_off=lambda value: value >= 1.0,
         expected="at most 10 %",
-        meaning="Every single reward failed, so nothing can be learned: fix the reward, then resume.",
+        meaning="Every single reward failed, so nothing can be learned: fix the reward and start again.",
         patience=3,
         action=Action.STOP,
     ),
