@@ -18,6 +18,7 @@ M block-table column.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,14 +73,42 @@ class PagedKernels(Protocol):
         """[N, H, D]. window 0 and softcap 0 are off."""
         ...
 
-    def store(
+
+class FlatKernels(ABC):
+    """PagedKernels over a kernel that reads queries out of wider rows."""
+
+    @abstractmethod
+    def attend_flat(
         self,
-        key_NKD: torch.Tensor,
-        value_NKD: torch.Tensor,
+        query: torch.Tensor,
+        query_stride: int,
+        num_heads: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PagedBatch,
-    ) -> None: ...
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        """`query`: rows of query_stride numbers that begin with num_heads queries."""
+
+    def attend(
+        self,
+        query_NHD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        query = query_NHD.contiguous()
+        heads, dim = query.shape[1:]
+        return self.attend_flat(
+            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap
+        )
 
 
 @dataclass(slots=True)
@@ -117,7 +146,8 @@ def paged_attention_forward(
     context: PagedContext = _ACTIVE.context
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = context.cache.keys[layer], context.cache.values[layer]
-    context.kernels.store(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, context.batch)
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, context.batch.slots_N, key[0].transpose(0, 1))
+    values.view(-1, *values.shape[2:]).index_copy_(0, context.batch.slots_N, value[0].transpose(0, 1))
     out_NHD = context.kernels.attend(
         query[0].transpose(0, 1),
         keys,
@@ -140,17 +170,6 @@ def register_paged_attention() -> str:
 
 class TorchKernels:
     """The reference: one sequence at a time, gathered from its blocks."""
-
-    def store(
-        self,
-        key_NKD: torch.Tensor,
-        value_NKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-    ) -> None:
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.slots_N, key_NKD)
-        values.view(-1, *values.shape[2:]).index_copy_(0, batch.slots_N, value_NKD)
 
     def attend(
         self,

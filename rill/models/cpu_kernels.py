@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rill.models.attention_paged import PagedBatch
+from rill.models.attention_paged import FlatKernels, PagedBatch
 from rill.models.cpu_build import load_library
 
 _SIGNATURES: dict[str, list[Any]] = {
@@ -35,7 +35,7 @@ def load_cpu_kernels() -> CpuKernels | None:
     return None if library is None else CpuKernels(library)
 
 
-class CpuKernels:
+class CpuKernels(FlatKernels):
     """Typed calls into the library. Tensors are contiguous unless a stride is passed; dtype float32 or bfloat16."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -156,33 +156,3 @@ class CpuKernels:
             self.num_threads,
         )
         return logprobs
-
-    # --- PagedKernels -------------------------------------------------------------------------------------
-
-    def store(
-        self,
-        key_NKD: torch.Tensor,
-        value_NKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-    ) -> None:
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.slots_N, key_NKD)
-        values.view(-1, *values.shape[2:]).index_copy_(0, batch.slots_N, value_NKD)
-
-    def attend(
-        self,
-        query_NHD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> torch.Tensor:
-        query = query_NHD.contiguous()
-        heads, dim = query.shape[1:]
-        return self.attend_flat(
-            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap
-        )

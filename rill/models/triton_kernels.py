@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.attention_paged import PagedBatch
+from rill.models.attention_paged import FlatKernels, PagedBatch
 from rill.models.triton_decode import DecodeAttention
 from rill.models.triton_language import (
     await_inputs,
@@ -222,7 +222,7 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return out
 
 
-class TritonKernels:
+class TritonKernels(FlatKernels):
     """DecoderOps and PagedKernels on CUDA."""
 
     def __init__(
@@ -316,33 +316,3 @@ class TritonKernels:
                 PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
             )  # fmt: skip
         return out
-
-    # --- PagedKernels -------------------------------------------------------------------------------------
-
-    def store(
-        self,
-        key_NKD: torch.Tensor,
-        value_NKD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-    ) -> None:
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, batch.slots_N, key_NKD)
-        values.view(-1, *values.shape[2:]).index_copy_(0, batch.slots_N, value_NKD)
-
-    def attend(
-        self,
-        query_NHD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> torch.Tensor:
-        query = query_NHD.contiguous()
-        heads, dim = query.shape[1:]
-        return self.attend_flat(
-            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap
-        )
