@@ -47,7 +47,7 @@ def recipe(args: argparse.Namespace, lag: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "model": model,
         "data": {"type": "arithmetic", "digits": [2, 2], "worked": 0.5},
-        "warmup": {"steps": args.warmup, "lr": 2e-3},
+        "warmup": {"steps": args.warmup, "learning_rate": 2e-3},
         "rollout": {
             "group_size": 8,
             "sampling": {"max_new_tokens": args.longest, "temperature": 1.0},

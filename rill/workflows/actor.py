@@ -200,7 +200,7 @@ class SupervisedSteps:
     """A warm-up on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
 
     def __init__(self, trainer: PolicyTrainer, data: PartConfig, config: WarmupConfig, seed: int) -> None:
-        self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.lr)
+        self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.learning_rate)
         self._config = config
         encoder = PromptEncoder(load_tokenizer(trainer.config.model))
         limit = trainer.config.micro_batch_tokens if trainer.config.on_too_long == "error" else None
@@ -225,4 +225,4 @@ class SupervisedSteps:
         config = self._config
         rising = min(1.0, (self._step + 1) / max(1, min(50, config.steps // 10)))
         falling = 0.5 * (1.0 + math.cos(math.pi * self._step / config.steps))
-        return config.lr * rising * falling
+        return config.learning_rate * rising * falling

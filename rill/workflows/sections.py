@@ -162,8 +162,8 @@ class WarmupConfig(Config):
     steps: int = Field(0, ge=0)
     batch_size: int = Field(64, ge=1)
     """Examples per step."""
-    lr: float = Field(1e-3, gt=0)
-    """Learning rate of the warm-up; RL uses the trainer's own."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Of the warm-up; RL uses the trainer's own."""
 
 
 def as_table(value: Any) -> Any:
