@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument(
         "--sigma", type=float, default=1.3, help="spread of the logarithm of the tail's length"
     )
-    parser.add_argument("--longest", type=int, default=384, help="tokens of the longest tail")
+    parser.add_argument("--longest", type=int, default=512, help="tokens of the longest tail")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--correction", default="tis", help="for tokens of older policies: none, tis, mis")
     parser.add_argument("--seeds", type=int, default=2)
