@@ -41,7 +41,7 @@ class GuardedEnvironment:
             )
         except RillError:
             raise
-        except Exception as error:
+        except Exception as error:  # boundary: an environment is a user's code and may raise anything
             self._num_failed += 1
             if self._num_failed <= MAX_LOGGED:
                 logger.warning("episode %s failed", trajectory_id, exc_info=True)

@@ -18,7 +18,7 @@ M block-table column.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ class PagedKernels(Protocol):
         ...
 
 
-class FlatKernels(ABC):
+class FlatKernels(Protocol):
     """PagedKernels over a kernel that reads queries out of wider rows."""
 
     @abstractmethod

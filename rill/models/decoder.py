@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as torch_linear
 
-from rill.models.attention_paged import KVCache, PagedBatch
+from rill.models.attention_paged import FlatKernels, KVCache, PagedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class DecoderOps(Protocol):
+class DecoderOps(FlatKernels, Protocol):
     """The stages between matrix products, on one kind of device."""
 
     def add_norm(
@@ -67,20 +67,6 @@ class DecoderOps(Protocol):
         values: torch.Tensor,
         num_heads: int,
     ) -> None: ...
-
-    def attend_flat(
-        self,
-        query: torch.Tensor,
-        query_stride: int,
-        num_heads: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
