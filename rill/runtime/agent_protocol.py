@@ -56,7 +56,8 @@ class Exited:
     exit_code: int
     """Negative: killed by that signal."""
     log_tail: str
-    restarted: bool
+    is_restarted: bool
+    """Whether another was started in its place at once, as `Start.restart` asks."""
 
 
 Request = Start | Kill | Shutdown

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -31,7 +32,7 @@ from rill.runtime.call import CallBook
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
 from rill.runtime.device import Device, DeviceSpec, Node, number
 from rill.runtime.group import ClassRef, WorkerGroup
-from rill.runtime.launcher import Launcher
+from rill.runtime.launcher import Launcher, is_service
 from rill.runtime.local import NodeClient
 from rill.runtime.mailbox import Mailbox
 from rill.runtime.placement import Placement, resolve, share_processes
@@ -40,6 +41,8 @@ from rill.runtime.session import open_session
 from rill.runtime.session_key import SessionKey
 from rill.runtime.supervisor import Supervisor, describe_exit
 from rill.runtime.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
@@ -96,7 +99,8 @@ class Cluster:
             trace_dir=str(trace_dir) if trace_dir is not None else None,
         )
         self._supervisor = Supervisor(self.context, self._launcher, self._node)
-        self._start_services()
+        for client in opened.nodes:
+            self._start_services(client)
         self.context.open()
         self._mailbox.start()
         self.context.directory.publish(self.context.address, 1)
@@ -217,16 +221,26 @@ class Cluster:
         )
         return mailbox, context
 
-    def _start_services(self) -> None:
-        """The hub here, and where there are several nodes a store server on each."""
-        self._nodes[self.context.node_id].start(self._launcher.hub())
-        for client in self._nodes.values() if len(self._nodes) > 1 else ():
+    def _start_services(self, client: NodeClient) -> None:
+        """The hub on the driver's node, and where there are several nodes a store server on each."""
+        if client.node.node_id == self.context.node_id:
+            client.start(self._launcher.hub())
+        if self.context.num_nodes > 1:
             client.start(self._launcher.store_server(client))
 
     def _on_event(self, event: Event) -> None:
         """On a node's reader thread."""
-        if isinstance(event, Exited):
-            self._supervisor.process_ended(event.key, describe_exit(event.exit_code, event.log_tail))
+        if not isinstance(event, Exited):
+            return
+        how = describe_exit(event.exit_code, event.log_tail)
+        if not is_service(event.key):
+            self._supervisor.process_ended(event.key, how)
+        elif event.is_restarted:
+            _log.warning("%s (pid %d) ended and was started again: %s", event.key, event.pid, how)
+        else:
+            _log.error(
+                "%s ended too often and is not started again, so the run will stop: %s", event.key, how
+            )
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
         """On a node's reader thread."""
@@ -240,9 +254,7 @@ class Cluster:
             client = self._nodes[node_id] = self._backend.reopen(node_id)
         except RunError:
             return  # the node is gone for good: launches on it say so
-        client.start(self._launcher.hub())
-        if len(self._nodes) > 1:
-            client.start(self._launcher.store_server(client))
+        self._start_services(client)
 
     def _node(self, node_id: str) -> NodeClient:
         if node_id not in self._nodes:

@@ -25,6 +25,13 @@ from rill.runtime.threads import thread_env
 from rill.runtime.worker import Seating
 
 HUB_KEY = "hub"
+STORE_KEY = "store-"
+"""Followed by the node's id. Names of groups are followed by a rank in brackets: none is mistaken for a service."""
+
+
+def is_service(key: str) -> bool:
+    """Whether a process is one of the cluster's own, which its agent starts again when it ends."""
+    return key == HUB_KEY or (key.startswith(STORE_KEY) and "[" not in key)
 
 
 class Launcher:
@@ -68,7 +75,7 @@ class Launcher:
             hub_endpoint=self._hub_endpoint_for(client.node),
         )
         return Start(
-            key=f"store-{client.node.node_id}",
+            key=f"{STORE_KEY}{client.node.node_id}",
             entry="rill.runtime.store_host:main",
             payload=pickle.dumps(spec),
             log_path=self._log_path(client, "store.log"),

@@ -12,7 +12,8 @@ Guarantees:
 - When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG).
 - A child's process group ends with the child. What escapes from the group is adopted (PR_SET_CHILD_SUBREAPER)
   and ends with the session.
-- A child marked `restart` (the hub) is started again, with the same arguments, whenever it ends.
+- A child marked `restart` (the hub, a store server) is started again, with the same arguments, whenever it ends, unless
+  it ends again and again.
 
 The worker's main is imported once, here, and workers are forked from this process with it in place: they start in
 milliseconds and share its memory. It pulls in nothing that reads the environment when it is loaded (no numpy, no
@@ -227,7 +228,9 @@ class Agent:
                 self._start(child.request, recent)
             tail = _tail(child.request.log_path)
             self._tell(
-                Exited(key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, restarted=restart)
+                Exited(
+                    key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart
+                )
             )
 
     def _tell(self, event: Event) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rill.errors import PeerDiedError, RunError, UserError
 from rill.runtime import context as runtime_context
+from rill.runtime.agent_protocol import Exited
 from rill.runtime.cluster import Cluster
 from rill.runtime.device import Device
 from rill.runtime.session import LOCK_NAME, SESSION_PREFIX, sweep
@@ -80,13 +81,27 @@ def test_the_death_of_the_agent_fails_its_workers_and_they_can_be_relaunched() -
         assert group.add(1).wait(20) == [1]
 
 
-def test_the_hub_is_started_again_when_it_dies() -> None:
+def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Cluster(devices="cpu:1") as cluster:
         cluster.context.hub.call("registry", "publish", ["key", "value", False], 20)
         before = find_process("rill.runtime.hub", str(cluster.session.session_dir))
         os.kill(before, signal.SIGKILL)
         assert cluster.context.hub.call("registry", "fetch", "key", 20) == "value"
         assert find_process("rill.runtime.hub", str(cluster.session.session_dir)) != before
+        assert becomes_true(
+            lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text
+        )
+    assert len(caplog.records) == 1, "its end with the cluster is no news"
+
+
+def test_a_service_that_is_given_up_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster(devices="cpu:1") as cluster:
+        cluster._on_event(Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False))
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "not started again" in record.getMessage() and "no room" in record.getMessage()
 
 
 def find_process(*words: str) -> int:

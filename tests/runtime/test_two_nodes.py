@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 
@@ -68,6 +70,30 @@ def test_a_peer_on_another_node_that_dies_ends_the_waits_on_it(cluster: Cluster)
     group.relaunch(1)
     for doubled in group.double(np.arange(1_000_000)).wait(60):
         assert (doubled == 2 * np.arange(1_000_000)).all()
+
+
+def test_a_node_whose_agent_dies_gets_its_store_server_again_and_no_second_hub(cluster: Cluster) -> None:
+    group = Host.launch(cluster, name="host", threads=1)
+    hub = hubs(cluster)
+    waiting = group.on(1).wait_for(0)
+    os.kill(cluster._nodes["node1"].agent_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(PeerDiedError, match="agent of node1"):
+        waiting.wait(30)
+    group.relaunch(1)
+    sending = group.on(0).send_array(3_000_000)
+    assert group.on(1).receive_array().wait(60) == [3_000_000]
+    sending.wait(60)
+    assert hubs(cluster) == hub and len(hub) == 1
+
+
+def hubs(cluster: Cluster) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "rill.runtime.hub" in words and str(cluster.session.session_dir) in " ".join(words):
+                found.append(process.pid)
+    return found
 
 
 def test_the_program_of_figure_five_runs_with_a_group_on_each_node(cluster: Cluster) -> None:
