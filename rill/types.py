@@ -9,7 +9,7 @@ Axes: T token of one sequence, L layer, K expert choice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
@@ -90,8 +90,6 @@ class Prompt:
     task: str = ""
     difficulty: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    multimodal: Mapping[str, Any] | None = None
-    """Processor inputs such as pixel values, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +128,11 @@ class Trajectory:
     """What failed, when the environment or the reward failed. Such a trajectory is data, not a crash."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: npt.NDArray[np.int16] | None = None
-    """[T, L, K], for routing replay."""
-    teacher_logprobs: Floats | None = None
-    multimodal: Mapping[str, Any] | None = None
+    """[T, L, K], for routing replay; None where the engine does not record them."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "teacher_logprobs"):
+        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "routed_experts"):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(
@@ -166,9 +162,6 @@ class Trajectory:
     @property
     def is_truncated(self) -> bool:
         return self.stop_reason is StopReason.LENGTH
-
-    def with_reward(self, reward: float, parts: Mapping[str, float] | None = None) -> Trajectory:
-        return replace(self, reward=reward, reward_parts=dict(parts or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ def test_a_trajectory_without_sampled_tokens_is_all_prompt() -> None:
     assert (found.num_prompt_tokens, found.num_sampled, found.oldest_version) == (6, 0, NOT_SAMPLED)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "versions", "loss_mask", "turn_ids", "teacher_logprobs"])
+@pytest.mark.parametrize("name", ["logprobs", "versions", "loss_mask", "turn_ids", "routed_experts"])
 def test_a_per_token_field_of_another_length_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidSampleError, match=f"{name} has 5 entries for 6 tokens"):
         trajectory(**{name: np.zeros(5, dtype=np.float32)})
@@ -57,12 +57,6 @@ def test_a_per_token_field_of_another_length_is_refused_by_name(name: str) -> No
 def test_records_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         trajectory().reward = 1.0  # type: ignore[misc]
-
-
-def test_a_reward_makes_a_new_trajectory() -> None:
-    before = trajectory()
-    after = before.with_reward(0.5, {"format": 0.25})
-    assert (before.reward, after.reward, after.reward_parts) == (0.0, 0.5, {"format": 0.25})
 
 
 def test_truncation_is_a_stop_reason() -> None:
@@ -76,7 +70,7 @@ def test_a_group_refuses_the_trajectory_of_another() -> None:
 
 
 def test_a_group_adds_up() -> None:
-    members = (trajectory().with_reward(1.0), trajectory(id="t1").with_reward(0.0))
+    members = (trajectory(reward=1.0), trajectory(id="t1"))
     group = Group(id="g0", prompt=Prompt(id="p0"), trajectories=members)
     assert group.rewards.tolist() == [1.0, 0.0]
     assert group.num_tokens == 12

@@ -116,7 +116,6 @@ class TrajectoryBuilder:
             error=error,
             metadata=dict(metadata or {}),
             routed_experts=self._routed_experts(),
-            multimodal=self.prompt.multimodal,
         )
 
     def _append(
@@ -148,7 +147,7 @@ class TrajectoryBuilder:
         self._num_tokens += length
 
     def _routed_experts(self) -> Any:
-        """[T, L, K]; -1 where no engine reported a choice (the trainer routes those itself)."""
+        """[T, L, K]; -1 where no engine reported a choice."""
         if not self._experts:
             return None
         first = np.asarray(self._experts[0][1])

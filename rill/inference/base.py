@@ -53,7 +53,6 @@ class Feature(StrEnum):
     LORA = "lora"
     SEEDED = "seeded"
     BATCH_INVARIANT = "batch_invariant"
-    ROUTED_EXPERTS = "routed_experts"
 
 
 class PauseMode(StrEnum):
@@ -88,7 +87,6 @@ class Request:
     delta_interval_s: float = 0.0
     """How long new tokens may wait for others before on_delta hears of them; the first and the last never wait. Telling
     of every token by itself costs an engine as much as making it. 0, and engines elsewhere: told as they come."""
-    multimodal: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

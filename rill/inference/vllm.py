@@ -252,8 +252,11 @@ class VllmEngine:
     def _check(self, request: Request) -> None:
         check_request(request, max_context=self._max_context, vocab_size=self.vocab_size)
         check_fits(request, self._max_context)
-        if request.adapter is not None or request.multimodal is not None:
-            raise UnsupportedError("vllm: adapters and multimodal inputs are not wired up")
+        if request.adapter is not None:
+            raise UnsupportedError(
+                f"request {request.id!r}: the vllm engine serves no adapters, and {request.adapter!r} was asked for: "
+                "use native, sglang or vllm_server"
+            )
         try:
             self._words.sampling(request)
         except Exception as error:  # boundary: vLLM's refusals share no base class

@@ -177,6 +177,7 @@ BAD = [
     ("/v1/completions", {}, 400, "prompt"),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
     ("/inference/v1/generate", {"token_ids": [2**40]}, 400, None),
+    ("/inference/v1/generate", {"token_ids": [5], "features": {"image": "…"}}, 400, "features"),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
     ("/update_weights", {"weight_dir": "/no/such\x00folder"}, 400, None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -215,13 +216,16 @@ def test_what_it_cannot_do_it_refuses(engine: VllmEngine) -> None:
     for bad in (request("a", prompt=(104,)), request("b", prompt=()), request("c", max_new_tokens=10**6)):
         with pytest.raises(RequestError):
             engine.submit([bad])
+    with pytest.raises(UnsupportedError, match="'mine'"):
+        engine.submit([replace(request("d"), adapter="mine")])
 
 
 class TestVllm(EngineConformance):
     """The suite that every engine runs. Weights are scaled there, so it comes last and has its own reference."""
 
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[VllmEngine]:
+    @classmethod
+    def engine(cls) -> Iterator[VllmEngine]:
         from rill.inference.vllm import VllmEngine
 
         engine = VllmEngine(
@@ -231,5 +235,6 @@ class TestVllm(EngineConformance):
         engine.close()
 
     @pytest.fixture(scope="class")
-    def reference(self) -> Any:
+    @classmethod
+    def reference(cls) -> Any:
         return load_model(MODEL, dtype=torch.float32)

@@ -93,10 +93,6 @@ class Admission:
             raise RequestError(
                 f"request {request.id}: stop strings need a tokenizer, and this engine was given none"
             )
-        if request.multimodal is not None:
-            raise RequestError(
-                f"request {request.id}: the native engine reads text only; use vllm for images"
-            )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

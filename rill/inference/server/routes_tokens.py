@@ -32,7 +32,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     state = state_of(request)
     caller = state.keys.check_client(request)
     if body.features:
-        raise bad_request("multimodal features are not supported", "features", "unsupported")
+        raise bad_request(
+            "this server reads text only: send token_ids without features", "features", "unsupported"
+        )
     request_id = body.request_id or new_id("gen")
     requests = build_requests(
         body.sampling_params,
