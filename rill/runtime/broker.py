@@ -48,7 +48,6 @@ class Broker:
             "watch": self._watch,
             "end": self._end,
             "unend": self._unend,
-            "join": self._join,
             "close": self._close,
             "put_share": self.shares.put,
             "take_share": self.shares.take,
@@ -291,12 +290,6 @@ class Broker:
         """The epoch's end came too late for the loop that waited for it: the consumer meets it again."""
         self.channel(name).consumer_epoch[name_of(client)] -= 1
         return DEFERRED
-
-    def _join(self, client: str, seq: int, name: str) -> Any:
-        """A consumer that came late begins with the epoch that is running, not with those it missed."""
-        channel = self.open_channel(name)
-        channel.consumer_epoch[name_of(client)] = channel.num_drained
-        return channel.num_drained
 
     # --- watching -----------------------------------------------------------------------------------------
 

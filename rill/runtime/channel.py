@@ -14,7 +14,7 @@ Guarantees:
 - Epochs: `end()` ends the current one, when called once by the channel's creator, or by every rank of a worker group,
   or by `producers` different processes where that was given. A consumer's loop ends when its epoch has ended and all
   its items are finished; items put after an `end()` belong to the next. A consumer meets every epoch that was not
-  over when its group was launched; `join()` begins with the running one instead.
+  over when its group was launched.
 - Objects are built on shared memory without a copy; the memory is used again only when nothing looks at it any more.
 """
 
@@ -133,11 +133,7 @@ class Channel:
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
     ) -> None:
         """Put several objects with one message."""
-        if weights is None:
-            weights = [1.0] * len(objects)
-        if len(weights) != len(objects):
-            raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
-        self._ends().put_all(list(zip(objects, weights, strict=True)), None, timeout_s)
+        self._ends().put_all(self._weighted("put_many", objects, weights), None, timeout_s)
 
     async def put_async(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
@@ -146,13 +142,19 @@ class Channel:
         await self._ends().put_async(obj, weight, checked_key(self.name, key), timeout_s)
 
     def put_share(
-        self, key: Hashable, objects: Sequence[Any], *, rank: int, world_size: int, weights: Any = None
+        self,
+        key: Hashable,
+        objects: Sequence[Any],
+        *,
+        rank: int,
+        world_size: int,
+        weights: Sequence[float] | None = None,
     ) -> None:
         """This rank's part of a redistribution named `key`; `take_share` cuts the whole for other sizes."""
         ends = self._ends()
         descriptors = [
-            ends.descriptor(obj, 1.0 if weights is None else weights[n], None, ends.deadline(None))
-            for n, obj in enumerate(objects)
+            ends.descriptor(obj, weight, None, ends.deadline(None))
+            for obj, weight in self._weighted("put_share", objects, weights)
         ]
         ends.context.hub.call(
             "broker",
@@ -160,6 +162,15 @@ class Channel:
             [self.name, checked_key(self.name, key), rank, world_size, descriptors],
             HUB_S,
         )
+
+    def _weighted(
+        self, method: str, objects: Sequence[Any], weights: Sequence[float] | None
+    ) -> list[tuple[Any, float]]:
+        if weights is None:
+            return [(obj, 1.0) for obj in objects]
+        if len(weights) != len(objects):
+            raise ConfigError(f"{self.name}: {method} got {len(objects)} objects and {len(weights)} weights")
+        return list(zip(objects, weights, strict=True))
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
@@ -348,10 +359,6 @@ class Channel:
     def done(self) -> None:
         """Say that this thread is done with everything it has taken so far."""
         self._ends().consumer.finish(threading.get_ident())
-
-    def join(self) -> None:
-        """As a consumer that came late: begin with the epoch that is running."""
-        current().hub.call("broker", "join", self.name, HUB_S)
 
     # --- the channel itself -------------------------------------------------------------------------------
 

@@ -37,9 +37,12 @@ class Producer(Worker):
                 file.flush()
                 time.sleep(0.002)
 
-    def put_share(self, channel: Channel, key: Any, numbers: list[int]) -> None:
+    def put_share(
+        self, channel: Channel, key: Any, numbers: list[int], weights: dict[int, float] | None = None
+    ) -> None:
         part = [n for n in numbers if n % self.world_size == self.rank]
-        channel.put_share(key, part, rank=self.rank, world_size=self.world_size)
+        of_part = None if weights is None else [weights[n] for n in part]
+        channel.put_share(key, part, rank=self.rank, world_size=self.world_size, weights=of_part)
 
 
 class Consumer(Worker):
@@ -74,6 +77,14 @@ class Consumer(Worker):
     def take_and_die(self, channel: Channel, count: int) -> None:
         for _ in range(count):
             channel.take()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def lease_two_end_one_and_die(self, channel: Channel) -> None:
+        leases = channel.leases()
+        _, second = await anext(leases), await anext(leases)
+        second.done()
+        while channel.stats()["leased"] > 1:  # until the broker knows
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def take_share(self, channel: Channel, key: Any, balance: str = "count") -> list[int]:

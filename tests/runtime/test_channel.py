@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from rill.errors import ChannelClosedError, ConfigError, PeerDiedError, StuckError, UnpicklableError
-from rill.runtime.channel import Channel, ItemInfo
+from rill.runtime.channel import Channel, ItemInfo, Lease
 from rill.runtime.cluster import Cluster
 from rill.runtime.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
@@ -236,6 +236,28 @@ async def test_batches_are_taken_by_tasks(cluster: Cluster) -> None:
         await channel.take_batch_async()
 
 
+async def test_every_lease_ends_by_itself_and_the_loop_with_the_last(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names))
+    channel.put_many([0, 1, 2])
+    channel.end()
+    open_leases: list[Lease] = []
+
+    async def take_all() -> None:
+        async for lease in channel.leases():
+            open_leases.append(lease)  # noqa: PERF401  looked at while the loop goes on
+
+    taking = asyncio.ensure_future(take_all())
+    while len(open_leases) < 3:
+        await asyncio.sleep(0.01)
+    assert [lease.value for lease in open_leases] == [0, 1, 2]
+    for number in (2, 0):
+        open_leases[number].done()
+    await asyncio.sleep(0.1)
+    assert not taking.done(), "the epoch is over when the last of its leases is"
+    open_leases[1].done()
+    await asyncio.wait_for(taking, 10)
+
+
 def test_read_ahead_is_given_back_to_others(channel: Channel, consumers) -> None:
     channel.put_many(list(range(300)))
     for _ in range(50):
@@ -291,6 +313,12 @@ def test_two_producers_feed_three_consumers_by_shares(channel: Channel, producer
     producers.put_share(channel, ("step", 1, "y"), list(range(100, 106))).wait(timeout_s=WAIT_S)
     two = consumers.take_share(channel, ("step", 1, "y")).wait(timeout_s=WAIT_S)
     assert [n for part in two for n in part] == [100, 102, 104, 101, 103, 105]
+    heavy = {0: 4.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
+    producers.put_share(channel, ("step", 2, "x"), list(heavy), heavy).wait(timeout_s=WAIT_S)
+    by_weight = consumers.take_share(channel, ("step", 2, "x"), "weight").wait(timeout_s=WAIT_S)
+    assert by_weight == [[0], [2, 1], [4, 3]], "as equal as it gets, each share in the producers' order"
+    with pytest.raises(ConfigError, match="put_share got 2 objects and 1 weights"):
+        channel.put_share("k", [1, 2], rank=0, world_size=1, weights=[1.0])
 
 
 def test_a_slow_consumer_bounds_the_memory_of_its_producer(cluster: Cluster, producers, consumers) -> None:
@@ -346,6 +374,18 @@ def test_a_killed_consumers_items_go_to_another(cluster: Cluster, channel: Chann
     assert sorted(n for part in taken for n in part) == list(
         range(4, 20)
     )  # it had asked for the fifth: four were done
+    doomed.close()
+
+
+def test_of_a_killed_consumers_leases_only_the_open_ones_go_to_another(
+    cluster: Cluster, channel: Channel, consumers
+) -> None:
+    doomed = Consumer.launch(cluster, name="doomed", placement="3")
+    channel.put_many([0, 1])
+    with pytest.raises(PeerDiedError):
+        doomed.lease_two_end_one_and_die(channel).wait(timeout_s=WAIT_S)
+    channel.end()
+    assert sorted(consumers.consume(channel).wait(timeout_s=WAIT_S)) == [[], [], [0]]
     doomed.close()
 
 
