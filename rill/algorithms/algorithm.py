@@ -97,10 +97,11 @@ class Algorithm:
         self.correction: Correction = _build(CORRECTIONS, config.correction)
         controller = KL_CONTROLLERS.load(config.kl.controller.type)
         self.kl_controller: FixedKL = controller(config.kl.controller, config.kl.coefficient)
-        if self.loss.uses_rollout_ratio and config.correction.type != "none":
+        if self.loss.uses_rollout_ratio and self.correction.uses_rollout_ratio:
             raise ConfigError(
                 f"loss {config.loss.type!r} already holds the ratio to the sampling policy; with correction "
-                f"{config.correction.type!r} it would count twice: set algorithm.correction = 'none'"
+                f"{config.correction.type!r} it would count twice: set algorithm.correction = 'none', or a correction "
+                "that only leaves tokens out"
             )
 
     @property
@@ -168,7 +169,9 @@ class Algorithm:
         return replace(result, metrics={**metrics, **result.metrics})
 
     def policy_loss(self, batch: TokenBatch) -> LossSum:
-        """This micro-batch's share of: correction · policy loss + β·KL − c·entropy, and its metrics."""
+        """This micro-batch's share of: correction · policy loss + β·KL − c·entropy + λ·KL(teacher), and its metrics.
+
+        Tokens that a correction takes out of the denominator are out of every term."""
         batch = self._checked_batch(batch)
         weights = self.correction.weights(batch)
         low, high = self.correction.bounds
@@ -180,7 +183,19 @@ class Algorithm:
         metrics |= weights.metrics | token_loss.metrics
         loss_N = self._with_regularisers(loss_N, batch, metrics)
         mask_N = batch.mask_N if weights.kept_N is None else batch.mask_N * weights.kept_N
-        return self._aggregated(loss_N, batch, mask_N, "policy/loss", metrics)
+        weights_N, denominator = token_weights(
+            self.config.aggregation,
+            mask_N,
+            batch.seq_N,
+            batch.num_seqs,
+            constant=self.config.aggregation_constant,
+        )
+        numerator = (weights_N * loss_N).sum()
+        if self.config.aggregation is Aggregation.TOKEN_SUM:  # a sum has no weight to report a mean by
+            metrics["policy/loss"] = Metric.mean(loss_N, mask_N)
+        else:
+            metrics["policy/loss"] = Metric(total=numerator.detach(), weight=denominator.detach())
+        return LossSum(numerator=numerator, denominator=denominator, metrics=metrics)
 
     def value_loss(self, batch: TokenBatch) -> LossSum:
         """This micro-batch's share of the critic's loss, always a mean over tokens."""
@@ -202,17 +217,6 @@ class Algorithm:
         numerator = self.config.value.coefficient * (loss_N * mask_N).sum()
         metrics["value/loss"] = Metric.mean(loss_N, mask_N)
         return LossSum(numerator=numerator, denominator=mask_N.sum(), metrics=metrics)
-
-    def distillation_loss(self, kl_N: Tensor, batch: TokenBatch) -> LossSum:
-        """This micro-batch's share of λ · KL over the full vocabulary; `kl_N` from distill.full_vocabulary_kl."""
-        is_on_N = batch.mask_N > 0
-        kl_N = zero_unless(is_on_N, full_precision(kl_N))
-        if self.config.check_finite:
-            require_finite({"kl_N": kl_N})
-        mask_N = is_on_N.to(kl_N.dtype)
-        metrics = {"distillation/kl": Metric.mean(kl_N, mask_N)}
-        loss_N = self.config.distillation.coefficient * kl_N
-        return self._aggregated(loss_N, batch, mask_N, "distillation/loss", metrics)
 
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce = one_rank) -> dict[str, Tensor]:
         """Figures over all micro-batches and ranks for TokenBatch.statistics; empty unless Need.STATISTICS."""
@@ -301,24 +305,11 @@ class Algorithm:
             metrics["policy/entropy"] = Metric.mean(batch.entropy_N, batch.mask_N)
         if self.config.entropy_coefficient != 0:
             loss_N = loss_N - self.config.entropy_coefficient * required(batch, "entropy_N")
+        if Need.FULL_VOCABULARY_TEACHER in self.needs:
+            teacher_kl_N = required(batch, "teacher_kl_N")
+            metrics["distillation/kl"] = Metric.mean(teacher_kl_N, batch.mask_N)
+            loss_N = loss_N + self.config.distillation.coefficient * teacher_kl_N
         return loss_N
-
-    def _aggregated(
-        self, loss_N: Tensor, batch: TokenBatch, mask_N: Tensor, name: str, metrics: dict[str, Metric]
-    ) -> LossSum:
-        weights_N, denominator = token_weights(
-            self.config.aggregation,
-            mask_N,
-            batch.seq_N,
-            batch.num_seqs,
-            constant=self.config.aggregation_constant,
-        )
-        numerator = (weights_N * loss_N).sum()
-        if self.config.aggregation is Aggregation.TOKEN_SUM:  # a sum has no weight to report a mean by
-            metrics[name] = Metric.mean(loss_N, mask_N)
-        else:
-            metrics[name] = Metric(total=numerator.detach(), weight=denominator.detach())
-        return LossSum(numerator=numerator, denominator=denominator, metrics=metrics)
 
     def _checked_batch(self, batch: TokenBatch) -> TokenBatch:
         """The batch with every field in full precision, 0 where masked, distilled advantages, checked."""

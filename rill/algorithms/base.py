@@ -42,7 +42,7 @@ class Need(StrEnum):
     GREEDY_BASELINE = "greedy_baseline"  # the reward of one greedy answer to each prompt
     ENTROPY = "entropy"
     FULL_VOCABULARY_TEACHER = "full_vocabulary_teacher"  # the teacher's last hidden states and head
-    LAG = "lag"  # optimizer steps between sampling and training, for each token
+    LAG = "lag"  # policy versions between sampling and training, for each token
     STATISTICS = "statistics"  # figures over the whole batch, from Algorithm.statistics
 
 
@@ -51,7 +51,7 @@ class TokenBatch:
     """One micro-batch. Sequences are never split across micro-batches."""
 
     logprobs_N: Tensor
-    """log π of the current policy; the only field that carries a gradient (with entropy_N and values_N)."""
+    """log π of the current policy; it carries a gradient, as entropy_N, teacher_kl_N and values_N do."""
     mask_N: Tensor
     """1.0 on trained tokens, else 0.0."""
     seq_N: Tensor
@@ -64,6 +64,8 @@ class TokenBatch:
     """log μ as the engine reported it. For corrections and mismatch metrics only."""
     ref_logprobs_N: Tensor | None = None
     teacher_logprobs_N: Tensor | None = None
+    teacher_kl_N: Tensor | None = None
+    """The divergence from the teachers over the whole vocabulary, from distill.full_vocabulary_kl."""
     entropy_N: Tensor | None = None
     values_N: Tensor | None = None
     old_values_N: Tensor | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rill.algorithms.mismatch import log_ratio
@@ -111,3 +111,11 @@ class KLConfig(Config):
     """k1, k2, k3, abs, or the straight-through k1+ and k3+ for the loss."""
     controller: Annotated[PartConfig, OneOf(KL_CONTROLLERS)] = Field(default_factory=lambda: FixedKL.Config())
     """fixed, or adaptive towards a target KL."""
+
+    @model_validator(mode="after")
+    def _has_a_start(self) -> KLConfig:
+        if self.controller.type == "adaptive" and self.coefficient == 0:
+            raise ValueError(
+                "an adaptive controller multiplies β, which is 0: set coefficient to where it starts"
+            )
+        return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
@@ -31,6 +31,14 @@ class DPOConfig(Config):
     """Share of labels thought to be wrong (conservative DPO; sigmoid only). 0: off."""
     length_normalised: bool = False
     """Mean instead of sum of log-probabilities over a sequence. IPO always takes the mean."""
+
+    @model_validator(mode="after")
+    def _smoothing_is_used(self) -> DPOConfig:
+        if self.label_smoothing > 0 and self.loss != "sigmoid":
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} belongs to loss = 'sigmoid', got {self.loss!r}: set it to 0"
+            )
+        return self
 
 
 class BradleyTerryConfig(Config):

@@ -165,7 +165,7 @@ class PolicyTrainer(Trainer):
         # Each pack is built while the device works on the one before it.
         for batch, columns in passes:
             output = self._forward(batch, self._distill(batch))
-            loss = self._loss(self._token_batch(batch, columns, output, statistics), output.kl_K)
+            loss = self._loss(self._token_batch(batch, columns, output, statistics))
             if batch.is_idle:
                 self.engine.backward(_nothing(output))
             else:
@@ -201,19 +201,10 @@ class PolicyTrainer(Trainer):
             chunk_tokens=options.chunk_tokens,
         )
 
-    def _loss(self, tokens: TokenBatch, kl_K: Tensor | None) -> LossSum:
+    def _loss(self, tokens: TokenBatch) -> LossSum:
         """The algorithm's loss; one it refuses becomes NaN, so that all ranks learn of it together in apply()."""
         try:
-            loss = self.algorithm.policy_loss(tokens)
-            if kl_K is None:
-                return loss
-            assert isinstance(self.algorithm, Algorithm)
-            added = self.algorithm.distillation_loss(kl_K, tokens)
-            return LossSum(
-                numerator=loss.numerator + added.numerator,
-                denominator=loss.denominator,
-                metrics={**loss.metrics, **added.metrics},
-            )
+            return self.algorithm.policy_loss(tokens)
         except TrainingError as error:
             self._failure = str(error)
             nan = tokens.logprobs_N.sum() * float("nan")
@@ -267,6 +258,7 @@ class PolicyTrainer(Trainer):
             rollout_logprobs_N=columns["rollout"],
             ref_logprobs_N=columns.get("ref"),
             teacher_logprobs_N=columns.get("teacher"),
+            teacher_kl_N=output.kl_K,
             entropy_N=output.entropy_K,
             lag_N=columns["lag"],
             statistics=statistics,

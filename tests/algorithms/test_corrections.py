@@ -161,6 +161,23 @@ def test_a_loss_that_holds_the_ratio_refuses_a_correction_on_top():
             Algorithm(AlgorithmConfig(advantage="grpo", loss=loss, correction="tis"))
 
 
+MASKS = [
+    {"type": "lag_limit", "max_lag": 2},
+    {"type": "sequence_mask", "high": 0.08},
+    {"type": "mis", "low": 0.8, "high": 1.3, "weigh": False},
+]
+
+
+@pytest.mark.parametrize("mask", [*MASKS, {"type": "chain", "parts": MASKS}], ids=label)
+def test_beside_a_loss_that_holds_the_ratio_tokens_may_still_be_left_out(mask):
+    seqs = random_sequences(3, num_seqs=5)
+    algo = Algorithm(AlgorithmConfig(advantage="grpo", loss="aipo", correction=mask, aggregation="token-sum"))
+    kept = algo.correction.weights(flat(seqs)).weights_N
+    assert set(kept.tolist()) == {0.0, 1.0}
+    whole = Algorithm(AlgorithmConfig(advantage="grpo", loss="aipo", aggregation="token-sum"))
+    assert torch.equal(loss_of(algo, [flat(seqs)])[1], kept * loss_of(whole, [flat(seqs)])[1])
+
+
 def test_two_normalised_corrections_in_a_chain_are_refused():
     twice = {
         "type": "chain",

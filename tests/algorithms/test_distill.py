@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -108,7 +110,25 @@ def test_the_divergence_is_aggregated_like_any_loss():
     config = {"coefficient": 2.0, "form": "full_vocabulary"}
     kl = torch.tensor([1.0, float("nan"), 2.0, 4.0])
     algo = Algorithm(AlgorithmConfig(type="distill", distillation=config, aggregation="seq-mean-token-mean"))
-    result = algo.distillation_loss(kl, batch)
+    result = algo.policy_loss(replace(batch, teacher_kl_N=kl))
     assert float(result.numerator / result.denominator) == 2.0 * (1.0 + 3.0) / 2
-    with pytest.raises(TrainingError, match="kl_N"):
-        algo.distillation_loss(torch.full((4,), float("nan")), batch)
+    with pytest.raises(TrainingError, match="teacher_kl_N: 3"):
+        algo.policy_loss(replace(batch, teacher_kl_N=torch.full((4,), float("nan"))))
+    with pytest.raises(TrainingError, match="needs teacher_kl_N"):
+        algo.policy_loss(batch)
+
+
+def test_a_token_that_a_correction_takes_out_is_out_of_the_divergence_too():
+    """Both terms are divided by one denominator, so they must be sums over the same tokens."""
+    zeros = torch.zeros(4)
+    batch = TokenBatch(
+        logprobs_N=zeros, mask_N=torch.ones(4), seq_N=torch.zeros(4, dtype=torch.int64), num_seqs=1,
+        advantages_N=zeros, old_logprobs_N=zeros, rollout_logprobs_N=zeros,
+        lag_N=torch.tensor([0.0, 0.0, 9.0, 9.0]), teacher_kl_N=torch.tensor([1.0, 3.0, 50.0, 50.0]),
+    )  # fmt: skip
+    config = {"coefficient": 2.0, "form": "full_vocabulary"}
+    young = Algorithm(
+        AlgorithmConfig(type="distill", distillation=config, correction={"type": "lag_limit", "max_lag": 1})
+    )
+    result = young.policy_loss(batch)
+    assert float(result.numerator / result.denominator) == 2.0 * (1.0 + 3.0) / 2

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.algorithms.kl import AdaptiveKL, KLEstimator, kl_penalty
@@ -89,6 +90,11 @@ def test_the_adaptive_controller_steers_towards_its_target():
     assert controller.coefficient == pytest.approx(0.525 * 1.1)
     controller.update(kl=0.0, num_samples=100)
     assert controller.coefficient == pytest.approx(0.525 * 1.1 * 0.8)
+
+
+def test_an_adaptive_controller_that_could_never_leave_0_is_refused():
+    with pytest.raises(ValidationError, match="set coefficient to where it starts"):
+        grpo(kl={"controller": "adaptive"})
 
 
 def test_the_coefficient_is_saved_and_loaded():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rill.algorithms import divisor
 from rill.algorithms.preferences import BradleyTerryConfig, DPOConfig, bradley_terry_loss, dpo_loss
@@ -51,17 +52,22 @@ def expected_loss(seqs, config):
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    loss=st.sampled_from(["sigmoid", "hinge", "ipo"]),
+    form=st.sampled_from([("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]),
     beta=st.sampled_from([0.1, 0.7]),
-    smoothing=st.sampled_from([0.0, 0.2]),
     normalised=st.booleans(),
 )
-def test_preference_losses_equal_their_formulas(seed, loss, beta, smoothing, normalised):
+def test_preference_losses_equal_their_formulas(seed, form, beta, normalised):
+    loss, smoothing = form
     config = DPOConfig(beta=beta, loss=loss, label_smoothing=smoothing, length_normalised=normalised)
     seqs = pairs(seed)
     result, _ = loss_of(seqs, config, rubbish=True)
     assert float(result.numerator.detach()) == pytest.approx(expected_loss(seqs, config))
     assert float(result.denominator) == 3
+
+
+def test_smoothing_that_a_loss_would_not_read_is_refused():
+    with pytest.raises(ValidationError, match="belongs to loss = 'sigmoid', got 'ipo'"):
+        DPOConfig(loss="ipo", label_smoothing=0.1)
 
 
 def test_dpo_does_not_depend_on_the_split():

@@ -38,6 +38,9 @@ class Correction(ABC):
     bounds: tuple[float, float] = (0.5, 2.0)
     """[lo, hi] of the metric mismatch/outside."""
 
+    uses_rollout_ratio: bool = False
+    """True where weights hold π/μ; a loss that holds it itself would count the mismatch twice."""
+
     @abstractmethod
     def weights(self, batch: TokenBatch) -> CorrectionWeights:
         """The weight of each token."""

@@ -30,6 +30,7 @@ class Chain(Correction):
                 "only one correction of a chain can set normalise: each would undo the other's mean"
             )
         self.needs = frozenset().union(*(part.needs for part in self.parts))
+        self.uses_rollout_ratio = any(part.uses_rollout_ratio for part in self.parts)
         self.bounds = (max(part.bounds[0] for part in self.parts), min(part.bounds[1] for part in self.parts))
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:

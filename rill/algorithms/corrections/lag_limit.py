@@ -1,4 +1,4 @@
-"""Refuse tokens that are too old: sampled more than so many optimizer steps before this one."""
+"""Refuse tokens that are too old: sampled by a policy more than so many versions before this step's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LagLimit(Correction):
     class Config(PartConfig):
         type: Literal["lag_limit"] = "lag_limit"
         max_lag: int = Field(ge=0)
-        """Optimizer steps; an older token is dropped, its younger neighbours are not."""
+        """Policy versions; an older token is dropped, its younger neighbours are not."""
         renormalise: bool = True
         """Take dropped tokens out of the aggregation's denominator too."""
 

@@ -53,6 +53,7 @@ class MaskedIS(Correction):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.bounds = (config.low, config.high)
+        self.uses_rollout_ratio = config.weigh
         self.needs = weight_needs(config.policy, normalise=config.normalise)
 
     def weights(self, batch: TokenBatch) -> CorrectionWeights:

@@ -27,6 +27,8 @@ MEAN_WEIGHT = "correction/mean_weight"
 
 
 class TruncatedIS(Correction):
+    uses_rollout_ratio = True
+
     class Config(PartConfig):
         type: Literal["tis"] = "tis"
         policy: Policy = "old"
