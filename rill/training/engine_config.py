@@ -70,3 +70,14 @@ class EngineConfig(Config):
         if self.param_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
             raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16")
         return self
+
+
+class MiniBatchConfig(EngineConfig):
+    """Of trainers that may take several optimizer steps on one batch; see rill.training.trainer.mini_batches."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+    seed: int = 0
+    """Order of the mini-batches."""

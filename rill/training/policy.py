@@ -32,12 +32,12 @@ from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.packed_layout import copy_in
 from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
-from rill.training.engine_config import EngineConfig
+from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
 from rill.training.packing import PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
-from rill.training.trainer import Trainer, merge_steps
+from rill.training.trainer import Trainer, merge_steps, mini_batches
 from rill.types import Floats, PolicyVersion, Sample
 
 
@@ -55,15 +55,9 @@ class PolicyLoss(Protocol):
 class PolicyTrainer(Trainer):
     """Trains a causal language model with an algorithm's policy loss."""
 
-    class Config(EngineConfig):
+    class Config(MiniBatchConfig):
         temperature: float = Field(default=1.0, gt=0.0)
         """The sampler's. Log-probabilities are of logits / temperature."""
-        num_epochs: int = Field(default=1, ge=1)
-        """Passes over each batch."""
-        mini_batches: int = Field(default=1, ge=1)
-        """Optimizer steps per pass."""
-        seed: int = 0
-        """Order of the mini-batches."""
 
     def __init__(
         self,
@@ -117,10 +111,9 @@ class PolicyTrainer(Trainer):
         if has_old and self._lacks_old_logprobs(samples):
             samples = self._with_old_logprobs(samples)
         steps: list[dict[str, float]] = []
-        for epoch in range(self.config.num_epochs):
-            for part in self._mini_batches(samples, epoch):
-                self._accumulate([samples[i] for i in part], version, has_old=has_old)
-                steps.append(self.apply())
+        for part in mini_batches(self.config, len(samples), self.version):
+            self._accumulate([samples[i] for i in part], version, has_old=has_old)
+            steps.append(self.apply())
         return merge_steps(steps)
 
     def accumulate(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> None:
@@ -303,14 +296,6 @@ class PolicyTrainer(Trainer):
         # By the training path even with batch_invariant: at the first step π/π_old must be 1, not 1 ± rounding.
         old = self._recompute(samples, self.config.temperature, trained_only=True)
         return [dataclasses.replace(s, old_logprobs=o) for s, o in zip(samples, old, strict=True)]
-
-    def _mini_batches(self, samples: Sequence[Sample], epoch: int) -> list[list[int]]:
-        """Indices per optimizer step: shuffled by (seed, version, epoch), cut into even counts."""
-        count = self.config.mini_batches
-        if count == 1:
-            return [list(range(len(samples)))]
-        order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(samples))
-        return [sorted(part.tolist()) for part in np.array_split(order, count)]
 
 
 def _nothing(output: PolicyOutput) -> Tensor:

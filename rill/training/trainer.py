@@ -23,7 +23,7 @@ from rill.training.balance import CostModel
 from rill.training.batching import Batcher, MicroBatch, Tally
 from rill.training.checkpoint import Checkpointer
 from rill.training.engine import TrainEngine
-from rill.training.engine_config import EngineConfig
+from rill.training.engine_config import EngineConfig, MiniBatchConfig
 from rill.training.exchange import deal_out
 from rill.training.export import export_model
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -190,7 +190,7 @@ class Trainer:
             self.engine.zero_gradients()
             raise TrainingError(
                 f"the batch has no token to train on ({sums['samples']:.0f} samples, {sums['skipped']:.0f} skipped): "
-                "check loss masks, filters and micro_batch_tokens"
+                "check loss masks, filters, micro_batch_tokens, and that mini_batches are not more than the samples"
             )
         # A loss that is a plain sum has no denominator (see rill.algorithms.base.divisor).
         denominator = sums["denominator"] or 1.0
@@ -216,6 +216,15 @@ class Trainer:
             "train_s": seconds,
             "train_tokens_per_s": sums["tokens"] / max(seconds, 1e-9),
         }
+
+
+def mini_batches(config: MiniBatchConfig, num_samples: int, version: int) -> Iterator[list[int]]:
+    """The samples of each optimizer step of one update, by index: every pass shuffles them by (seed, version, pass) and
+    cuts them into even counts. `version` is the trainer's at the update's start."""
+    for epoch in range(config.num_epochs):
+        order = np.random.default_rng((config.seed, version, epoch)).permutation(num_samples)
+        for part in np.array_split(order, config.mini_batches):
+            yield sorted(part.tolist())
 
 
 def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:

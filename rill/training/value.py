@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
 from rill.models.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
-from rill.training.engine_config import EngineConfig
+from rill.training.engine_config import EngineConfig, MiniBatchConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
-from rill.training.trainer import Trainer, merge_steps
+from rill.training.trainer import Trainer, merge_steps, mini_batches
 from rill.types import Floats, Sample
 
 
@@ -36,13 +35,7 @@ class ValueLoss(Protocol):
 class ValueTrainer(Trainer):
     """Trains a decoder with a value head."""
 
-    class Config(EngineConfig):
-        num_epochs: int = Field(default=1, ge=1)
-        """Passes over each batch."""
-        mini_batches: int = Field(default=1, ge=1)
-        """Optimizer steps per pass."""
-        seed: int = 0
-        """Order of the mini-batches."""
+    Config: TypeAlias = MiniBatchConfig
 
     def __init__(
         self,
@@ -75,11 +68,9 @@ class ValueTrainer(Trainer):
             samples, lambda s: s.num_tokens, lambda s: bool(s.trajectory.loss_mask[1:].any())
         )
         steps: list[dict[str, float]] = []
-        for epoch in range(self.config.num_epochs):
-            order = np.random.default_rng((self.config.seed, self.version, epoch)).permutation(len(kept))
-            for part in np.array_split(order, self.config.mini_batches):
-                self._accumulate([kept[i] for i in sorted(part)])
-                steps.append(self._apply())
+        for part in mini_batches(self.config, len(kept), self.version):
+            self._accumulate([kept[i] for i in part])
+            steps.append(self._apply())
         return merge_steps(steps)
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:

@@ -13,6 +13,7 @@ from rill.algorithms.base import TokenBatch
 from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
 from rill.training.policy import PolicyTrainer
+from rill.training.trainer import mini_batches
 from rill.types import Sample
 from tests.training.tiny import MODEL, SHAPE, VOCAB, algorithm, config, make_samples, trainer
 
@@ -268,3 +269,12 @@ def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> Non
 def test_batch_invariant_logprobs_of_adapters_are_refused() -> None:
     with pytest.raises(ConfigError, match="without lora"):
         trainer(batch_invariant=True, lora={"rank": 2})
+
+
+def test_every_pass_sees_every_sample_once_in_an_order_of_its_own() -> None:
+    cut = list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=4))
+    assert [len(part) for part in cut] == [4, 3, 3] * 2
+    first, second = cut[:3], cut[3:]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(10)) and first != second
+    assert cut == list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=4))
+    assert cut != list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=5))
