@@ -4,7 +4,7 @@
 
 The real Loop, Fleet, Feeder, channels and hub; rollout workers that make no tokens and actors that train nothing. A
 rollout worker puts samples of a given size into the rollouts channel, an actor takes them by key, publishes a manifest
-of as many tensors as a 1.5B model has, and every engine answers for it with a canary. Prints JSON lines:
+of as many tensors as a 1.5B model has and brings the engines to it; every engine answers with a canary. JSON lines:
 
     step by bytes    driver time as samples grow: must not grow
     step by groups   driver time as the batch grows: must not grow
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rill.config import PartConfig
 from rill.data.loader import LoaderConfig
@@ -36,13 +38,22 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run
 from rill.types import Floats, PolicyVersion, Prompt, TokenIds
-from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest
+from rill.weights import (
+    Canary,
+    CanaryProof,
+    Publisher,
+    Pulled,
+    SealedManifest,
+    TransportConfig,
+    WeightManifest,
+)
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.jobs import Outcome, StepPlan, TrainedStep, sample_key
 from rill.workflows.loop import Loop, Parts, StepReport
+from rill.workflows.publishing import PublishingWorker
 from rill.workflows.sections import LoopConfig, SyncConfig
 
 TIMEOUT_S = 600.0
@@ -88,18 +99,38 @@ class NullRollout(Worker):
         return Pulled.proven(name, manifest, manifest.version, no_scores)
 
 
-class NullActor(Worker):
+class NullPublisher(Publisher):
+    """Publishes a manifest and no bytes."""
+
+    transport = "null"
+
+    def __init__(self) -> None:
+        super().__init__(TransportConfig(type="null"))
+
+    def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
+        raise NotImplementedError
+
+    def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
+        raise NotImplementedError
+
+    def location(self, version: PolicyVersion) -> str:
+        raise NotImplementedError
+
+
+class NullActor(PublishingWorker):
     def __init__(self, *, work_s: float) -> None:
         self.work_s = work_s
+        self.publisher = NullPublisher() if self.rank == 0 else None
 
     def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
         keys = plan.share(self.rank, self.world_size, whole_groups=False)
         if self.work_s:
             time.sleep(self.work_s)
         figures = {"samples": float(len(rollouts.take(keys=keys) if keys else ()))}
-        return TrainedStep(figures, self.publish(PolicyVersion(plan.version + 1)), 0.0)
+        synced = self._bring_engines_to(self._gather(PolicyVersion(plan.version + 1)))
+        return TrainedStep(figures, synced, 0.0)
 
-    def publish(self, version: PolicyVersion) -> SealedManifest | None:
+    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
         if self.rank > 0:
             return None
         canary = Canary.random(1000)

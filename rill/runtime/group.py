@@ -21,7 +21,7 @@ from rill.runtime.context import RuntimeContext, WorkerAddress, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
 
-W = TypeVar("W", bound=Worker)
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class GroupOwner(Protocol):
     def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
 
 
-class WorkerGroup(Generic[W]):
+class WorkerGroup(Generic[W_co]):
     """The driver's view of a group."""
 
-    def __init__(self, cls: type[W], name: str, size: int, owner: GroupOwner) -> None:
+    def __init__(self, cls: type[W_co], name: str, size: int, owner: GroupOwner) -> None:
         self.name = name
         self.size = size
         self._cls = cls
@@ -99,7 +99,7 @@ class WorkerGroup(Generic[W]):
         self._all = tuple(range(size))
         self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
 
-    def on(self, *ranks: int) -> Selection[W]:
+    def on(self, *ranks: int) -> Selection[W_co]:
         """Some of the ranks, for calls to them alone."""
         unknown = [rank for rank in ranks if not 0 <= rank < self.size]
         if unknown or not ranks:
@@ -176,10 +176,10 @@ class WorkerGroup(Generic[W]):
             )
 
 
-class Selection(Generic[W]):
+class Selection(Generic[W_co]):
     """Some ranks of a group."""
 
-    def __init__(self, group: WorkerGroup[W], ranks: tuple[int, ...] | None) -> None:
+    def __init__(self, group: WorkerGroup[W_co], ranks: tuple[int, ...] | None) -> None:
         """`ranks`: None for all, which needs no sorting out."""
         self._group = group
         self._ranks = ranks

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SERVICE = "device_lock"
-DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_TIMEOUT_S = 3600.0
+"""As a call's: the wait for a turn lasts as long as the work of the groups before."""
+ASK_S = 30.0
 
 
 class Loadable(Protocol):
@@ -67,6 +69,12 @@ def device_lock_of(worker: Loadable) -> DeviceLock:
 def lock_of(context: RuntimeContext) -> DeviceLock | None:
     """The lock of this process if it has one."""
     return context.services.get(_SERVICE)
+
+
+def groups_in_line(context: RuntimeContext) -> set[str]:
+    """Groups with a rank that waits for its turn now."""
+    turns = context.hub.query("locks", "turns", None, ASK_S)
+    return {turn["group"] for turn in turns if turn["waiting"]}
 
 
 class DeviceLock:
@@ -97,8 +105,11 @@ class DeviceLock:
         self._thread.start()
         self._hub.on("evict", self._evictions.put)
 
-    def __call__(self, *channels: Channel, timeout_s: float = DEFAULT_TIMEOUT_S) -> _Block:
-        """A turn for work between `channels`, in whatever order they are named."""
+    def __call__(self, *channels: Channel, timeout_s: float | None = None) -> _Block:
+        """A turn for work between `channels`, in whatever order they are named. `timeout_s`: unless given, an hour, or
+        longer where a wait on one of the channels may last longer."""
+        if timeout_s is None:
+            timeout_s = max((DEFAULT_TIMEOUT_S, *(channel.timeout_s for channel in channels)))
         return _Block(self, tuple(channel.name for channel in channels), timeout_s)
 
     def __enter__(self) -> DeviceLock:

@@ -106,7 +106,7 @@ class WeightManifest:
 class SealedManifest(NamedTuple):
     """A manifest on its way, with what engines that took it must answer. `open` and `open_proof` give them back.
 
-    A tuple, because it passes the driver at every step: cheap to read and to write.
+    A tuple: cheap to read and to write, at every step and in every engine's process.
     """
 
     version: PolicyVersion

@@ -26,10 +26,10 @@ from pydantic import Field
 from rill.config import Config
 from rill.errors import RillError, StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import Receiver
+from rill.weights.base import Publisher, Receiver
 from rill.weights.buckets import NamedTensors
 from rill.weights.canary import Canary, CanaryProof
-from rill.weights.manifest import SealedManifest, WeightManifest
+from rill.weights.manifest import SealedManifest
 from rill.weights.resharding import ShardSpec
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,6 @@ class PullTargets(Protocol):
         ...
 
 
-class PublishingSide(Protocol):
-    """The trainer's end, wherever it runs; rill.weights.base.Publisher is one."""
-
-    def publish(self, named_tensors: NamedTensors, version: PolicyVersion) -> WeightManifest: ...
-
-    def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None: ...
-
-
 class WeightSyncConfig(Config):
     timeout_s: float = Field(default=300.0, gt=0)
     """An engine that has not taken the weights by then is out of service until it has."""
@@ -131,7 +123,7 @@ class WeightSync:
 
     def __init__(
         self,
-        publisher: PublishingSide,
+        publisher: Publisher,
         targets: PullTargets,
         config: WeightSyncConfig | None = None,
         *,

@@ -1,7 +1,8 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
-The loop calls `warm_up` until it is over, `publish` before the first step, then `train` once a step, which publishes
-what it made, and `save` now and then. All ranks take part in every call, because parameters are sharded over them.
+The loop calls `warm_up` until it is over, `publish` before the first step, then `train` once a step, which brings what
+it made to the engines (publishing.py), and `save` now and then. All ranks take part in every call, because parameters
+are sharded over them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rill.data.sft import SFTEncoder
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
-from rill.runtime.worker import Worker
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
 from rill.training.sft import SFTTrainer
@@ -38,12 +38,13 @@ from rill.weights import (
 )
 from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan, TrainedStep
+from rill.workflows.publishing import PublishingWorker
 from rill.workflows.sections import SyncConfig, WarmupConfig
 from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm, take_share
 from rill.workflows.teachers import TeacherConfig, open_teachers
 
 
-class ActorWorker(Worker):
+class ActorWorker(PublishingWorker):
     def __init__(
         self,
         *,
@@ -92,7 +93,7 @@ class ActorWorker(Worker):
             self._warmup = None
 
     def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
-        """One training step on this rank's share of the plan, and the next version published."""
+        """One training step on this rank's share of the plan; the engines are brought to what it made."""
         is_local = self.algorithm.is_group_scoped
         with self.device_lock(rollouts):
             with self.timer("take samples"):
@@ -107,8 +108,9 @@ class ActorWorker(Worker):
             self.algorithm.observe(figures, plan.num_samples)
             trained_s = time.perf_counter()
             with self.timer("publish"):
-                manifest = self._publish(PolicyVersion(plan.version + 1))
-            return TrainedStep(figures, manifest, time.perf_counter() - trained_s)
+                manifest = self._gather(PolicyVersion(plan.version + 1))
+        synced = self._bring_engines_to(manifest)
+        return TrainedStep(figures, synced, time.perf_counter() - trained_s)
 
     def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
         """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
@@ -122,40 +124,7 @@ class ActorWorker(Worker):
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion) -> SealedManifest | None:
-        """Gather the weights and put them where engines reach them. Rank 0 returns what engines must know, with what
-        they must answer to a canary."""
-        with self.device_lock():
-            return self._publish(version)
-
-    def for_one(self, manifest: SealedManifest) -> SealedManifest | None:
-        """The same version, as one engine can pull it alone."""
-        if self.publisher is None:
-            return None
-        return manifest.with_content(self.publisher.for_one(manifest.open()))
-
-    def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
-        """Take part in the engines' pulls, for transports where both ends move at once."""
-        if self.publisher is not None:
-            self.publisher.serve(manifest, timeout_s)
-
-    # --- files --------------------------------------------------------------------------------------------
-
-    def save(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.save(folder)
-        save_algorithm(self, self.algorithm, folder)
-
-    def load(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.load(folder)
-        load_algorithm(self.algorithm, folder)
-
-    def export(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.export(folder)
-
-    def _publish(self, version: PolicyVersion) -> SealedManifest | None:
+    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
         if self.publisher is None:
             take_part(self.trainer.named_weights())
             if self.sync.canary:
@@ -178,6 +147,22 @@ class ActorWorker(Worker):
         return self.trainer.logprobs(
             [_as_sample(tokens) for tokens in self._canary_tokens()], temperature=1.0
         )
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.save(folder)
+        save_algorithm(self, self.algorithm, folder)
+
+    def load(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.load(folder)
+        load_algorithm(self.algorithm, folder)
+
+    def export(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.export(folder)
 
 
 def _as_sample(token_ids: TokenIds) -> Sample:

@@ -68,7 +68,7 @@ PRELOAD = (
 )
 """Imported once, by the process that workers are forked from: seconds for every worker after the first."""
 NEVER_S = 1e9
-"""The feeder waits for outcomes for as long as the run lasts; the loop holds the deadline of a step."""
+"""Engines wait for jobs and the feeder for outcomes as long as the run lasts; the loop holds the deadline of a step."""
 
 
 class RLConfig(RecipeConfig):
@@ -208,16 +208,15 @@ class RLSetup:
         self.cluster = cluster
         self.observers = observers
         # Bounded, so that engines do not read ahead: a job waits where any engine with room can take it.
-        self.jobs = Channel.create(cluster, "jobs", capacity_items=MAX_JOBS)
-        self.rollouts = Channel.create(cluster, "rollouts")
+        self.jobs = Channel.create(cluster, "jobs", capacity_items=MAX_JOBS, timeout_s=NEVER_S)
+        self.rollouts = self.channel("rollouts")
         self.outcomes = Channel.create(cluster, "outcomes", timeout_s=NEVER_S)
         self._launched: list[str] = []
         self._fleet: Fleet | None = None
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
-            model_folder(
-                config.model.path
-            )  # here, where a wrong path is one line and not a worker's traceback
+            # Here, where a wrong path is one line and not a worker's traceback.
+            model_folder(config.model.path)
 
     def launch(self, worker: type[W], name: str, placement: str, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start a group; it is ready when this returns."""
@@ -317,7 +316,11 @@ class RLSetup:
 
     def chain(self, stages: Mapping[str, Stage]) -> StageChain:
         """What every sample passes on its way from the engines, by the name of the channel behind each stage."""
-        return StageChain(self.cluster, self.rollouts, stages)
+        return StageChain(self.rollouts, [(stage, self.channel(name)) for name, stage in stages.items()])
+
+    def channel(self, name: str) -> Channel:
+        """For samples on their way to the trainer: whoever waits for them waits as long as a step may last."""
+        return Channel.create(self.cluster, name, timeout_s=self.config.loop.step_timeout_s)
 
     def wait(self, *calls: Handle) -> dict[str, float]:
         """The figures of all calls together, each the mean of what the group's ranks return."""

@@ -1,8 +1,8 @@
 """The rollout engines as the loop sees them: generate, take new weights, evaluate; and what happens when one is lost.
 
-Weights go from the actor to the engines without passing the driver: only the sealed manifest does. After each sync
-every engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights). Whatever
-all engines do is one call on the whole group.
+Weights go from the actor to the engines without the driver (publishing.py), which learns who did not come there. After
+each sync every engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights).
+Whatever all engines do is one call on the whole group.
 
 All recovery is here, in `_bring_back`, on the loop's thread:
 
@@ -16,25 +16,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rill.errors import PeerDiedError, RunError, boundary
+from rill.errors import PeerDiedError, RillError, RunError, WorkerError, boundary
 from rill.runtime.call import Outcome
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
 from rill.types import PolicyVersion, Prompt
-from rill.weights import (
-    Pulled,
-    SealedManifest,
-    WeightManifest,
-    WeightSync,
-    WeightSyncConfig,
-)
-from rill.weights.buckets import NamedTensors
-from rill.workflows.actor import ActorWorker
+from rill.weights import SealedManifest
+from rill.workflows.publishing import PublishingWorker, Synced
 from rill.workflows.rollout import RolloutWorker
 from rill.workflows.sections import EvalConfig, LoopConfig, SyncConfig
 
@@ -56,17 +50,17 @@ class Fleet:
     def __init__(
         self,
         rollout: WorkerGroup[RolloutWorker],
-        actor: WorkerGroup[ActorWorker],
+        actor: WorkerGroup[PublishingWorker],
         flow: Flow,
         sync: SyncConfig,
         loop: LoopConfig,
     ) -> None:
         self._rollout = rollout
-        self._actor = ActorSide(actor, sync.timeout_s)
+        self._actor = actor
         self._flow = flow
         self._config = sync
         self._loop = loop
-        self._engines = EngineGroup(rollout, loop.interrupt)
+        self._names = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
         self._calls: list[EngineCall | None] = [None] * rollout.size
         """generate() of each engine; None between epochs."""
         self._num_calls = 0
@@ -75,11 +69,10 @@ class Fleet:
         """In this epoch."""
         self._is_open = False
         self._num_epochs = 0
-        # No engine need be in service: those that are not are started again here, or end the run.
-        self._sync = WeightSync(
-            self._actor, self._engines, WeightSyncConfig(timeout_s=sync.timeout_s, min_in_service=0)
-        )
+        self._is_published = False
         self._manifest: SealedManifest | None = None
+        """Of the newest weights, once somebody asked for it."""
+        answer(actor.on(0).meet(rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
 
     # --- generating ---------------------------------------------------------------------------------------
 
@@ -162,29 +155,23 @@ class Fleet:
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Bring every engine to the actor's weights as they are."""
-        return self.distribute(self._actor.publish_sealed(version))
+        return self.take_in(answer(self._actor.publish(version), self._loop.step_timeout_s))
 
-    def distribute(self, manifest: SealedManifest | None) -> dict[str, float]:
-        """Bring every engine to published weights. One that does not come there is named and started again."""
-        assert manifest is not None, "the trainer's first rank publishes"
-        self._manifest = manifest
-        report = self._sync.distribute(manifest)
-        for name, reason in report.failed.items():
-            self._bring_back(self._engines.names.index(name), reason)
-        figures = {
-            "sync/update_s": report.pull_s,
-            "sync/bytes": float(report.num_bytes),
-            "sync/engines": float(len(report.in_service)),
-            "sync/relaunches": float(sum(self._relaunches)),
-        }
-        if report.canary:
-            figures["sync/canary"] = max(report.canary.values())
-        return figures
+    def take_in(self, synced: Synced | None) -> dict[str, float]:
+        """How the actor brought new weights to the engines. One that did not come there is started again."""
+        assert synced is not None, "the trainer's first rank publishes"
+        self._manifest = None
+        self._is_published = True
+        for name, reason in synced.failed.items():
+            log.warning("engine %s is out of service: %s", name, reason)
+            self._bring_back(self._names.index(name), reason)
+        return {**synced.figures, "sync/relaunches": float(sum(self._relaunches))}
 
     def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
-        assert self._manifest is not None, "nothing is published before the loop runs"
-        return self._actor.for_one(self._manifest)
+        if self._manifest is None:
+            self._manifest = answer(self._actor.on(0).manifest(), self._config.timeout_s)
+        return self._manifest
 
     def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig, timeout_s: float) -> list[list[float]]:
         """Rewards of each prompt's samples, in the order of the prompts. Each engine answers its share."""
@@ -202,7 +189,7 @@ class Fleet:
 
     def _bring_back(self, rank: int, reason: str) -> None:
         """Start a lost engine again, with the weights that the others hold; see above."""
-        name = self._engines.names[rank]
+        name = self._names[rank]
         first_line = reason.splitlines()[0]
         if self._relaunches[rank] >= self._loop.max_relaunches:
             raise RunError(
@@ -213,9 +200,9 @@ class Fleet:
         log.warning("%s is lost: %s; relaunch %d", name, first_line, self._relaunches[rank])
         with trace.span("relaunch", lane="loop", engine=name):
             self._rollout.relaunch(rank, timeout_s=self._loop.step_timeout_s)
-            if self._sync is not None and self._manifest is not None:
+            if self._is_published:
                 with boundary(f"relaunch of {name}, which was lost: {first_line}"):
-                    self._sync.catch_up(name, self._actor.for_one(self._manifest))
+                    answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
         if self._calls[rank] is not None:
             self._generate([rank])
         log.warning("%s is back in service", name)
@@ -231,63 +218,11 @@ class EngineCall:
     """Counts the calls, so that an engine knows which of them is to be put back."""
 
 
-class ActorSide:
-    """The publishing side of rill.weights.sync, held by the actor group."""
-
-    def __init__(self, actor: WorkerGroup[ActorWorker], timeout_s: float) -> None:
-        self._actor = actor
-        self._timeout_s = timeout_s
-
-    def publish(self, named_tensors: NamedTensors, version: PolicyVersion) -> WeightManifest:
-        """The tensors are the actor's own; none are given."""
-        del named_tensors
-        return self.publish_sealed(version).open()
-
-    def publish_sealed(self, version: PolicyVersion) -> SealedManifest:
-        manifest: SealedManifest = self._actor.publish(version).wait(timeout_s=self._timeout_s)[0]
-        return manifest
-
-    def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
-        self._actor.serve(manifest, timeout_s).wait(timeout_s=timeout_s)
-
-    def for_one(self, manifest: SealedManifest) -> SealedManifest:
-        """The trainer stands between two steps whenever the loop brings an engine back, so it can take part."""
-        if not manifest.is_collective:
-            return manifest
-        own: SealedManifest = self._actor.for_one(manifest).wait(timeout_s=self._timeout_s)[0]
-        return own
-
-
-class EngineGroup:
-    """The engines of the rollout group, as rill.weights.sync sees them."""
-
-    def __init__(self, rollout: WorkerGroup[RolloutWorker], interrupt: bool) -> None:
-        self.names: Sequence[str] = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
-        self._rollout = rollout
-        self._interrupt = interrupt
-
-    def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
-        if len(names) == len(self.names):
-            return GroupPulls(self.names, self._rollout.update(manifest, self._interrupt))
-        wanted = set(names)
-        ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
-        if not ranks:
-            return GroupPulls([], None)
-        handle = self._rollout.on(*ranks).update(manifest, self._interrupt)
-        return GroupPulls([self.names[rank] for rank in ranks], handle)
-
-
-class GroupPulls:
-    """rill.weights.sync.Pulls of one call on several engines."""
-
-    def __init__(self, names: Sequence[str], handle: Handle | None) -> None:
-        self._names = names
-        self._handle = handle
-
-    def ended(self, timeout_s: float) -> Mapping[str, Pulled | Exception]:
-        if self._handle is None:
-            return {}
-        if timeout_s > 0:
-            self._handle.ended(timeout_s)
-        outcomes = zip(self._names, self._handle.so_far(), strict=True)
-        return {name: outcome.error or outcome.value for name, outcome in outcomes if outcome is not None}
+def answer(call: Handle, timeout_s: float) -> Any:
+    """What the first rank gives. An error of rill's own that it raised is raised here as it is."""
+    try:
+        return call.wait(timeout_s=timeout_s)[0]
+    except WorkerError as error:
+        if isinstance(error.__cause__, RillError):
+            raise error.__cause__ from None
+        raise

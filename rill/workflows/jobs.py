@@ -21,7 +21,7 @@ import numpy as np
 from rill.inference.base import Completion
 from rill.training.balance import CostModel, partition
 from rill.types import Ints, PolicyVersion, Prompt
-from rill.weights import SealedManifest
+from rill.workflows.publishing import Synced
 
 BY_TOKENS = CostModel()
 Answers = Mapping[str, Completion]
@@ -124,12 +124,14 @@ class StepPlan(NamedTuple):
 
 
 class TrainedStep(NamedTuple):
-    """What a training step gives back: its figures, and where the new weights are. One call and one answer."""
+    """What a training step gives back: its figures, and how the new weights reached the engines. One call and one
+    answer."""
 
     figures: Mapping[str, float]
-    manifest: SealedManifest | None
+    synced: Synced | None
     """None from trainer ranks other than the first."""
-    publish_s: float
+    sync_s: float
+    """Of the step: gathering the new weights and bringing the engines to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

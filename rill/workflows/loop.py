@@ -1,11 +1,12 @@
 """The one loop: synchronous, one-step-off and fully asynchronous training differ in `max_lag` alone.
 
-                        ┌────────────────── once a step ──────────────────┐
-    feeder ── StepPlan ─▶ train and publish ──▶ engines update ──▶ trained ─▶ feeder: more capacity
-      │ ▲                   ▲
-    jobs outcomes           │ samples, by key
-      ▼ │                   │                                  all the time, without the driver
-    rollout.generate ───────┘
+                        ┌──── once a step ────┐
+    feeder ── StepPlan ─▶ train ──▶ trained ──┴▶ feeder: more capacity
+      │ ▲                 ▲   │
+    jobs outcomes         │   │ new weights
+      ▼ │         samples,│   │                                all the time, without the driver
+    rollout.generate ─────┘   ▼
+    rollout.update ◀── actor: publish
 
 What unblocks what: `take_batch` waits for enough kept groups; `train` takes exactly those samples, by key; the new
 version raises the feeder's capacity. With max_lag 0 the epoch of the jobs channel ends with the batch: the engines
@@ -25,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rill.errors import RillError, WorkerError
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
@@ -33,7 +33,7 @@ from rill.types import PolicyVersion
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.evaluation import Evaluator
 from rill.workflows.feeder import Collected, Feeder
-from rill.workflows.fleet import Fleet, Flow
+from rill.workflows.fleet import Fleet, Flow, answer
 from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.sections import LoopConfig
 
@@ -41,7 +41,7 @@ TEND_S = 1.0
 """How often the engines are looked after while a batch comes together."""
 
 TrainStep = Callable[[StepPlan], TrainedStep]
-"""Runs one training step to its end, the next version published."""
+"""Runs one training step to its end, the engines brought to what it made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +116,8 @@ class Loop:
             trained_at = time.monotonic()
             with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
                 trained = self.parts.train_step(plan)
-            synced_at = time.monotonic() - trained.publish_s
-            with trace.span("sync", lane="loop"):
-                synced = self.parts.fleet.distribute(trained.manifest)
+            synced_at = time.monotonic() - trained.sync_s
+            synced = self.parts.fleet.take_in(trained.synced)
             self.step += 1
             ended = time.monotonic()
         if self.config.max_lag > 0:
@@ -167,12 +166,7 @@ class Loop:
 
     def _ask(self, call: Handle) -> Any:
         """The feeder's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
-        try:
-            return call.wait(timeout_s=2 * self.config.step_timeout_s)[0]
-        except WorkerError as error:
-            if isinstance(error.__cause__, RillError):
-                raise error.__cause__ from None
-            raise
+        return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
     def _report(self, metrics: Mapping[str, float], *, evaluate: bool) -> None:
         if evaluate or self.parts.evaluator.is_due(self.step, self.config.steps):

@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 
 from rill.algorithms import Algorithm, Need
 from rill.config import Config
-from rill.runtime.channel import Channel
 from rill.telemetry.run import Run
 from rill.training.value import ValueTrainer
 from rill.workflows.assembly import RLConfig, RLSetup, open_cluster
@@ -82,7 +81,7 @@ class PPOWorkflow:
             if Need.TEACHER_LOGPROBS in Algorithm(config.algorithm).needs:
                 stages["taught"] = setup.launch_teacher(seats.teacher)
             chain = setup.chain(stages)
-            judged, for_critic = (Channel.create(cluster, name) for name in ("judged", "for_critic"))
+            judged, for_critic = setup.channel("judged"), setup.channel("for_critic")
 
             def train_step(plan: StepPlan) -> TrainedStep:
                 samples, calls = chain.begin(plan)

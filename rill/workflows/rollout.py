@@ -16,7 +16,8 @@ import asyncio
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -131,7 +132,7 @@ class RolloutWorker(Worker):
     async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
         policy = PolicyClient(self.engine, seed=self.seed, decode=self._tokenizer.decode)
         room = asyncio.Semaphore(max(1, self.config.max_concurrent // self.config.group_size))
-        self._serving = Serving(ordinal, policy, asyncio.get_running_loop())
+        serving = self._serving = Serving(ordinal, policy, asyncio.get_running_loop())
         if ordinal <= self._put_back_until:
             policy.put_back()
         num_groups = 0
@@ -143,6 +144,7 @@ class RolloutWorker(Worker):
                     await room.acquire()  # before the next job is taken: another engine may have room for it
         finally:
             self._serving = None
+            serving.end()
         return num_groups
 
     async def _finish(
@@ -238,26 +240,40 @@ class RolloutWorker(Worker):
             return Pulled.proven(name, manifest, self.engine.version, self.engine.score)
 
 
-@dataclass(frozen=True, slots=True)
 class Serving:
     """A call of generate() under way, as calls beside it see it."""
 
-    ordinal: int
-    policy: PolicyClient
-    loop: asyncio.AbstractEventLoop
+    def __init__(self, ordinal: int, policy: PolicyClient, loop: asyncio.AbstractEventLoop) -> None:
+        self.ordinal = ordinal
+        self._policy = policy
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._asked: list[Future[list[str]]] = []
+        """Those who wait to hear which requests are unanswered."""
 
     def put_back(self, engine: Engine, timeout_s: float) -> None:
         """From another thread. The engine is told outside of the event loop, which it may have to wait for."""
+        unanswered: Future[list[str]] = Future()
+        with self._lock:
+            if self._is_over:
+                return  # and with it everything that could be put back
+            self._asked.append(unanswered)
+            self._loop.call_soon_threadsafe(lambda: self._answer(self._policy.put_back()))
+        if request_ids := unanswered.result(timeout_s):
+            engine.abort(request_ids)
 
-        async def stop() -> list[str]:
-            return self.policy.put_back()
+    def end(self) -> None:
+        """On the event loop, as the last thing there: what was asked and is not answered will not run any more."""
+        with self._lock:
+            self._is_over = True
+        self._answer([])
 
-        try:
-            unanswered = asyncio.run_coroutine_threadsafe(stop(), self.loop).result(timeout_s)
-        except RuntimeError:
-            return  # the loop has ended, and with it everything that could be put back
-        if unanswered:
-            engine.abort(unanswered)
+    def _answer(self, request_ids: list[str]) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        for unanswered in asked:
+            unanswered.set_result(request_ids)
 
 
 def placed(engine: PartConfig, device: str) -> PartConfig:

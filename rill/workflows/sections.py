@@ -141,7 +141,7 @@ class ClusterConfig(Config):
 
 
 class SyncConfig(Config):
-    """[sync]: how trained weights reach the engines; read by rill.workflows.loop."""
+    """[sync]: how trained weights reach the engines; read by rill.workflows.publishing and the workers at both ends."""
 
     transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
         default_factory=lambda: TRANSPORTS.load("auto").Config()

@@ -8,10 +8,9 @@ keys, into the next. All calls of a step are made at once; each waits only for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from rill.runtime.channel import Channel
-from rill.runtime.cluster import Cluster
 from rill.runtime.handle import Handle
 from rill.workflows.jobs import StepPlan
 
@@ -19,10 +18,10 @@ Stage = Callable[[Channel, Channel, StepPlan], Handle]
 
 
 class StageChain:
-    def __init__(self, cluster: Cluster, source: Channel, stages: Mapping[str, Stage]) -> None:
-        """`stages` by the name of the channel behind each, in order."""
+    def __init__(self, source: Channel, stages: Sequence[tuple[Stage, Channel]]) -> None:
+        """`stages` in order, each with the channel behind it."""
         self._source = source
-        self._stages = [(stage, Channel.create(cluster, name)) for name, stage in stages.items()]
+        self._stages = stages
 
     def begin(self, plan: StepPlan) -> tuple[Channel, list[Handle]]:
         """Start every stage on the plan; where the samples come out, and the calls."""

@@ -371,7 +371,9 @@ def test_the_hub_may_die_while_devices_are_held(cluster: Cluster, tmp_path: Path
         process
         for process in psutil.Process().children(recursive=True)
         # A process that another test left behind may be a zombie, which has no command line.
-        if process.status() != psutil.STATUS_ZOMBIE and "rill.runtime.hub" in process.cmdline()
+        if process.status() != psutil.STATUS_ZOMBIE
+        and "rill.runtime.hub" in (command := process.cmdline())
+        and str(cluster.session.session_dir) in command
     ]
     os.kill(hub.pid, signal.SIGKILL)
     (began_s,), (then_s,) = first.wait(timeout_s=WAIT_S), second.wait(timeout_s=WAIT_S)

@@ -23,15 +23,15 @@ from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
-from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
-from rill.weights import Canary, CanaryProof, SealedManifest, WeightManifest, open_publisher, seated
+from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
 from rill.workflows.fleet import Fleet, Flow
 from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.loop import Loop, Parts, StepReport
+from rill.workflows.publishing import PublishingWorker
 from rill.workflows.rollout import RolloutConfig, RolloutWorker
 from rill.workflows.sections import LoopConfig, SyncConfig
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
@@ -59,8 +59,10 @@ def parity(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     return float(int(trajectory.token_ids[trajectory.loss_mask].sum()) % 3 == 0)
 
 
-class RecordingActor(Worker):
+class RecordingActor(PublishingWorker):
     """An actor whose training is a file: the samples of every step, as they came."""
+
+    publisher: Publisher
 
     def __init__(self, *, folder: str, sync: SyncConfig) -> None:
         self.folder = Path(folder)
@@ -75,21 +77,15 @@ class RecordingActor(Worker):
         path = self.folder / f"step-{plan.step:04d}.pickle"
         assert not path.exists(), f"step {plan.step} was trained twice"
         path.write_bytes(pickle.dumps((plan, samples)))
-        manifest = self.publish(PolicyVersion(plan.version + 1))
-        return TrainedStep({"samples": float(len(samples))}, manifest, 0.0)
+        synced = self._bring_engines_to(self._gather(PolicyVersion(plan.version + 1)))
+        return TrainedStep({"samples": float(len(samples))}, synced, 0.0)
 
-    def publish(self, version: PolicyVersion) -> SealedManifest:
+    def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
         tensors = {"a": torch.zeros(64), WEIGHT: torch.tensor(self.value), "z": torch.ones(64)}
         manifest = self.publisher.publish(tensors.items(), version)
         canary = Canary.random(100)
         return manifest.seal(CanaryProof(canary=canary, expected=scores(self.value, canary.sequences)))
-
-    def serve(self, manifest: WeightManifest, timeout_s: float) -> None:
-        self.publisher.serve(manifest, timeout_s)
-
-    def for_one(self, manifest: SealedManifest) -> SealedManifest:
-        return manifest.with_content(self.publisher.for_one(manifest.open()))
 
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
@@ -194,7 +190,7 @@ class Scene:
             config=config,
             group_size=group_size,
         )
-        self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)  # type: ignore[arg-type]
+        self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from rill.runtime.cluster import Cluster
 from rill.types import NOT_SAMPLED
+from rill.workflows.rollout import Serving
 from rill.workflows.sections import LoopConfig
 from tests.workflows.scene import Scene
 from tests.workflows.test_conservation import check_once
@@ -120,6 +124,38 @@ def test_a_run_that_stops_goes_on_with_what_was_put_back(tmp_path: Path, cluster
     check_once(again, 5, 3)
     assert kept > 0 and check_parts(again) > 0
     again.close()
+
+
+class StoppingPolicy:
+    def put_back(self) -> list[str]:
+        return ["r1"]
+
+
+class AbortingEngine:
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+def test_what_is_put_back_in_the_moment_generation_ends_waits_for_nothing() -> None:
+    """The event loop is asked and ends before it gets to it: the answer must come all the same."""
+    engine = AbortingEngine()
+
+    async def generate() -> threading.Thread:
+        serving = Serving(1, StoppingPolicy(), asyncio.get_running_loop())  # type: ignore[arg-type]
+        caller = threading.Thread(target=serving.put_back, args=(engine, 600.0), daemon=True)
+        caller.start()
+        while not serving._asked:
+            time.sleep(0.001)  # the loop stands still, as in a long turn of something else
+        serving.end()
+        serving.put_back(engine, 600.0)  # type: ignore[arg-type]
+        caller.join(10.0)
+        return caller
+
+    caller = asyncio.run(generate())
+    assert not caller.is_alive() and engine.aborted == []
 
 
 def test_it_is_refused_where_engines_run_ahead_anyway() -> None:

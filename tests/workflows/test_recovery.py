@@ -13,7 +13,9 @@ import pytest
 from rill.errors import RunError, WeightSyncError
 from rill.runtime.cluster import Cluster
 from rill.runtime.handle import Handle
+from rill.runtime.worker import Worker
 from rill.types import PolicyVersion, Prompt
+from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import EvalConfig
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
@@ -233,4 +235,32 @@ def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_
     check_once(scene, 4, 3)
     assert sorted(scene.fleet._relaunches) == [0, 1]
     assert "did not take version 3 within 1.5 s" in caplog.text and "is back in service" in caplog.text
+    scene.close()
+
+
+class Occupier(Worker):
+    """Another group on the engine's device, for instance a critic that trains."""
+
+    def __init__(self, *, marker: str) -> None:
+        self.marker = Path(marker)
+
+    def hold(self, seconds: float) -> None:
+        with self.device_lock():
+            self.marker.touch()
+            time.sleep(seconds)
+
+
+def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cluster: Cluster) -> None:
+    scene = Scene(tmp_path, cluster, name="in-line", sync_timeout_s=0.3)
+    marker = tmp_path / "held"
+    other = Occupier.launch(cluster, name="other-in-line", placement="0", threads=1, marker=str(marker))
+    scene.fleet.publish(PolicyVersion(1))
+    held = other.hold(2.0)
+    while not marker.exists():
+        time.sleep(0.01)
+    trained = scene._train_step(StepPlan.of([], step=0, version=PolicyVersion(1)))
+    assert trained.synced is not None and trained.synced.failed == {}
+    assert trained.synced.figures["sync/update_s"] > 1.0, "it waited for its device"
+    held.wait(timeout_s=DEADLINE_S)
+    other.close()
     scene.close()
