@@ -74,6 +74,8 @@ class Channel:
     def __init__(self, settings: ChannelSettings) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
         self.name = settings.name
+        self.timeout_s = settings.timeout_s
+        """Deadline of every wait that gives none of its own."""
         self._settings = settings
 
     @classmethod
