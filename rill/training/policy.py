@@ -158,7 +158,8 @@ class PolicyTrainer(Trainer):
         # Each pack is built while the device works on the one before it.
         for batch, columns in passes:
             output = self._forward(batch, self._distill(batch))
-            loss = self._loss(self._token_batch(batch, columns, output, statistics))
+            tokens = self._token_batch(batch, columns, output, statistics)
+            loss = self._guarded(functools.partial(self.algorithm.policy_loss, tokens), tokens.logprobs_N)
             if batch.is_idle:
                 self.engine.backward(_nothing(output))
             else:
@@ -194,22 +195,17 @@ class PolicyTrainer(Trainer):
             chunk_tokens=options.chunk_tokens,
         )
 
-    def _loss(self, tokens: TokenBatch) -> LossSum:
-        """The algorithm's loss; one it refuses becomes NaN, so that all ranks learn of it together in apply()."""
-        try:
-            return self.algorithm.policy_loss(tokens)
-        except TrainingError as error:
-            self._failure = str(error)
-            nan = tokens.logprobs_N.sum() * float("nan")
-            return LossSum(numerator=nan, denominator=tokens.mask_N.sum())
-
     def _statistics(self, passes: Sequence[tuple[MicroBatch, dict[str, Tensor]]]) -> dict[str, Tensor]:
         """Figures over the whole batch, for the algorithms that need them: one more forward pass."""
         with torch.no_grad():
             tokens = [
                 self._token_batch(batch, columns, self._forward(batch), {}) for batch, columns in passes
             ]
-        return self.algorithm.statistics(tokens, self.world.sum_over_data)
+        try:
+            return self.algorithm.statistics(tokens, self.world.sum_over_data)
+        except TrainingError:  # its loss will be refused too; until then this rank keeps step with the others
+            blank = [dataclasses.replace(b, mask_N=torch.zeros_like(b.mask_N)) for b in tokens]
+            return self.algorithm.statistics(blank, self.world.sum_over_data)
 
     def _columns(
         self, batch: MicroBatch, samples: Sequence[Sample], version: PolicyVersion, has_old: bool

@@ -7,6 +7,7 @@ against the log-probabilities of a frozen reference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,10 @@ class PairTrainer(Trainer):
         own = self._fitting(self._checked(pairs), lambda p: p.num_tokens, lambda p: True)
         kept = self._dealt_out(own, lambda p: [len(p.chosen.token_ids), len(p.rejected.token_ids)])
         for batch, inside in self._passes(kept):
-            loss, touched = self._loss(batch, inside)
+            outputs = self._outputs(batch)
+            loss = self._guarded(functools.partial(self._loss, batch, inside, outputs), outputs)
             if batch.is_idle:
-                self.engine.backward(touched.sum() * 0.0)
+                self.engine.backward(outputs.sum() * 0.0)
             else:
                 self.engine.backward(loss.numerator)
                 self._count_pass(batch, loss.numerator, loss.denominator)
@@ -89,7 +91,7 @@ class PairTrainer(Trainer):
         tally.add(pairs=float(len(kept)))
         with torch.no_grad():
             for batch, inside in self._passes(kept):
-                loss, _ = self._loss(batch, inside)
+                loss = self._loss(batch, inside, self._outputs(batch))
                 tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         sums, metrics, _ = tally.reduce(self.world)
         found = {f"eval/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
@@ -103,8 +105,11 @@ class PairTrainer(Trainer):
         for batch in self.batcher.micro_batches(sequences, units):
             yield batch, [pairs[i // 2] for i in batch.indices[::2]]
 
-    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
-        """The loss of one pass, and a tensor through which every parameter is reached."""
+    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
+        """What the loss of one pass is made from; every parameter is reached through it."""
+        raise AssertionError("a subclass has the model's outputs")
+
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair], outputs: torch.Tensor) -> LossSum:
         raise AssertionError("a subclass has the loss")
 
     def _checked(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:
@@ -138,12 +143,16 @@ class RewardTrainer(PairTrainer):
         lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
         return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
 
-    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
-        scores_S = self.engine.module(batch.pack, per_sequence=True)
+    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
+        scores_S: torch.Tensor = self.engine.module(batch.pack, per_sequence=True)
+        return scores_S
+
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair], outputs: torch.Tensor) -> LossSum:
+        scores_S = outputs
         if batch.is_idle:
-            return bradley_terry_loss(scores_S, scores_S, self.config.loss), scores_S
+            return bradley_terry_loss(scores_S, scores_S, self.config.loss)
         margins_P = torch.tensor([p.margin for p in pairs], device=scores_S.device)
-        return bradley_terry_loss(scores_S[::2], scores_S[1::2], self.config.loss, margins_P), scores_S
+        return bradley_terry_loss(scores_S[::2], scores_S[1::2], self.config.loss, margins_P)
 
 
 class PreferenceTrainer(PairTrainer):
@@ -163,8 +172,12 @@ class PreferenceTrainer(PairTrainer):
         sequences = [answer_sequence(a) for a in answers]
         return self.batcher.per_token(sequences, lambda pack: self.engine.module(pack).logprobs_K)
 
-    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair]) -> tuple[LossSum, torch.Tensor]:
-        logprobs_K = self.engine.module(batch.pack).logprobs_K
+    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_K: torch.Tensor = self.engine.module(batch.pack).logprobs_K
+        return logprobs_K
+
+    def _loss(self, batch: MicroBatch, pairs: Sequence[PreferencePair], outputs: torch.Tensor) -> LossSum:
+        logprobs_K = outputs
         if batch.is_idle:  # one sequence, compared with itself
             chosen_P = rejected_P = torch.zeros(1, dtype=torch.int64, device=logprobs_K.device)
             reference_K = logprobs_K.detach()
@@ -172,7 +185,7 @@ class PreferenceTrainer(PairTrainer):
             chosen_P = torch.arange(0, 2 * len(pairs), 2, device=logprobs_K.device)
             rejected_P = chosen_P + 1
             reference_K = torch.from_numpy(_reference(pairs)).to(logprobs_K.device)
-        loss = dpo_loss(
+        return dpo_loss(
             logprobs_K,
             reference_K,
             torch.ones_like(logprobs_K),
@@ -182,7 +195,6 @@ class PreferenceTrainer(PairTrainer):
             rejected_P,
             self.config.loss,
         )
-        return loss, logprobs_K
 
 
 def answer_sequence(answer: Answer, share_key: str | None = None) -> PackSequence:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rill.algorithms.base import Metric
+from rill.algorithms.base import LossSum, Metric
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES, check_vocabulary, load_tokenizer
 from rill.training.balance import CostModel
@@ -180,12 +181,27 @@ class Trainer:
         self._tally.add_metrics({"rank_imbalance": spread}, is_idle=False)
         return share
 
+    def _guarded(self, compute: Callable[[], LossSum], outputs: Tensor) -> LossSum:
+        """The loss of a pass; one that is refused becomes NaN, so that all ranks learn of it together in _apply().
+
+        `outputs` are the model's, through which every parameter is reached.
+        """
+        try:
+            return compute()
+        except TrainingError as error:
+            self._failure = str(error)
+            return LossSum(numerator=outputs.sum() * float("nan"), denominator=outputs.new_ones(()))
+
     def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
         """One optimizer step with everything counted so far; metrics over all ranks."""
         tally, self._tally = self._tally, Tally()
         if not tally.sums:
             raise TrainingError("apply() without accumulate(): there is nothing to train on")
-        sums, metrics, norm = tally.reduce(self.world, self.engine.gradient_norm())  # one wait for the device
+        own_norm = self.engine.gradient_norm()
+        if self.world.data_size > 1 and not math.isfinite(own_norm.item()):
+            # A rank whose loss was refused has no figures to add; the gradient, which all share, says so to all.
+            tally.metrics.clear()
+        sums, metrics, norm = tally.reduce(self.world, own_norm)
         if sums["trained_tokens"] == 0:
             self.engine.zero_gradients()
             raise TrainingError(
@@ -234,7 +250,7 @@ def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     added = {"samples", "tokens", "computed_tokens", "trained_tokens", "skipped_samples"}
     last = {"version", "learning_rate", "skipped_steps", "train_s"}
     merged: dict[str, float] = {}
-    for name in steps[-1]:
+    for name in dict.fromkeys(name for step in steps for name in step):  # a skipped step may have fewer
         values = [s[name] for s in steps if name in s]
         merged[name] = (
             sum(values) if name in added else values[-1] if name in last else sum(values) / len(values)

@@ -6,6 +6,7 @@ them, `update` fits Sample.returns with the algorithm's value loss, clipped arou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -81,7 +82,7 @@ class ValueTrainer(Trainer):
         for batch in self.batcher.micro_batches([_sequence(s) for s in samples]):
             values_K = gather_context(self.engine.module(batch.pack), batch.pack, self.world)
             tokens = self._token_batch(batch, [samples[i] for i in batch.indices], values_K)
-            loss = self.algorithm.value_loss(tokens)
+            loss = self._guarded(functools.partial(self.algorithm.value_loss, tokens), values_K)
             if batch.is_idle:
                 self.engine.backward(values_K.sum() * 0.0)
             else:

@@ -12,9 +12,10 @@ import torch
 
 from rill.errors import ConfigError
 from rill.training.parallel import Rendezvous, World
+from rill.training.policy import PolicyTrainer
 from rill.training.preference import Answer, PreferencePair, PreferenceTrainer, RewardTrainer
 from rill.training.value import ValueTrainer
-from tests.training.tiny import MODEL, SHAPE, algorithm, make_samples, run_ranks, trainer
+from tests.training.tiny import MODEL, SHAPE, algorithm, config, make_samples, run_ranks, trainer
 
 
 def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +187,31 @@ def pairs_and_values_on_a_rank(rendezvous: Rendezvous | None, steps: int) -> dic
     }
     critic.close()
     return results
+
+
+def nan_on_one_rank(rendezvous: Rendezvous, losses: list[str]) -> list[dict[str, float]]:
+    """A step of a policy with each loss, and of a critic: rank 1 has nothing but NaN, rank 0 nothing wrong."""
+    settings = ValueTrainer.Config(model=MODEL, on_nonfinite="skip")
+    critic = ValueTrainer(settings, algorithm(), rendezvous=rendezvous)
+    samples = [
+        dataclasses.replace(s, values=0.1 * s.advantages, returns=s.advantages)
+        for s in make_samples(8)[critic.world.data_rank :: 2]
+    ]
+    if critic.world.data_rank == 1:
+        nan = np.full_like(samples[0].advantages, np.nan)
+        samples = [dataclasses.replace(samples[0], advantages=nan, returns=nan)]
+    policies = [PolicyTrainer(config(on_nonfinite="skip"), algorithm(loss=loss)) for loss in losses]
+    steps = [trainer.update(samples) for trainer in (critic, *policies)]
+    critic.close()
+    return steps
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_that_one_rank_refuses_is_skipped_by_all(tmp_path: Path) -> None:
+    function = "tests.training.test_parallel:nan_on_one_rank"
+    for steps in run_ranks(tmp_path, 2, function, ["clip", "kl_cov"]):
+        assert [step["skipped_steps"] for step in steps] == [1.0] * 3
+        assert all(step["version"] == 0 for step in steps)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rill.errors import InvalidSampleError
+from rill.errors import InvalidSampleError, TrainingError
 from rill.training.preference import Answer, PreferencePair, PreferenceTrainer, RewardTrainer
 from tests.training.tiny import MODEL, make_samples
 
@@ -68,6 +68,21 @@ def test_dpo_starts_at_log_two_and_widens_the_margin() -> None:
     for _ in range(8):
         last = t.update(filled)
     assert last["dpo/accuracy"] == 1.0 and last["dpo/margin"] > 0.5
+
+
+def test_a_reference_that_is_not_finite_changes_nothing_and_is_an_error_or_a_counted_skip() -> None:
+    (pair,) = pairs(1)
+    nan = np.full(len(pair.chosen.token_ids), np.nan, np.float32)
+    zero = np.zeros(len(pair.rejected.token_ids), np.float32)
+    bad = dataclasses.replace(
+        pair,
+        chosen=dataclasses.replace(pair.chosen, ref_logprobs=nan),
+        rejected=dataclasses.replace(pair.rejected, ref_logprobs=zero),
+    )
+    with pytest.raises(TrainingError, match="not finite .*margins"):
+        PreferenceTrainer(PreferenceTrainer.Config(**settings())).update([bad])
+    skipping = PreferenceTrainer(PreferenceTrainer.Config(**settings(on_nonfinite="skip")))
+    assert skipping.update([bad])["skipped_steps"] == 1 and skipping.version == 0
 
 
 def test_dpo_without_reference_logprobs_says_how_to_get_them() -> None:

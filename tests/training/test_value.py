@@ -66,6 +66,15 @@ def test_the_critic_can_be_exported_and_loaded_with_its_head(tmp_path: Path) -> 
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_returns_that_are_not_finite_change_nothing_and_are_an_error_or_a_counted_skip() -> None:
+    (sample,) = make_samples(1)
+    bad = [dataclasses.replace(sample, values=sample.advantages, returns=np.nan * sample.advantages)]
+    with pytest.raises(TrainingError, match="not finite .*returns"):
+        critic().update(bad)
+    skipping = critic(on_nonfinite="skip")
+    assert skipping.update(bad)["skipped_steps"] == 1 and skipping.version == 0
+
+
 def test_samples_without_returns_are_refused() -> None:
     with pytest.raises(TrainingError, match="compute advantages first"):
         critic().update(make_samples(1))
