@@ -1,21 +1,15 @@
-"""Which rank trains on which sequences, and in which micro-batches.
+"""Which rank trains on which sequences, by what they cost.
 
-Called by the trainer once per step with lengths only; knows no torch, no process group. Guarantees:
-
-- the same input gives the same split on every rank, so no rank has to tell another;
-- every index appears exactly once;
-- all ranks get the same number of micro-batches (collectives inside a micro-batch need equal counts), padded
-  with empty ones only where a rank has fewer sequences than micro-batches;
-- no micro-batch holds more than the token budget; a sequence longer than it is an error that names it.
-
-    lengths ──costs──> partition ──per rank──> pack ──equal counts, spread evenly──> micro-batches
+Callers: a workflow's driver, where samples are given out, and rill.training.exchange, where ranks have read their own.
+Knows no torch and no process group. Guarantees: the same input gives the same split on every rank, so no rank has to
+tell another, and every index appears exactly once. What a rank was given it packs by itself (rill.training.packing).
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,28 +41,19 @@ class CostModel:
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def partition(costs: Sequence[float] | Costs, num_ranks: int, equal_size: bool = False) -> list[list[int]]:
+def partition(costs: Sequence[float] | Costs, num_ranks: int) -> list[list[int]]:
     """Split items over ranks so that the costliest rank costs as little as possible.
 
     Greedy longest-first, then Karmarkar–Karp differencing over blocks, each refined by swaps between the costliest
     and the cheapest rank; the first within 0.1 % of the lower bound wins, else the best. Full differencing, one item
-    to a state, is no better by more than 0.1 % and takes items × ranks steps. With `equal_size` every rank gets the
-    same number of items, which must divide. Indices within a rank are ascending.
+    to a state, is no better by more than 0.1 % and takes items × ranks steps. Indices within a rank are ascending.
     """
     values = _checked_costs(costs, num_ranks)
-    if equal_size and len(values) % num_ranks:
-        raise PlanError(
-            f"{len(values)} samples do not divide over {num_ranks} ranks: "
-            "drop some, or let ranks differ in count (equal_size=False)"
-        )
-    methods: list[Callable[[Costs, int], list[list[int]]]] = [_block_differencing]
-    if not equal_size:
-        methods.insert(0, _greedy)
     bound = max(float(values.sum()) / num_ranks, float(values.max(initial=0.0)))
     best: list[list[int]] = []
     lowest = float("inf")
-    for method in methods:
-        parts = _refine(method(values, num_ranks), values, equal_size, bound * _CLOSE_ENOUGH)
+    for method in (_greedy, _block_differencing):
+        parts = _refine(method(values, num_ranks), values, bound * _CLOSE_ENOUGH)
         highest = max(float(values[part].sum()) for part in parts)
         if highest < lowest:
             best, lowest = parts, highest
@@ -77,73 +62,12 @@ def partition(costs: Sequence[float] | Costs, num_ranks: int, equal_size: bool =
     return [sorted(part) for part in best]
 
 
-def pack(lengths: Sequence[int], token_budget: int, ids: Sequence[str] | None = None) -> list[list[int]]:
-    """Few micro-batches of at most `token_budget` tokens each: best-fit, longest first.
-
-    `ids` only name sequences in errors.
-    """
-    check_lengths(lengths, token_budget, ids)
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for index in order:
-        place = bisect_left(free, (lengths[index], -1))
-        if place == len(free):
-            bins.append([index])
-            insort(free, (token_budget - lengths[index], len(bins) - 1))
-        else:
-            left, chosen = free.pop(place)
-            bins[chosen].append(index)
-            insort(free, (left - lengths[index], chosen))
-    return [sorted(members) for members in bins]
-
-
-def micro_batches(
-    lengths: Sequence[int],
-    num_ranks: int,
-    token_budget: int,
-    *,
-    cost: CostModel | None = None,
-    equal_size: bool = False,
-    ids: Sequence[str] | None = None,
-) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> indices into `lengths`; every rank has the same number of micro-batches.
-
-    Micro-batches of a rank go from costly to cheap, so that the ones that meet in a collective are alike.
-    """
-    check_lengths(lengths, token_budget, ids)
-    costs = (cost or CostModel())(lengths)
-    parts = partition(costs, num_ranks, equal_size)
-    packed = [pack([lengths[i] for i in part], token_budget) for part in parts]
-    count = max((len(bins) for bins in packed), default=0)
-    result: list[list[list[int]]] = []
-    for part, bins in zip(parts, packed, strict=True):
-        even = _spread([lengths[i] for i in part], costs[part], bins, count, token_budget)
-        result.append([[part[i] for i in members] for members in even])
-    return result
-
-
 def imbalance(costs: Sequence[float] | Costs, parts: Sequence[Sequence[int]]) -> float:
     """(costliest rank) / (mean rank) − 1: the share of time the average rank waits; 0 is perfect."""
     values = np.asarray(costs, dtype=np.float64)
     totals = [float(values[list(part)].sum()) for part in parts]
     mean = sum(totals) / len(totals)
     return max(totals) / mean - 1.0 if mean > 0 else 0.0
-
-
-def check_lengths(lengths: Sequence[int], token_budget: int, ids: Sequence[str] | None = None) -> None:
-    """Raise if a sequence is empty or longer than the budget; the message names it."""
-    for index, length in enumerate(lengths):
-        name = ids[index] if ids is not None else f"number {index}"
-        if length > token_budget:
-            raise InvalidSampleError(
-                f"sequence {name} has {length} tokens, the micro-batch budget is {token_budget}: "
-                "raise the token budget or lower max_new_tokens"
-            )
-        if length <= 0:
-            raise InvalidSampleError(
-                f"sequence {name} has {length} tokens: drop empty samples before packing"
-            )
 
 
 def _checked_costs(costs: Sequence[float] | Costs, num_ranks: int) -> Costs:
@@ -207,10 +131,7 @@ def _difference(states: list[_State], num_ranks: int) -> list[list[int]]:
 
 
 def _block_differencing(values: Costs, num_ranks: int) -> list[list[int]]:
-    """Karmarkar–Karp over blocks of `num_ranks` items of like cost, one item to a slot: linear after the sort.
-
-    Slots differ by at most one item in count, and by none where the items divide.
-    """
+    """Karmarkar–Karp over blocks of `num_ranks` items of like cost, one item to a slot: linear after the sort."""
     order = _descending(values)
     states = []
     for start in range(0, len(order), num_ranks):
@@ -221,7 +142,7 @@ def _block_differencing(values: Costs, num_ranks: int) -> list[list[int]]:
     return _difference(states, num_ranks)
 
 
-def _refine(parts: list[list[int]], values: Costs, equal_size: bool, enough: float) -> list[list[int]]:
+def _refine(parts: list[list[int]], values: Costs, enough: float) -> list[list[int]]:
     """Swap or move one item between the costliest and the cheapest rank while the gap shrinks and a rank costs more
     than `enough`."""
     parts = [list(part) for part in parts]
@@ -233,7 +154,7 @@ def _refine(parts: list[list[int]], values: Costs, equal_size: bool, enough: flo
         if totals[high] <= enough:
             break
         gap = float(totals[high] - totals[low])
-        change = _best_exchange(parts[high], parts[low], values, gap, equal_size)
+        change = _best_exchange(parts[high], parts[low], values, gap)
         if change is None:
             break
         given, taken = change
@@ -249,17 +170,11 @@ def _refine(parts: list[list[int]], values: Costs, equal_size: bool, enough: flo
 
 
 def _best_exchange(
-    high: list[int], low: list[int], values: Costs, gap: float, equal_size: bool
+    high: list[int], low: list[int], values: Costs, gap: float
 ) -> tuple[int, int | None] | None:
     """The (given, taken) whose difference is nearest to half the gap; None where none shrinks it by 0.1 %."""
-    if not high:
-        return None
     # Plain Python: ranks hold tens of items, for which numpy's calls cost more than they save.
-    partners: list[tuple[float, int | None]] = sorted((float(values[i]), i) for i in low)
-    if not equal_size:
-        partners.insert(0, (0.0, None))
-    if not partners:
-        return None
+    partners: list[tuple[float, int | None]] = [(0.0, None), *sorted((float(values[i]), i) for i in low)]
     costs = [cost for cost, _ in partners]
     best_miss, best = gap / 2 * 0.999, None
     for given in high:
@@ -269,36 +184,3 @@ def _best_exchange(
             if 0 <= at < len(costs) and (miss := abs(wanted - costs[at])) < best_miss:
                 best_miss, best = miss, (given, partners[at][1])
     return best
-
-
-def _spread(
-    lengths: list[int], costs: Costs, bins: list[list[int]], count: int, token_budget: int
-) -> list[list[int]]:
-    """`count` micro-batches of one rank, even in cost where the budget allows, costly first, empty ones last."""
-    if not count:
-        return []
-    tokens = np.asarray(lengths, dtype=np.float64)
-    chosen = None
-    for evened in (costs, tokens):
-        parts = partition(evened, count)
-        if all(tokens[part].sum() <= token_budget for part in parts):
-            chosen = parts
-            break
-    if chosen is None:
-        chosen = _split_until(bins + [[] for _ in range(count - len(bins))], lengths)
-    return sorted(chosen, key=lambda part: (-float(costs[part].sum()), part))
-
-
-def _split_until(parts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Fill empty micro-batches by halving the longest ones that hold two or more sequences."""
-    filled = [list(part) for part in parts]
-    for target in [n for n, part in enumerate(filled) if not part]:
-        source = max(
-            range(len(filled)), key=lambda n: (len(filled[n]) > 1, sum(lengths[i] for i in filled[n]), -n)
-        )
-        if len(filled[source]) < 2:
-            break
-        keep, give = partition([float(lengths[i]) for i in filled[source]], 2)
-        members = filled[source]
-        filled[source], filled[target] = [members[i] for i in keep], [members[i] for i in give]
-    return filled

@@ -57,18 +57,34 @@ class Batcher:
     def micro_batches(
         self, sequences: Sequence[PackSequence], units: Sequence[Sequence[int]] | None = None
     ) -> Iterator[MicroBatch]:
-        """All sequences, in as many passes as the busiest rank needs. `units` are kept together in one pass."""
-        if units is None:
-            bins = plan_sharing_micro_batches(
-                sequences, self.micro_batch_tokens, share_prefixes=self.share_prefixes
-            )
-        else:
-            costs = [sum(sequences[i].num_tokens for i in unit) for unit in units]
-            planned = plan_micro_batches(costs, self.micro_batch_tokens)
-            bins = [[i for u in bin_ for i in units[u]] for bin_ in planned]
-        for number in range(self._agreed(len(bins))):
+        """All sequences, in as many passes as the busiest rank needs. `units` are kept together in one pass.
+
+        A rank that could do with fewer spreads its share over as many: passes of unequal size on two ranks cost both
+        the longer one.
+        """
+        bins = self._plan(sequences, units)
+        num_passes = self._agreed(len(bins))
+        if len(bins) < num_passes:
+            bins = self._plan(sequences, units, at_least=num_passes)
+        for number in range(num_passes):
             indices = tuple(bins[number]) if number < len(bins) else ()
             yield MicroBatch(pack=self.pack([sequences[i] for i in indices] or [_IDLE]), indices=indices)
+
+    def _plan(
+        self,
+        sequences: Sequence[PackSequence],
+        units: Sequence[Sequence[int]] | None,
+        *,
+        at_least: int = 1,
+    ) -> list[list[int]]:
+        budget = self.micro_batch_tokens
+        if units is None and self.share_prefixes:
+            return plan_sharing_micro_batches(sequences, budget, at_least=at_least)
+        if units is None:
+            return plan_micro_batches([s.num_tokens for s in sequences], budget, at_least=at_least)
+        costs = [sum(sequences[i].num_tokens for i in unit) for unit in units]
+        planned = plan_micro_batches(costs, budget, at_least=at_least)
+        return [[i for u in bin_ for i in units[u]] for bin_ in planned]
 
     def pack(self, sequences: Sequence[PackSequence]) -> Pack:
         return build_pack(

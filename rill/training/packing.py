@@ -70,9 +70,10 @@ class Pack:
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
-    """Indices of sequences per micro-batch: every bin within `budget`, as few bins as first-fit finds, even bins.
+    """Indices of sequences per micro-batch: every bin within `budget`, few and even bins, but `at_least` so many.
 
-    Longest first into the emptiest of n bins, n growing from the lower bound until all fit. Deterministic.
+    Longest first into the emptiest of n bins, n growing from the lower bound until all fit. Deterministic. Fewer than
+    `at_least` come out only where there are fewer sequences.
     """
     if not lengths:
         return []
@@ -93,16 +94,14 @@ def plan_micro_batches(lengths: Sequence[int], budget: int, *, at_least: int = 1
             bins[target].append(index)
             loads[target] += lengths[index]
         else:
-            return [sorted(b) for b in bins if b]
+            return [sorted(b) for b in bins if b]  # the longest sequences come first, as they do on other ranks
         num_bins += 1
 
 
 def plan_sharing_micro_batches(
-    sequences: Sequence[PackSequence], budget: int, *, share_prefixes: bool
+    sequences: Sequence[PackSequence], budget: int, *, at_least: int = 1
 ) -> list[list[int]]:
     """plan_micro_batches, keeping sequences that share a prefix together while they fit the budget."""
-    if not share_prefixes:
-        return plan_micro_batches([s.num_tokens for s in sequences], budget)
     families: dict[str, list[int]] = {}
     for index, sequence in enumerate(sequences):
         families.setdefault(
@@ -124,7 +123,8 @@ def plan_sharing_micro_batches(
             cost += extra
         units.append(unit)
         costs.append(cost)
-    return [sorted(i for u in bin_ for i in units[u]) for bin_ in plan_micro_batches(costs, budget)]
+    planned = plan_micro_batches(costs, budget, at_least=at_least)
+    return [sorted(i for u in bin_ for i in units[u]) for bin_ in planned]
 
 
 def build_pack(

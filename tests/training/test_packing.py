@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.errors import InvalidSampleError
+from rill.training.balance import CostModel, partition
 from rill.training.packing import (
     PackSequence,
     build_pack,
@@ -42,6 +45,28 @@ def test_bins_are_even_so_that_no_pass_is_a_leftover() -> None:
     lengths = list(np.random.default_rng(0).lognormal(5, 1, 200).astype(int) + 1)
     loads = [sum(lengths[i] for i in b) for b in plan_micro_batches(lengths, 8192)]
     assert max(loads) - min(loads) < 0.05 * max(loads)
+
+
+def test_a_rank_that_could_do_with_fewer_passes_spreads_its_share() -> None:
+    """A long tail lets some ranks pack tighter; filling up theirs would leave the others waiting in every pass."""
+    cost = CostModel.of_transformer(num_parameters=1_500_000_000, num_layers=28, hidden_size=1536)
+    for seed in (100, 101, 102):
+        lengths = np.clip(np.random.default_rng(seed).lognormal(7.0, 0.8, 256), 16, 16_384).astype(int)
+        shares = [lengths[part] for part in partition(cost(lengths), 8)]
+        ideal = float(cost(lengths).sum()) / 8
+        tight = [plan_micro_batches(list(share), 16_384) for share in shares]
+        num_passes = max(map(len, tight))
+        even = [plan_micro_batches(list(share), 16_384, at_least=num_passes) for share in shares]
+        assert {len(bins) for bins in even} == {num_passes}
+        assert time_of(even, shares, cost) <= min(1.05 * ideal, time_of(tight, shares, cost))
+
+
+def time_of(plans: list[list[list[int]]], shares: list[np.ndarray], cost: CostModel) -> float:
+    """Ranks meet in every pass: each costs what its longest does."""
+    passes = [
+        [float(cost(share[bin_]).sum()) for bin_ in bins] for bins, share in zip(plans, shares, strict=True)
+    ]
+    return sum(max(column) for column in itertools.zip_longest(*passes, fillvalue=0.0))
 
 
 def test_a_sequence_over_the_budget_names_both_numbers() -> None:
@@ -79,6 +104,6 @@ def test_sharing_ends_before_the_first_difference_and_the_first_trained_token() 
 
 def test_planning_with_sharing_keeps_families_together_and_counts_the_prefix_once() -> None:
     family = [sequence([1] * 50 + [i], 50, "g") for i in range(8)]
-    bins = plan_sharing_micro_batches(family, 60, share_prefixes=True)
+    bins = plan_sharing_micro_batches(family, 60)
     assert bins == [list(range(8))]
-    assert len(plan_sharing_micro_batches(family, 60, share_prefixes=False)) == 8
+    assert len(plan_micro_batches([s.num_tokens for s in family], 60)) == 8
