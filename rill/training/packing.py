@@ -94,7 +94,8 @@ def plan_micro_batches(lengths: Sequence[int], budget: int, *, at_least: int = 1
             bins[target].append(index)
             loads[target] += lengths[index]
         else:
-            return [sorted(b) for b in bins if b]  # the longest sequences come first, as they do on other ranks
+            # The longest sequences are in the first bins, as they are on other ranks.
+            return [sorted(b) for b in bins if b]
         num_bins += 1
 
 
