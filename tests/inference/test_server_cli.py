@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,9 +15,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from rill.cli.serve import build_config, run
+from rill.cli.main import app
+from rill.cli.serve import build_config
 from rill.errors import ConfigError
+from rill.inference.server import ServerConfig, bind
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, save_adapter
 from tests.inference.plain_http import http
@@ -168,13 +170,18 @@ def test_settings_reach_engine_server_and_router(monkeypatch: pytest.MonkeyPatch
         build_config(str(tmp_path), ["nonsense"])
 
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        config = build_config("no/such/model", [], port=taken.getsockname()[1])
-        with pytest.raises(ConfigError, match="port 0 picks a free one"):
-            run(config)
+def test_a_port_in_use_is_one_line_before_the_model_is_loaded() -> None:
+    """Also one that another `rill serve` has taken and does not answer on yet, because its model still loads."""
+    with bind(ServerConfig(port=0)) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["serve", "no/such/model", "--port", str(port)], prog_name="rill")
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
+    assert done.stderr == (
+        f"error: port {port} of 127.0.0.1 is taken by another process: stop that one, or choose another port "
+        "(0 picks a free one)\n"
+    )
+    with pytest.raises(ConfigError, match=r"no\.such\.host.* cannot be listened on"):
+        bind(ServerConfig(host="no.such.host.invalid", port=0))
 
 
 def _wait(check: Any, wait_s: float = 30.0) -> None:

@@ -7,6 +7,7 @@ second signal ──▶ exit now
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -65,15 +66,25 @@ class _DrainingServer(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Take the address. Done before an engine is loaded: that takes minutes, and a port in use is known at once."""
+    """Take the address. Done before an engine is loaded: that takes minutes, and a port in use is known at once.
+
+    It listens at once, because only that keeps others from the port; clients that come before the engine is there wait.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {config.port} of {config.host} is taken by another process: stop that one, or choose another "
+                "port (0 picks a free one)"
+            ) from error
         raise ConfigError(
-            f"{config.host}:{config.port} cannot be listened on: {error}; port 0 picks a free one"
+            f"{config.host}:{config.port} cannot be listened on: {error}: choose an address of this machine and a port "
+            "you may use (0 picks a free one)"
         ) from error
     return listener
 
