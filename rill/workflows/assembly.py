@@ -217,6 +217,7 @@ class RLSetup:
         if config.model.path and config.cluster.type == "local":
             # Here, where a wrong path is one line and not a worker's traceback.
             model_folder(config.model.path)
+        self._held_out = self._read_held_out()  # so is data that has none
 
     def launch(self, worker: type[W], name: str, placement: str, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start a group; it is ready when this returns."""
@@ -350,7 +351,7 @@ class RLSetup:
             feeder=self.feeder,
             flow=flow,
             train_step=train_step,
-            evaluator=Evaluator(config.eval, fleet, self._held_out(), timeout_s),
+            evaluator=Evaluator(config.eval, fleet, self._held_out, timeout_s),
             checkpoints=RunCheckpoints(self.folder, groups, config.loop.keep_checkpoints, timeout_s),
         )
         loop = Loop(config.loop, parts, self.observers)
@@ -394,7 +395,7 @@ class RLSetup:
             )
             self._is_warm = True
 
-    def _held_out(self) -> list[Prompt]:
+    def _read_held_out(self) -> list[Prompt]:
         if self.config.eval.num_prompts == 0:
             return []
         return list(prompts_of(open_indexed(self.config.data, Split.HELD_OUT), self.config.eval.num_prompts))
