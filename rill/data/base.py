@@ -119,6 +119,12 @@ def on_side(key: str, held_out: float, split: Split) -> bool:
     return split is Split.ALL or split_of(key, held_out) is split
 
 
+def check_has_side(name: str, split: Split, held_out: float) -> None:
+    """For sources that would look for a held-out problem until they find one."""
+    if split is Split.HELD_OUT and held_out == 0.0:
+        raise DataError(f"{name}: `held_out` is 0, so there is no held-out side: set it to e.g. 0.1")
+
+
 def content_key(prompt: Prompt) -> str:
     """What makes two prompts the same problem: the words put to the model."""
     if prompt.messages:

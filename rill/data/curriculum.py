@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rill.config import Config
-from rill.data.base import Dataset, content_key
+from rill.data.base import Dataset, content_key, place_of
 from rill.data.loader import Loader, LoaderConfig
 from rill.errors import CheckpointError, DataError
 from rill.types import Prompt
@@ -108,7 +108,7 @@ class Curriculum:
         pool.num_reports += 1
         if not self.config.patience:
             return
-        record = self._records.setdefault(content_key(prompt), _Record())
+        record = self._records.setdefault(_key(prompt), _Record())
         if 0.0 < success < 1.0:
             record.streak = 0
         else:
@@ -117,6 +117,8 @@ class Curriculum:
         if abs(record.streak) >= self.config.patience:
             record.until = self._num_draws + self.config.rest
             record.streak -= 1 if record.streak > 0 else -1  # one more bad visit sets it aside again
+        if record == _Record():
+            del self._records[_key(prompt)]  # nothing to remember: checkpoints hold all of them
 
     def pool_of(self, prompt: Prompt) -> int:
         """By difficulty; a prompt without one is in the first pool."""
@@ -172,11 +174,16 @@ class Curriculum:
         # Looks at each prompt of the pool once at most: if all rest, the pool is asked all the same.
         for _ in range(min(len(loader.dataset), 64)):
             prompt = loader.next(1)[0]
-            record = self._records.get(content_key(prompt))
+            record = self._records.get(_key(prompt))
             if record is None or record.until <= self._num_draws:
                 return prompt
             self._num_set_aside += 1
         return prompt
+
+
+def _key(prompt: Prompt) -> str:
+    """Short, whatever the prompt's length."""
+    return f"{place_of(content_key(prompt)):016x}"
 
 
 class _Subset:

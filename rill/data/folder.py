@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from rill.data.base import Split
 from rill.data.index import RowIndex
-from rill.data.rows import RowConfig, RowDataset
+from rill.data.rows import RowDataset, SequenceConfig
 from rill.errors import DataError, MissingExtraError
 
 
 class FolderDataset(RowDataset):
-    class Config(RowConfig):
+    class Config(SequenceConfig):
         type: Literal["folder"] = "folder"
         path: str
         """A folder written by Dataset.save_to_disk or DatasetDict.save_to_disk."""

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rill.data.base import Split, content_key, on_side
-from rill.data.rows import RowConfig, prompt_from_row
+from rill.data.base import Split, check_has_side, content_key, on_side
+from rill.data.rows import RowConfig, SequenceConfig, prompt_from_row
 from rill.errors import DataError
 from rill.registry import load_target
 from rill.types import Prompt
@@ -32,10 +32,7 @@ class GeneratedDataset:
         seed: int = 0
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
-        if split is Split.HELD_OUT and config.held_out == 0.0:
-            raise DataError(
-                f"{config.function}: `held_out` is 0, so there is no held-out side: set it to e.g. 0.1"
-            )
+        check_has_side(config.function, split, config.held_out)
         self.config = config
         self.split = split
         self._make = _function(config.function)
@@ -65,12 +62,13 @@ class GeneratedDataset:
 
 
 class GeneratedStream:
-    class Config(RowConfig):
+    class Config(SequenceConfig):
         type: Literal["stream"] = "stream"
         function: str
         """Where the generator function make() is, as "module:name"."""
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
+        check_has_side(config.function, split, config.held_out)
         self.config = config
         self.split = split
         self._make = _function(config.function)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from rill.data.base import Split
 from rill.data.index import RowIndex
-from rill.data.rows import RowConfig, RowDataset
+from rill.data.rows import RowDataset, SequenceConfig
 from rill.errors import DataError
 
 
 class JsonlDataset(RowDataset):
-    class Config(RowConfig):
+    class Config(SequenceConfig):
         type: Literal["jsonl"] = "jsonl"
         path: str
         """A file of JSON lines. Empty lines are skipped."""

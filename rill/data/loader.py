@@ -157,7 +157,6 @@ class StreamLoader:
 
     def _restart(self) -> None:
         self._num_read = 0
-        self._epoch = 0
         self._rng = np.random.default_rng([self.config.seed, self.rank])
         self._prompts = self._own_part()
         self._buffer: list[Prompt] = []
@@ -169,7 +168,6 @@ class StreamLoader:
             if prompt is None:
                 if self._buffer:
                     break  # the end of an epoch empties the buffer, so that epochs do not mix
-                self._epoch += 1
                 self._prompts = self._own_part()
                 prompt = next(self._prompts, None)
                 if prompt is None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rill.data.base import Split
 from rill.data.index import RowIndex
-from rill.data.rows import RowConfig, RowDataset
+from rill.data.rows import RowDataset, SequenceConfig
 from rill.errors import DataError, MissingExtraError
 
 BATCH_ROWS = 1_024
@@ -26,7 +26,7 @@ OPEN_FILES = 256
 
 
 class ParquetDataset(RowDataset):
-    class Config(RowConfig):
+    class Config(SequenceConfig):
         type: Literal["parquet"] = "parquet"
         path: str
         """A parquet file, or a folder: then every *.parquet below it, in the order of their names."""

@@ -35,15 +35,9 @@ CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"
 """Of a preference, in the row and in the prompt's metadata."""
 
 
-class RowConfig(DatasetConfig):
-    """What every dataset of rows has."""
+class QuestionConfig(DatasetConfig):
+    """How a question becomes a prompt."""
 
-    question: str = ""
-    """Name of the question's field. Empty: the first found of question, problem, prompt, instruction, query."""
-    answer: str = ""
-    """Name of the answer's field. Empty: the first found of answer, ground_truth, final_answer, target, label."""
-    answer_after: str = ""
-    """Only what follows the last of these marks is the answer ("####" for GSM8K). Empty: the whole field."""
     form: Literal["chat", "bare"] = "chat"
     """How a plain question is put: as a user message, or as plain text."""
     template: str = "{question}"
@@ -51,21 +45,37 @@ class RowConfig(DatasetConfig):
     system: str = ""
     """A system message before questions that have none. Empty: none."""
     task: str = ""
-    """Task name of the prompts. Empty: the row's own `data_source` or `task`, else the file's name."""
-    limit: int = Field(default=0, ge=0)
-    """Use only the first so many rows. 0: all."""
+    """Task name of the prompts. Empty: the row's own `data_source` or `task`, else its source's name."""
 
     @model_validator(mode="after")
-    def _template_has_its_field(self) -> RowConfig:
+    def _template_has_its_field(self) -> QuestionConfig:
         check_template("template", self.template, ("question",), ("question",))
         return self
+
+
+class RowConfig(QuestionConfig):
+    """Where a row has its question and its answer."""
+
+    question: str = ""
+    """Name of the question's field. Empty: the first found of question, problem, prompt, instruction, query."""
+    answer: str = ""
+    """Name of the answer's field. Empty: the first found of answer, ground_truth, final_answer, target, label."""
+    answer_after: str = ""
+    """Only what follows the last of these marks is the answer ("####" for GSM8K). Empty: the whole field."""
+
+
+class SequenceConfig(RowConfig):
+    """Of rows that come one after another: files and streams."""
+
+    limit: int = Field(default=0, ge=0)
+    """Use only the first so many rows. 0: all."""
 
 
 class RowDataset(ABC):
     """Rows that can be read by number. All are validated when the dataset is opened, each by one of the processes that
     open it (rill.data.index); none is kept in memory."""
 
-    def __init__(self, config: RowConfig, split: Split) -> None:
+    def __init__(self, config: SequenceConfig, split: Split) -> None:
         self.rows = config
         self.split = split
         self._numbers: Sequence[int] | npt.NDArray[np.int64] = ()
@@ -139,11 +149,7 @@ def _from_preference(row: dict[str, Any], config: RowConfig, where: str, row_id:
     if before:
         rest["messages"] = [{"role": m.role, "content": m.content} for m in before]
     prompt = prompt_from_row(rest, config, where=where, row_id=row_id)
-    try:
-        margin = float(row.get(MARGIN) or 0.0)
-    except (TypeError, ValueError):
-        raise DataError(f"{where}: `margin` must be a number, got {row[MARGIN]!r}") from None
-    pair = {CHOSEN: chosen, REJECTED: rejected, MARGIN: margin}
+    pair = {CHOSEN: chosen, REJECTED: rejected, MARGIN: _number(row, MARGIN, where) or 0.0}
     return replace(prompt, metadata={**prompt.metadata, **pair})
 
 
@@ -172,7 +178,7 @@ def _from_messages(row: dict[str, Any], config: RowConfig, where: str, row_id: s
         messages=_with_system(messages, config),
         answer=metadata.get("solution") if answer is None else answer,
         task=_task(row, config, row_id),
-        difficulty=_difficulty(row, where),
+        difficulty=_number(row, "difficulty", where),
         metadata=metadata,
     )
 
@@ -204,7 +210,7 @@ def _from_question(row: dict[str, Any], config: RowConfig, where: str, row_id: s
         text=text if is_bare else None,
         answer=solution if answer is None else answer,
         task=_task(row, config, row_id),
-        difficulty=_difficulty(row, where),
+        difficulty=_number(row, "difficulty", where),
         metadata=metadata,
     )
 
@@ -293,14 +299,17 @@ def _task(row: Mapping[str, Any], config: RowConfig, row_id: str) -> str:
     return config.task or str(row.get("data_source") or row.get("task") or row_id.rpartition("/")[0])
 
 
-def _difficulty(row: Mapping[str, Any], where: str) -> float | None:
-    value = row.get("difficulty")
+def _number(row: Mapping[str, Any], name: str, where: str) -> float | None:
+    value = row.get(name)
     if value is None:
         return None
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        raise DataError(f"{where}: `difficulty` must be a number, got {value!r}") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{where}: `{name}` must be a number, got {value!r}")
+    return number
 
 
 def _plain(value: Any) -> Any:

@@ -98,3 +98,14 @@ def test_prompts_without_difficulty_make_one_pool() -> None:
             return Prompt(id=str(index), text=str(index))
 
     assert Curriculum(Plain()).chances() == [1.0]
+
+
+def test_what_is_remembered_of_prompts_is_short_and_only_of_those_it_matters_for() -> None:
+    long = [Prompt(id=str(n), text=f"{n}?" + "x" * 5_000, difficulty=0.0) for n in range(3)]
+    curriculum = Curriculum(long, CurriculumConfig(pools=1))
+    for prompt, success in zip(long, (1.0, 0.5, 0.0), strict=True):
+        curriculum.report(prompt, success)
+    records = curriculum.state()["records"]
+    assert len(records) == 2 and all(len(key) == 16 for key in records)
+    curriculum.report(long[0], 0.5)
+    assert len(curriculum.state()["records"]) == 1

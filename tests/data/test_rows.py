@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_dataset, open_indexed, prompts_of
 from rill.data.chat import PromptEncoder
@@ -188,6 +189,34 @@ def test_a_mixture_keeps_its_proportions() -> None:
     assert len({dataset[i].id for i in range(1000) if tasks[i] == "arithmetic"}) == 750
 
 
+def test_sources_of_a_mixture_that_call_their_problems_alike_are_told_apart() -> None:
+    sources = [{"dataset": {"type": "arithmetic", "digits": [n, n], "size": 40}} for n in (2, 5)]
+    dataset = opened("mixture", sources=sources, size=60)
+    by_id = {prompt.id: prompt for prompt in prompts_of(dataset)}
+    assert len(by_id) == 60, "no problem comes twice before its source is used up"
+    assert {prompt.metadata["level"] for name, prompt in by_id.items() if name.startswith("0/")} == {2}
+
+
+def test_settings_that_a_dataset_would_not_read_are_refused() -> None:
+    arithmetic = {"dataset": {"type": "arithmetic"}}
+    with pytest.raises(ValidationError, match="source 1 has a weight of 0.0001.* never have a turn"):
+        opened("mixture", sources=[arithmetic, {**arithmetic, "weight": 0.0001}])
+    for kind, settings in (
+        ("mixture", {"sources": [arithmetic], "held_out": 0.1}),
+        ("generated", {"function": "tests.data.test_rows:make", "limit": 5}),
+        ("reasoning_gym", {"name": "leg_counting", "answer": "a"}),
+    ):
+        with pytest.raises(ValidationError, match="Extra inputs"):
+            opened(kind, **settings)
+
+
+@pytest.mark.parametrize("kind", ["generated", "stream"])
+def test_a_generator_without_a_held_out_share_says_so_and_does_not_search_for_ever(kind: str) -> None:
+    config = DATASETS.load(kind).Config(function="tests.data.test_rows:make_stream")
+    with pytest.raises(DataError, match="`held_out` is 0"):
+        open_dataset(config, Split.HELD_OUT)
+
+
 def test_reasoning_gym_tasks_come_split_and_reproducible() -> None:
     pytest.importorskip("reasoning_gym")
     settings = {"name": "leg_counting", "held_out": 0.3, "size": 30}
@@ -226,6 +255,10 @@ def test_preferences_as_texts_answers_and_conversations(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "a"}, "`rejected`"),
         ({"chosen": "a", "rejected": "b"}, "no question"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "`margin` must be a number"),
+        (
+            '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": NaN}',
+            "`margin` must be a number, got nan",
+        ),
         (
             {
                 "chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}],

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rill.data.base import DatasetConfig, Share, Split, check_template, on_side
+from rill.data.base import DatasetConfig, Share, Split, check_has_side, check_template, on_side
 from rill.data.rows import CHOSEN, MARGIN, REJECTED
 from rill.errors import DataError
 from rill.types import Message, Prompt
@@ -84,8 +84,7 @@ class TaskDataset(ABC):
     def __init__(self, config: Any, split: Split = Split.TRAIN) -> None:
         self.settings: TaskConfig = config
         self.split = split
-        if split is Split.HELD_OUT and self.settings.held_out == 0.0:
-            raise DataError(f"{self.name}: `held_out` is 0, so there is no held-out side: set it to e.g. 0.1")
+        check_has_side(self.name, split, self.settings.held_out)
 
     @abstractmethod
     def make(self, rng: random.Random, level: int) -> Problem:

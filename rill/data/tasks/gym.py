@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rill.data.base import Split, on_side
-from rill.data.rows import RowConfig
+from rill.data.base import Split, check_has_side, on_side
+from rill.data.rows import QuestionConfig
 from rill.errors import DataError, MissingExtraError
 from rill.registry import unknown_name_message
 from rill.types import Message, Prompt
@@ -18,7 +18,7 @@ STRIDE = 1_024
 
 
 class ReasoningGymDataset:
-    class Config(RowConfig):
+    class Config(QuestionConfig):
         type: Literal["reasoning_gym"] = "reasoning_gym"
         name: str
         """A reasoning-gym task, e.g. "leg_counting"."""
@@ -29,6 +29,7 @@ class ReasoningGymDataset:
         seed: int = 0
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
+        check_has_side(config.name, split, config.held_out)
         self.config = config
         self.split = split
         gym = import_gym()
