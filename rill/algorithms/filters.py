@@ -65,7 +65,7 @@ class FilterConfig(Config):
     """Take answers cut off by the length limit out of the loss; they still count in their group's baseline."""
     mask_failed: bool = False
     """Take answers that could not be scored (a reward that raised or hung, an episode that broke) out of the loss: they
-    may have been right. They count in their group's baseline as `scoring.failure_value`."""
+    may have been right. They count in their group's baseline as `scoring.failure_value`, broken episodes as 0."""
 
 
 def group_verdict(rewards_G: npt.ArrayLike, config: FilterConfig) -> Verdict:

@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rill.config import OneOf, PartConfig
+from rill.data.base import check_template
 from rill.data.chat import PromptEncoder
 from rill.envs.base import Policy
 from rill.envs.rewards.base import REWARDS
@@ -49,6 +50,12 @@ class Calculator:
         """How a result is shown to the model."""
         template_arguments: dict[str, Any] = {}
         """Passed to the chat template. Empty: none."""
+
+        @field_validator("result_template")
+        @classmethod
+        def _shows_the_result(cls, template: str) -> str:
+            check_template("result_template", template, ("result",), ("result",))
+            return template
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
@@ -99,11 +106,9 @@ class Calculator:
 
 def find_call(text: str) -> str | None:
     """The expression of a call that the text ends with."""
-    head, _, tail = text.rpartition(OPEN)
-    if OPEN not in text or not tail.rstrip().endswith(CLOSE):
-        return None
-    del head
-    return tail.rstrip().removesuffix(CLOSE)
+    _, mark, tail = text.rpartition(OPEN)
+    inside = tail.rstrip()
+    return inside.removesuffix(CLOSE) if mark and inside.endswith(CLOSE) else None
 
 
 def evaluate(expression: str) -> str:

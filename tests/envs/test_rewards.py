@@ -73,6 +73,10 @@ def test_numeric_match() -> None:
     assert value({"type": "numeric", "answer": "whole"}, "50%", answer="0.5") == 1.0
     assert value({"type": "numeric", "partial": 0.5}, "6") == pytest.approx(0.5 / 1.5)
     assert value({"type": "numeric"}, "nothing") == 0.0
+    assert value({"type": "numeric"}, "123456789", answer="123456788") == 0.0, (
+        "the next whole number is wrong"
+    )
+    assert value({"type": "numeric", "relative_tolerance": 0.01}, "101", answer="100") == 1.0
     with pytest.raises(ValueError, match="not a number"):
         value({"type": "numeric"}, "4", answer="four")
 
@@ -163,6 +167,8 @@ def test_programs_wait_for_one_another_without_losing_their_time() -> None:
 def test_a_prompt_without_an_answer_is_no_match_but_a_failure() -> None:
     scored = run({"type": "exact"}, [(Prompt(id="p", text="q"), answered("None"))])[0]
     assert scored.reward == 0.0 and "has no answer" in (scored.error or "")
+    with pytest.raises(ValueError, match="has no answer"):
+        value({"type": "regex", "pattern": "None", "compare": True}, "None", answer=None)
 
 
 def test_code_is_taken_from_the_last_whole_block() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rill.envs.rewards.base import REWARDS
 from rill.envs.rewards.runner import RewardRunner, ScoringConfig
@@ -146,6 +147,11 @@ def test_a_mix_is_the_weighted_sum_and_reports_its_parts(run: Any) -> None:
     assert scored.reward == pytest.approx(1.25)
     assert scored.reward_parts == {"exact": 1.0, "format": 1.0, "watched": 1.0}
     assert scored.error is None
+    for wrong in ({"timeout_s": 5.0}, {"terms": []}):
+        with pytest.raises(
+            ValidationError, match="timeout_s|at least 1 item"
+        ):  # time limits are the terms' own
+            run({**mix, **wrong})
 
 
 def test_a_user_function_runs_in_a_process_and_may_print(run: Any) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rill.envs.base import ENVIRONMENTS, open_environment
+from rill.envs.calculator import Calculator
 from rill.envs.trajectory_builder import TrajectoryBuilder, response_text
 from rill.errors import InvalidSampleError
 from rill.inference.base import Completion
@@ -178,3 +180,8 @@ async def test_a_cut_off_turn_keeps_its_stop_reason() -> None:
     policy = Scripted("<calc>1+", stop=StopReason.LENGTH)
     trajectory = await play(environment("calculator"), policy, Prompt(id="p", text="q", answer="x"))
     assert trajectory.stop_reason is StopReason.LENGTH and trajectory.is_truncated
+
+
+def test_a_calculator_whose_results_nobody_would_see_is_refused() -> None:
+    with pytest.raises(ValidationError, match="`result_template` must hold {result}"):
+        Calculator.Config(result_template="<result></result>")

@@ -95,6 +95,8 @@ class RegexReward:
         self._pattern = re.compile(config.pattern, re.DOTALL)
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
+        if self.config.compare and prompt.answer is None:
+            raise ValueError(f"prompt {prompt.id} has no answer to compare with")
         found = self._pattern.search(response_text)
         if found is not None and self.config.compare:
             given = found.group(1) if self._pattern.groups else found.group(0)

@@ -1,6 +1,6 @@
 """Rewards of length alone, in sampled tokens. Both are meant as terms of a mix.
 
-length     a straight line from `at_zero` tokens' worth to the limit: shorter is better
+length     1 up to `free_tokens`, then down in a straight line to 0 at `max_tokens`: shorter is better
 overlong   DAPO's soft punishment: 0 up to (limit − buffer), then down in a straight line to −1 at the limit
 """
 

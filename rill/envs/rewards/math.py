@@ -33,6 +33,8 @@ class MathReward:
 
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         config, library = self.config, self._verify
+        if prompt.answer is None:
+            raise ValueError(f"prompt {prompt.id} has no answer to compare with")
         given = response_text
         if config.answer is not None:
             found = extract_answer(response_text, config.answer)

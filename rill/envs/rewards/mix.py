@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
 from rill.envs.rewards.base import REWARDS, Isolation, RewardConfig
@@ -20,17 +20,10 @@ class TermConfig(Config):
 
 
 class MixReward:
-    class Config(RewardConfig):
+    class Config(PartConfig):
         type: Literal["mix"] = "mix"
-        terms: tuple[TermConfig, ...]
-        """At least one. A mix may hold mixes: weights multiply."""
-
-        @field_validator("terms")
-        @classmethod
-        def _some(cls, terms: tuple[TermConfig, ...]) -> tuple[TermConfig, ...]:
-            if not terms:
-                raise ValueError("a mix needs at least one term")
-            return terms
+        terms: tuple[TermConfig, ...] = Field(min_length=1)
+        """Each with its own name and time limit. A mix may hold mixes: weights multiply."""
 
     isolation = Isolation.INLINE
 

@@ -18,8 +18,9 @@ class NumericReward:
         answer: AnswerForm = AnswerForm.LAST_NUMBER
         """Where the answer stands in the response."""
         absolute_tolerance: float = Field(default=1e-6, ge=0)
-        relative_tolerance: float = Field(default=1e-6, ge=0)
-        """Share of the expected value's size."""
+        """An answer this near to the expected one is right."""
+        relative_tolerance: float = Field(default=1e-9, ge=0)
+        """As a share of the larger of the two. So small that up to a billion the next whole number is wrong."""
         partial: float = Field(default=0.0, ge=0)
         """Value of a number that is wrong: this times 1 / (1 + relative error). 0: off."""
         correct: float = 1.0

@@ -14,6 +14,7 @@ A failed term counts as `failure_value`; the trajectory carries which term faile
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -226,7 +227,7 @@ async def _in_daemon_thread(reward: Reward, arguments: tuple[Prompt, str, Trajec
             value, error = reward.score(*arguments), None
         except Exception as raised:  # noqa: BLE001  boundary: handed to the awaiting runner
             value, error = 0.0, raised
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, daemon=True, name="rill-reward-call").start()
