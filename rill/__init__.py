@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch",
     "Channel",
     "Cluster",
     "Config",
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from rill.runtime.handle import Handle
     from rill.runtime.worker import Worker
     from rill.types import (
-        Batch,
         Group,
         Message,
         PolicyVersion,

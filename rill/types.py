@@ -8,7 +8,7 @@ Axes: T token of one sequence, L layer, K expert choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
@@ -221,21 +221,3 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return self.trajectory.num_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one optimisation step consumes."""
-
-    step: int
-    version: PolicyVersion
-    """The policy version that the step starts from."""
-    samples: tuple[Sample, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.samples)
-
-    @property
-    def group_ids(self) -> Sequence[str]:
-        return list(dict.fromkeys(s.trajectory.group_id for s in self.samples))

@@ -381,7 +381,7 @@ CLEAN = {
     "rill/__init__.py": '"""The package."""\n__version__ = "1"\n',
     "rill/types.py": '"""Words."""\nimport numpy\n',
     "rill/errors.py": '"""Errors."""\n',
-    "rill/algorithms/loss.py": '"""A loss."""\nimport torch\nfrom rill.types import Batch\n',
+    "rill/algorithms/loss.py": '"""A loss."""\nimport torch\nfrom rill.types import Sample\n',
     "rill/runtime/channel.py": '"""A channel."""\nfrom rill.telemetry import trace\n',
     "rill/runtime/ray.py": '"""Ray."""\ndef start():\n    import ray\n',
     "rill/telemetry/trace.py": '"""Spans."""\n',
@@ -469,7 +469,6 @@ def test_the_public_interface_is_this_list() -> None:
     import rill
 
     assert rill.__all__ == [
-        "Batch",
         "Channel",
         "Cluster",
         "Config",

@@ -10,9 +10,7 @@ import pytest
 from rill.errors import InvalidSampleError
 from rill.types import (
     NOT_SAMPLED,
-    Batch,
     Group,
-    PolicyVersion,
     Prompt,
     Sample,
     StopReason,
@@ -85,17 +83,6 @@ def test_a_sample_checks_its_fields_against_the_trajectory() -> None:
             advantages=np.zeros(6, dtype=np.float32),
             old_logprobs=np.zeros(4, dtype=np.float32),
         )
-
-
-def test_a_batch_knows_its_groups_in_order_of_appearance() -> None:
-    zeros = np.zeros(6, dtype=np.float32)
-    groups = ["b", "a", "b"]
-    samples = tuple(
-        Sample(trajectory=trajectory(id=str(i), group_id=g), advantages=zeros) for i, g in enumerate(groups)
-    )
-    batch = Batch(step=0, version=PolicyVersion(0), samples=samples)
-    assert list(batch.group_ids) == ["b", "a"]
-    assert batch.num_tokens == 18
 
 
 def test_a_trajectory_survives_the_way_between_processes() -> None:

@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rill.errors import WeightSyncError
+from rill.errors import ConfigError, WeightSyncError
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher, Receiver, TransportConfig
 from rill.weights.buckets import view_of
@@ -225,6 +225,11 @@ def open_store(config: DistributedTransport.Config) -> TCPStore:
             host, int(port), config.world, config.rank == 0, timedelta(seconds=config.timeout_s), False
         )
     except (RuntimeError, dist.DistError) as error:
+        if config.rank == 0:
+            raise ConfigError(
+                f"the weight group cannot meet at {config.address} ({str(error).splitlines()[0]}): set "
+                "sync.transport.address to an address of the trainer's machine and a free port"
+            ) from error
         raise WeightSyncError(
             f"rank {config.rank} of {config.world} could not reach the weight group at {config.address} within "
             f"{config.timeout_s:g} s: {error}"

@@ -17,7 +17,7 @@ from typing import Literal, Self
 import httpx
 from pydantic import Field
 
-from rill.errors import WeightSyncError
+from rill.errors import ConfigError, WeightSyncError
 from rill.types import PolicyVersion
 from rill.weights.base import LOOPBACK
 from rill.weights.disk import DiskPublisher, DiskReceiver, FileConfig
@@ -93,7 +93,7 @@ class HttpPublisher(DiskPublisher):
             self._server = ThreadingHTTPServer((config.host or LOOPBACK, config.port), Handler)
         except OSError as error:
             super().close()
-            raise WeightSyncError(
+            raise ConfigError(
                 f"weights cannot be served on {config.host or LOOPBACK}:{config.port} ({error}): set "
                 "sync.transport.port to a free one, or to 0 for any"
             ) from error

@@ -175,17 +175,18 @@ class Fleet:
 
     def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig, timeout_s: float) -> list[list[float]]:
         """Rewards of each prompt's samples, in the order of the prompts. Each engine answers its share."""
-        calls = [self._rollout.on(rank).evaluate(list(prompts), config) for rank in range(self._rollout.size)]
-        rewards: dict[str, list[float]] = {}
+        size = self._rollout.size
+        calls = [self._rollout.on(rank).evaluate(list(prompts), config) for rank in range(size)]
+        rewards: list[list[float]] = [[] for _ in prompts]
         for rank, call in enumerate(calls):
             while True:
                 try:
-                    rewards.update(call.wait(timeout_s=timeout_s)[0])
+                    rewards[rank::size] = call.wait(timeout_s=timeout_s)[0]
                     break
                 except PeerDiedError as death:
                     self._bring_back(rank, str(death))
                     call = self._rollout.on(rank).evaluate(list(prompts), config)
-        return [rewards[prompt.id] for prompt in prompts]
+        return rewards
 
     def _bring_back(self, rank: int, reason: str) -> None:
         """Start a lost engine again, with the weights that the others hold; see above."""

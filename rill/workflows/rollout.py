@@ -118,16 +118,15 @@ class RolloutWorker(Worker):
             serving.put_back(self.engine, self.sync.timeout_s)
 
     @concurrent
-    def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, list[float]]:
-        """Rewards of this engine's share of the prompts, by prompt id."""
-        mine = list(prompts)[self.rank :: self.world_size]
+    def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig) -> list[list[float]]:
+        """Rewards of this engine's share of the prompts: every world_size-th, from its rank on."""
+        mine = list(enumerate(prompts))[self.rank :: self.world_size]
         limit = config.max_new_tokens or self.config.sampling.max_new_tokens
         sampling = self.config.sampling.params(temperature=config.temperature, max_new_tokens=limit)
         with self.device_lock():
-            rewards = asyncio.run(
+            return asyncio.run(
                 rewards_of(self.engine, self.env, mine, sampling, config.samples, self.seed + 1)
             )
-        return {prompt.id: row for prompt, row in zip(mine, rewards, strict=True)}
 
     async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
         policy = PolicyClient(self.engine, seed=self.seed, decode=self._tokenizer.decode)

@@ -56,7 +56,9 @@ def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = No
     try:
         sampling = config.sampling.params()
         return asyncio.run(
-            rewards_of(engine, environment, prompts, sampling, config.samples, config.seed, on_done)
+            rewards_of(
+                engine, environment, list(enumerate(prompts)), sampling, config.samples, config.seed, on_done
+            )
         )
     finally:
         environment.close()
@@ -66,28 +68,31 @@ def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = No
 async def rewards_of(
     engine: Engine,
     environment: Environment,
-    prompts: Sequence[Prompt],
+    numbered: Sequence[tuple[int, Prompt]],
     sampling: SamplingParams,
     num_samples: int,
     seed: int,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[list[float]]:
-    """Put every prompt to the engine `num_samples` times, all at once."""
+    """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
+    to; ids of a user's rows may repeat."""
     policy = PolicyClient(engine, seed=seed, decode=_never_cut)
     num_done = 0
 
-    async def one(prompt: Prompt, number: int) -> float:
+    async def one(group: str, prompt: Prompt, sample: int) -> float:
         nonlocal num_done
-        name = f"eval/{prompt.id}/{number}"
+        name = f"{group}/{sample}"
         trajectory = await environment.rollout(
-            prompt, policy.episode(name), trajectory_id=name, group_id=prompt.id, sampling=sampling
+            prompt, policy.episode(name), trajectory_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
-            on_done(num_done, len(prompts) * num_samples)
+            on_done(num_done, len(numbered) * num_samples)
         return trajectory.reward
 
-    flat = await asyncio.gather(*(one(prompt, n) for prompt in prompts for n in range(num_samples)))
+    flat = await asyncio.gather(
+        *(one(f"eval/{number}", prompt, n) for number, prompt in numbered for n in range(num_samples))
+    )
     return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
 
 

@@ -122,9 +122,13 @@ def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     scene = Scene(tmp_path, cluster, name="idle", engines="0-1")
     scene.fleet.publish(PolicyVersion(1))
     scene.kill(0)
-    prompts = [Prompt(id=str(n), text="1+1=") for n in range(4)]
-    rewards = scene.fleet.evaluate(prompts, EvalConfig(samples=2, temperature=1.0), DEADLINE_S)
-    assert [len(row) for row in rewards] == [2, 2, 2, 2]
+    config = EvalConfig(samples=2, temperature=1.0)
+    rewards = scene.fleet.evaluate([Prompt(id=str(n), text="1+1=") for n in range(9)], config, DEADLINE_S)
+    assert [len(row) for row in rewards] == [2] * 9 and len({tuple(row) for row in rewards}) > 1
+    same_ids = [Prompt(id="row", text="1+1=") for _ in range(9)]
+    assert scene.fleet.evaluate(same_ids, config, DEADLINE_S) == rewards, (
+        "rows of a file may repeat their ids"
+    )
     scene.kill(1)
     assert scene.fleet.publish(PolicyVersion(2))["sync/relaunches"] == 2
     scene.close()
