@@ -49,7 +49,8 @@ class Checkpointer:
         self._error: BaseException | None = None
 
     def save(self, folder: Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
-        """Write folder/step-N. keep_last > 0 removes all but that many newest steps afterwards."""
+        """Write folder/step-N. keep_last > 0 then keeps this one and the newest others, so many in all, and removes the
+        rest, with what saves that were killed left."""
         self.wait()
         engine = self.engine
         final = folder / f"step-{engine.version:08d}"
@@ -154,8 +155,8 @@ class Checkpointer:
                 shutil.rmtree(final)
             partial.rename(final)
             sync_folder(final.parent)
-            for stale in step_folders(final.parent)[keep_last:] if keep_last else []:
-                shutil.rmtree(stale)
+            if keep_last:
+                _drop_old(final, keep_last)
         world.barrier()
 
     def _own_files(self, folder: Path) -> list[Path]:
@@ -221,6 +222,13 @@ def step_folders(folder: Path) -> list[Path]:
     """Newest first; unfinished ones are not listed."""
     found = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
     return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def _drop_old(just_written: Path, keep_last: int) -> None:
+    """Never the one just written: a run that went back to an older step has newer ones beside it."""
+    others = [step for step in step_folders(just_written.parent) if step != just_written]
+    for stale in (*others[keep_last - 1 :], *just_written.parent.glob("step-*.partial")):
+        shutil.rmtree(stale)
 
 
 def describe(path: Path) -> dict[str, Any]:

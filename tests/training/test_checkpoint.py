@@ -145,6 +145,14 @@ def test_only_the_newest_are_kept_when_asked(tmp_path: Path) -> None:
         t.update(make_samples(seed=seed))
         t.save(tmp_path, keep_last=2)
     assert [p.name for p in step_folders(tmp_path)] == ["step-00000003", "step-00000002"]
+    back = trainer()
+    back.load(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # of a run that had come further
+    (tmp_path / "step-00000008.partial").mkdir()
+    back.save(tmp_path, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009"], (
+        "what it saved is kept"
+    )
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
