@@ -78,9 +78,10 @@ class DistributedPublisher(Publisher):
                 f"the publisher of a distributed transport is rank 0, got rank {config.rank}"
             )
         self.config = config
+        # Kept for the run: the receivers of every group find each other through it.
+        self._store = open_store(config)
         self._group: Backend | None = None
         self._generation = 0
-        self._store: TCPStore | None = None
         self._staged: list[Tensor] = []
         self._staged_version: PolicyVersion | None = None
         self._aside: HttpPublisher | None = None
@@ -115,8 +116,6 @@ class DistributedPublisher(Publisher):
             raise WeightSyncError(
                 f"version {manifest.version} is not staged any more: {self._staged_version} is"
             )
-        # Kept for the run: the receivers of every later group find each other through it.
-        self._store = self._store or open_store(self.config)
         try:
             self._group = self._group or join(self._store, self.config, int(manifest.extra[GENERATION]))
             for buffer_B in self._staged:

@@ -67,7 +67,7 @@ def test_a_taken_port_is_the_users_to_mend(kind: str) -> None:
         place = {"port": port} if kind == "http" else {"address": f"127.0.0.1:{port}"}
         end = seated(transport(kind, timeout_s=5.0, **place), rank=0, num_receivers=1)
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*in use.*sync.transport"):
-            publish(open_publisher(end), weights(1), 1)
+            open_publisher(end)
 
 
 def test_all_receivers_get_every_version_and_a_damaged_one_leaves_nobody_waiting() -> None:
