@@ -115,6 +115,11 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValidationError):
             opened("arithmetic", **settings)
+    for name in TASKS:
+        with pytest.raises(ValidationError, match="levels|digits"):
+            opened(name, levels=(0, 2))
+    with pytest.raises(ValidationError, match="max_shift"):
+        opened("strings", max_shift=0)
 
 
 def test_braces_in_a_template_are_written_twice() -> None:
@@ -150,6 +155,15 @@ def test_string_transforms_do_what_they_say() -> None:
             back = "".join(chr((ord(c) - 97 - shift) % 26 + 97) for c in prompt.answer)
             assert back == word
     assert {"reverse", "upper", "caesar"} <= seen
+
+
+def test_every_string_problem_has_something_to_write() -> None:
+    """An empty answer could neither be learned from nor be told from silence."""
+    for prompt in prompts_of(opened("strings", rules=("vowels", "evens"), levels=(1, 2)), 200):
+        rule, word = (prompt.text or "").rstrip("=").split(" ", 1)
+        assert prompt.answer
+        if rule == "vowels":
+            assert prompt.answer == "".join(c for c in word if c not in "aeiou")
 
 
 @pytest.mark.parametrize("name", TASKS)

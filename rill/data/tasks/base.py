@@ -49,7 +49,7 @@ class TaskConfig(DatasetConfig):
     seed: int = 0
     """Problem i of one seed is always the same."""
     levels: tuple[int, int] | None = None
-    """Lowest and highest level drawn, both included. Unset: the task's own range."""
+    """Lowest and highest level drawn, both included, from 1 up. Unset: the task's own range."""
     form: Literal["bare", "chat"] = "bare"
     """bare: the short question as plain text. chat: the instruction as a user message."""
     template: str = "{question}"
@@ -70,8 +70,8 @@ class TaskConfig(DatasetConfig):
     def _templates_have_their_fields(self) -> TaskConfig:
         check_template("template", self.template, ("question", "short"), ("question", "short"))
         check_template("worked_template", self.worked_template, ("steps", "answer"), ("answer",))
-        if self.levels is not None and self.levels[0] > self.levels[1]:
-            raise ValueError(f"`levels` must be (lowest, highest), got {self.levels}")
+        if self.levels is not None and not 1 <= self.levels[0] <= self.levels[1]:
+            raise ValueError(f"`levels` must be (lowest ≥ 1, highest), got {self.levels}")
         return self
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from rill.data.tasks.base import Problem, TaskConfig, TaskDataset
 
@@ -40,7 +40,7 @@ class StringsDataset(TaskDataset):
         type: Literal["strings"] = "strings"
         rules: tuple[str, ...] = ("reverse", "upper", "caesar")
         """Which transforms are drawn from: reverse, upper, caesar, double, rotate, evens, sort, vowels."""
-        max_shift: int = 5
+        max_shift: int = Field(default=5, ge=1, le=25)
         """Largest shift of the caesar rule."""
 
         @field_validator("rules")
@@ -65,6 +65,8 @@ class StringsDataset(TaskDataset):
             )
         else:
             said, transform = RULES[rule]
+            while not transform(word):  # nothing but vowels: there must be something to write
+                word = word[1:] + rng.choice(LETTERS)
             short, answer = rule, transform(word)
         return Problem(
             question=f"{short} {word}=",
