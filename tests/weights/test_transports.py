@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rill.errors import UnsupportedError, WeightSyncError
+from rill.errors import ConfigError, UnsupportedError, WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.base import Receiver, open_publisher
+from rill.weights.base import Receiver, open_publisher, seated
 from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.resharding import ShardSpec
@@ -88,11 +88,14 @@ def test_a_flipped_bit_is_caught(name: str) -> None:
             assert receiver.version is None
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+@pytest.mark.parametrize("kind", ["http", "distributed"])
+def test_a_taken_port_is_the_users_to_mend(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(WeightSyncError, match=f"on 127.0.0.1:{port} .*sync.transport.port"):
-            open_publisher(transport("http", port=port))
+        place = {"port": port} if kind == "http" else {"address": f"127.0.0.1:{port}"}
+        end = seated(transport(kind, timeout_s=5.0, **place), rank=0, num_receivers=1)
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*in use.*sync.transport"):
+            open_publisher(end)
 
 
 def test_weights_are_served_where_other_machines_reach_them() -> None:
