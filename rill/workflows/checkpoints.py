@@ -33,10 +33,15 @@ class RunCheckpoints:
         self._groups = dict(groups)
         self._keep = keep
         self._timeout_s = timeout_s
+        self._newest_step = 0
+        """Saved or loaded by this object."""
 
     def save(self, step: int) -> Path:
-        """Raises CheckpointError where it cannot be written; those before it stay as they are."""
+        """Raises CheckpointError where it cannot be written; those before it stay as they are. What is saved already is
+        left alone: a run that is killed while its last checkpoint is written a second time would have lost it."""
         folder = self._folder / f"step-{step:06d}"
+        if step == self._newest_step:
+            return folder
         shutil.rmtree(folder, ignore_errors=True)
         try:
             self._write(folder, step)
@@ -49,6 +54,7 @@ class RunCheckpoints:
                 f"the checkpoint of step {step} could not be written to {self._folder} with {free_mb:,.0f} MB free "
                 f"({str(error).splitlines()[0]}); {kept}. Make room or lower loop.keep_checkpoints, then resume"
             ) from error
+        self._newest_step = step
         self._drop_old()
         return folder
 
@@ -70,7 +76,8 @@ class RunCheckpoints:
         for folder in reversed(found):
             damage = self._load(folder)
             if not damage:
-                return step_of(folder)
+                self._newest_step = step_of(folder)
+                return self._newest_step
             log.warning("%s cannot be loaded (%s): passed over", folder, damage)
             damages.append(damage)
         if damages:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rill.errors import ConfigError
 from rill.types import Prompt
 from rill.workflows.fleet import Fleet
 from rill.workflows.sections import EvalConfig
@@ -30,11 +29,6 @@ class Estimate:
 
 class Evaluator:
     def __init__(self, config: EvalConfig, fleet: Fleet, prompts: Sequence[Prompt], timeout_s: float) -> None:
-        if config.samples > 1 and config.temperature == 0:
-            raise ConfigError(
-                f"eval.samples = {config.samples} with eval.temperature = 0 would draw the same answer every time: "
-                "set a temperature, or samples = 1"
-            )
         self.config = config
         self._fleet = fleet
         self._prompts = list(prompts)

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from rill.errors import RillError
 from rill.inference.base import Completion, Engine, Request
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
@@ -80,7 +79,7 @@ class PolicyClient:
             return
         try:
             futures = self._engine.submit([request for request, _ in pending])
-        except RillError as error:
+        except Exception as error:  # noqa: BLE001  boundary: the event loop would log it, and the episodes wait for ever
             for _, answer in pending:
                 answer.set_exception(error)
             return
@@ -124,7 +123,12 @@ class EpisodePolicy:
         if before is not None and before.stop_reason is not StopReason.ABORTED:
             return before
         completion = await self._ask(request_id, token_ids, sampling, before)
-        if completion.stop_reason is StopReason.ABORTED and self._client.is_stopped:
+        is_cut_off = completion.stop_reason is StopReason.ABORTED and self._client.is_stopped
+        if is_cut_off and len(completion.token_ids) >= sampling.max_new_tokens:
+            completion = replace(
+                completion, stop_reason=StopReason.LENGTH
+            )  # with its last token, as it happened
+        elif is_cut_off:
             if len(completion.token_ids):
                 self._answers[request_id] = completion
             raise asyncio.CancelledError(f"{request_id} was put back")

@@ -124,6 +124,15 @@ class EvalConfig(Config):
     max_new_tokens: int = Field(0, ge=0)
     """0: as in training."""
 
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0 would draw the same answer every time: set a "
+                "temperature, or samples = 1"
+            )
+        return self
+
 
 class ClusterConfig(Config):
     """[cluster]: where worker processes run."""

@@ -101,3 +101,15 @@ def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_step_0(tmp_path
         checkpoints.load_latest()
     fresh = RunCheckpoints(Run.create("fresh", root=tmp_path), {}, 1, 1.0)
     assert fresh.load_latest() == 0
+
+
+def test_what_is_saved_is_not_written_a_second_time(tmp_path: Path) -> None:
+    """A kill in between would lose it, and with it perhaps the only one."""
+    _, checkpoints, group = saved(tmp_path, 2)
+    group.number = -1
+    assert (checkpoints.save(2) / "one" / "number").read_text() == "20"
+    run = checkpoints._run
+    again = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
+    assert again.load_latest() == 2
+    group.number = -1
+    assert (again.save(2) / "one" / "number").read_text() == "20"

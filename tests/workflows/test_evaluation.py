@@ -36,6 +36,11 @@ def test_k_doubles_up_to_the_number_of_samples() -> None:
     assert pass_counts(8) == [1, 2, 4, 8]
 
 
+def test_several_samples_that_would_be_the_same_are_refused_with_the_recipe() -> None:
+    with pytest.raises(ValueError, match="same answer every time"):
+        EvalConfig(samples=4)
+
+
 def test_without_prompts_there_is_no_evaluation() -> None:
     no_fleet = cast(Fleet, None)
     assert Evaluator(EvalConfig(num_prompts=0), no_fleet, [], timeout_s=1.0).run() == {}
