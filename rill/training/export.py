@@ -1,5 +1,8 @@
 """Export to a Hugging Face folder: safetensors, config and tokenizer that plain transformers loads.
 
+    folder/            the whole model, adapters merged
+        adapter/       the LoRA adapter alone, in PEFT's format, where one was trained
+
 All ranks call it (weights are gathered one at a time); rank 0 writes into a folder beside the target and renames it,
 so that a reader never sees half of an export.
 """
@@ -19,13 +22,16 @@ from rill.training.module import LM_PREFIX, VALUE_HEAD_FILE, VALUE_HEAD_PREFIX
 from rill.training.parallel import full
 
 MAX_SHARD_SIZE = "5GB"
+ADAPTER_FOLDER = "adapter"
 
 
 def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
-    """Write the merged model; replaces an earlier export at the same place."""
+    """Write the model; replaces an earlier export at the same place."""
     from huggingface_hub import save_torch_state_dict
 
     is_writer = engine.world.rank == 0
+    lora = engine.config.lora
+    adapter = [] if lora is None else _adapter(engine)
     weights: dict[str, Tensor] = {}
     for name, tensor in engine.named_weights():
         if is_writer:
@@ -42,6 +48,8 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
         if head:
             save_file(head, partial / VALUE_HEAD_FILE)
         save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_SIZE)
+        if lora is not None:
+            save_adapter(adapter, lora, partial / ADAPTER_FOLDER, base_model=model.path or "")
         config = engine.module.lm.config.__class__.from_dict(engine.module.lm.config.to_dict())
         config.dtype = str(engine.compute_dtype).removeprefix("torch.")
         config.architectures = [type(engine.module.lm).__name__]
@@ -57,16 +65,10 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
     return folder
 
 
-def export_adapter(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
-    """Write the LoRA adapter alone, in PEFT's format."""
-    lora = engine.config.lora
-    assert lora is not None, "this model has no adapter"
-    weights = [
+def _adapter(engine: TrainEngine) -> list[tuple[str, Tensor]]:
+    """What was trained, whole, by the names of the model. A collective when sharded."""
+    return [
         (name.removeprefix(LM_PREFIX), full(p.detach()))
         for name, p in engine.module.named_parameters()
         if p.requires_grad
     ]
-    if engine.world.rank == 0:
-        save_adapter(weights, lora, folder, base_model=model.path or "")
-    engine.world.barrier()
-    return folder

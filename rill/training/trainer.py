@@ -110,7 +110,8 @@ class Trainer:
         return self._checkpointer.load(Path(folder))
 
     def export(self, folder: str | Path) -> Path:
-        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads."""
+        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads. Adapters are merged, and
+        are in its `adapter/` alone."""
         return export_model(self.engine, self.config.model, Path(folder))
 
     def keeps(self, num_tokens: int) -> bool:

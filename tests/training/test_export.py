@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rill.models.loading import ModelConfig
-from rill.training.export import export_adapter
-from tests.training.tiny import MODEL, make_samples, trainer
+from tests.training.tiny import make_samples, trainer
 
 
 def plain(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
@@ -62,7 +61,7 @@ def test_an_adapter_loads_in_peft(tmp_path: Path) -> None:
     t = trainer(model=ModelConfig(path=str(base)), lora={"rank": 4}, optimizer={"learning_rate": 1e-2})
     t.update(make_samples())
     sample = make_samples(1)[0]
-    folder = export_adapter(t.engine, MODEL, tmp_path / "adapter")
+    folder = t.export(tmp_path / "tuned") / "adapter"
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     wanted = t.logprobs([sample])[0][1:]
     np.testing.assert_allclose(plain(model, sample.trajectory.token_ids), wanted, atol=1e-4)
