@@ -110,8 +110,10 @@ class Trainer:
         return self._checkpointer.load(Path(folder))
 
     def export(self, folder: str | Path) -> Path:
-        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads. Adapters are merged, and
-        are in its `adapter/` alone."""
+        """A Hugging Face folder (safetensors, config, tokenizer) that plain transformers loads.
+
+        Adapters are merged, and lie by themselves in its `adapter/`.
+        """
         return export_model(self.engine, self.config.model, Path(folder))
 
     def keeps(self, num_tokens: int) -> bool:
