@@ -132,6 +132,29 @@ def test_the_program_of_figure_five_runs_unchanged_on_two_hosts(address: str) ->
     assert run_driver("-c", FIGURE_FIVE, address).splitlines() == [str(expected)] * 3
 
 
+def test_a_run_with_engine_and_trainer_on_two_hosts_leaves_the_model_of_a_local_one(
+    address: str, tmp_path: Path
+) -> None:
+    """Samples go one way, weights the other, over HTTP, without the driver."""
+    recipe, root = str(ROOT / "tests/e2e/tiny.toml"), str(tmp_path)
+    common = (
+        "-m",
+        "rill.cli.main",
+        "train",
+        recipe,
+        "--root",
+        root,
+        "placement.rollout=1",
+        "placement.actor=0",
+    )
+    exact = ("rollout.engine.batch_invariant=true", "algorithm.correction=tis")
+    run_driver(*common, "--name", "apart", *exact, "cluster.type=ray", f"cluster.address={address}")
+    run_driver(*common, "--name", "here", *exact, "cluster.devices=2")
+    apart, here = (Path(root, name, "model", "model.safetensors").read_bytes() for name in ("apart", "here"))
+    assert apart == here
+    assert "weights travel by http" in Path(root, "apart", "log.txt").read_text()
+
+
 def wait_for_ray(host: str, address: str, num_nodes: int) -> None:
     code = (
         "import ray, sys, time\n"
