@@ -252,6 +252,10 @@ class Algorithm:
         lengths_G: npt.ArrayLike | None,
         greedy_reward: float | None,
     ) -> npt.NDArray[np.float64]:
+        if estimator.reads_lengths and lengths_G is None:
+            raise InvalidSampleError(
+                f"advantage {self.config.advantage.type!r} weighs samples by their trained tokens: give lengths_G"
+            )
         rewards, lengths = checked_group(rewards_G, lengths_G)
         if Need.GREEDY_BASELINE in estimator.needs and (
             greedy_reward is None or not np.isfinite(greedy_reward)

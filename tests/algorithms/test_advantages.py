@@ -90,9 +90,9 @@ def test_a_group_of_one_has_mean_0_and_deviation_1(name):
 def test_a_constant_added_to_all_rewards_changes_nothing(rewards, shift):
     for name in ("dr_grpo", "rloo", "opo"):
         algo = algorithm(name)
-        moved = [r + shift for r in rewards]
-        assert algo.group_advantages(moved).tolist() == pytest.approx(
-            algo.group_advantages(rewards).tolist(), abs=1e-5
+        moved, lengths = [r + shift for r in rewards], range(3, 3 + len(rewards))
+        assert algo.group_advantages(moved, lengths).tolist() == pytest.approx(
+            algo.group_advantages(rewards, lengths).tolist(), abs=1e-5
         )
 
 
@@ -105,6 +105,8 @@ def test_bad_rewards_are_refused(bad):
 def test_mismatched_lengths_missing_baselines_and_small_groups_are_refused():
     with pytest.raises(InvalidSampleError, match="3 rewards but 2 lengths"):
         algorithm("opo").group_advantages([1, 2, 3], [1, 2])
+    with pytest.raises(InvalidSampleError, match="give lengths_G"):
+        algorithm("opo").group_advantages([1, 2, 3])
     with pytest.raises(InvalidSampleError, match="greedy"):
         algorithm("remax").group_advantages([1.0, 2.0])
     with pytest.raises(InvalidSampleError, match="at least 4 samples, got 2"):

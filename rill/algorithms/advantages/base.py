@@ -61,6 +61,9 @@ class GroupAdvantage(ABC):
 
     needs: frozenset[Need] = frozenset()
 
+    reads_lengths: bool = False
+    """True where the samples' numbers of trained tokens count; they must be given then."""
+
     @abstractmethod
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """Advantages of one group; the inputs are finite and not empty."""

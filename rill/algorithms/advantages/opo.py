@@ -12,6 +12,8 @@ from rill.errors import InvalidSampleError
 
 
 class OPO(GroupAdvantage):
+    reads_lengths = True
+
     class Config(PartConfig):
         type: Literal["opo"] = "opo"
 
