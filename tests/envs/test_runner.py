@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -56,9 +59,12 @@ def hungry(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     return float(len(bytearray(2**30)))
 
 
-def dies(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    import os
+def stops_afterwards(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return 1.0
 
+
+def dies(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     os._exit(3)
 
 
@@ -221,6 +227,16 @@ def test_a_dying_process_is_a_failure_and_is_replaced(run: Any) -> None:
     assert "died" in scored.error
     again = runner.score_all([(PROMPT, answered("4"))])[0]
     assert "died" in (again.error or "")
+
+
+def test_a_process_that_reads_nothing_more_does_not_hold_its_caller(run: Any) -> None:
+    """More than a pipe holds: sending it must end at the deadline too."""
+    scored, runner = run(function("stops_afterwards"), timeout_s=5.0, num_processes=1)
+    assert scored.reward == 1.0
+    time.sleep(0.3)
+    runner.config = ScoringConfig(timeout_s=0.4, num_processes=1)
+    stuck = runner.score_all([(PROMPT, answered("x" * 2_000_000))])[0]
+    assert stuck.error == "reward stops_afterwards: no score within 0.4 s"
 
 
 def test_coroutine_functions_are_awaited(run: Any) -> None:

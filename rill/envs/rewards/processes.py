@@ -85,6 +85,22 @@ class RewardProcesses:
                 child.kill()
 
 
+class _Deadline:
+    """Of one score."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def wait(self, pipe: IO[bytes], event: int) -> None:
+        """Until the pipe can be read or written."""
+        poller = select.poll()
+        poller.register(pipe.fileno(), event)
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0 or not poller.poll(left_s * 1000):
+            raise RewardTimeoutError(f"no score within {self._timeout_s:g} s")
+
+
 class _Child:
     """One worker process, seen from the parent."""
 
@@ -101,9 +117,9 @@ class _Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to: IO[bytes] = self._process.stdin
         self._from: IO[bytes] = self._process.stdout
-        os.set_blocking(self._from.fileno(), False)
-        self._send(setup)
-        ready, reply = self._receive(START_TIMEOUT_S)
+        for pipe in (self._to, self._from):
+            os.set_blocking(pipe.fileno(), False)
+        ready, reply = self._ask(setup, START_TIMEOUT_S)
         if not ready:
             self.kill()
             raise RewardFailedError(f"the reward could not be built: {reply}")
@@ -113,8 +129,7 @@ class _Child:
         return self._process.poll() is None
 
     def score(self, index: int, arguments: Any, timeout_s: float) -> float:
-        self._send(pickle.dumps((index, arguments, timeout_s)))
-        ok, reply = self._receive(timeout_s)
+        ok, reply = self._ask(pickle.dumps((index, arguments, timeout_s)), timeout_s)
         if not ok:
             raise RewardFailedError(str(reply))
         return float(reply)
@@ -128,28 +143,24 @@ class _Child:
                 pipe.close()
         self._process.wait()
 
-    def _send(self, data: bytes) -> None:
+    def _ask(self, data: bytes, timeout_s: float) -> tuple[bool, Any]:
+        """Send one frame and wait for the answer, both within the deadline."""
+        deadline = _Deadline(timeout_s)
         view = memoryview(LENGTH.pack(len(data)) + data)
         try:
             while view:
-                view = view[self._to.write(view) :]
+                deadline.wait(self._to, select.POLLOUT)
+                view = view[self._to.write(view) or 0 :]
         except OSError as error:
             raise RewardFailedError(f"the reward process is gone: {error}") from error
-
-    def _receive(self, timeout_s: float) -> tuple[bool, Any]:
-        deadline = time.monotonic() + timeout_s
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
-        result: tuple[bool, Any] = pickle.loads(self._read(length, deadline, timeout_s))
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        result: tuple[bool, Any] = pickle.loads(self._read(length, deadline))
         return result
 
-    def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
+    def _read(self, count: int, deadline: _Deadline) -> bytes:
         data = bytearray()
-        poller = select.poll()
-        poller.register(self._from.fileno(), select.POLLIN | select.POLLHUP)
         while len(data) < count:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poller.poll(left_s * 1000):
-                raise RewardTimeoutError(f"no score within {timeout_s:g} s")
+            deadline.wait(self._from, select.POLLIN | select.POLLHUP)
             chunk = self._from.read(count - len(data))
             if chunk == b"":
                 self._process.wait(timeout=10)
