@@ -22,6 +22,8 @@ from rill.telemetry.run import Run, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+DAMAGED = "manifest.damaged.json"
+"""What becomes of the manifest of one that could not be loaded."""
 
 
 class RunCheckpoints:
@@ -68,21 +70,25 @@ class RunCheckpoints:
     def load_latest(self) -> int:
         """Load the newest whole checkpoint into the groups; the step that it holds, 0 when there is none.
 
-        Damaged ones are passed over, with a word in the log; where nothing else is left that is an error, because the
-        run would otherwise begin anew without saying so.
+        Damaged ones are passed over, with a word in the log, and do not count any more once an older one is loaded: the
+        run goes on from there, and what it saves then is the newest. Where nothing else is left that is an error,
+        because the run would otherwise begin anew without saying so.
         """
         found = whole_checkpoints(self._run)
-        damages = []
+        damaged: dict[Path, str] = {}
         for folder in reversed(found):
             damage = self._load(folder)
             if not damage:
+                for other in damaged:
+                    (other / MANIFEST).rename(other / DAMAGED)
                 self._newest_step = step_of(folder)
                 return self._newest_step
             log.warning("%s cannot be loaded (%s): passed over", folder, damage)
-            damages.append(damage)
-        if damages:
+            damaged[folder] = damage
+        if damaged:
+            newest = next(iter(damaged.values()))
             raise CheckpointError(
-                f"none of the {len(found)} checkpoints in {self._folder} can be loaded; the newest: {damages[0]}. If a "
+                f"none of the {len(found)} checkpoints in {self._folder} can be loaded; the newest: {newest}. If a "
                 "changed configuration does not fit them, resume without the change; else start the run anew"
             )
         return 0

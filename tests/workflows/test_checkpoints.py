@@ -113,3 +113,13 @@ def test_what_is_saved_is_not_written_a_second_time(tmp_path: Path) -> None:
     assert again.load_latest() == 2
     group.number = -1
     assert (again.save(2) / "one" / "number").read_text() == "20"
+
+
+def test_what_is_saved_after_a_damaged_one_was_passed_over_is_the_newest(tmp_path: Path) -> None:
+    run, _, group = saved(tmp_path, 10, 20)
+    (run.checkpoints_dir / "step-000020" / "one" / "number").write_text("torn")
+    keeps_one = RunCheckpoints(run, {"one": group}, 1, 1.0)  # type: ignore[dict-item]
+    assert keeps_one.load_latest() == 10
+    group.number = 120
+    keeps_one.save(12)
+    assert RunCheckpoints(run, {"one": group}, 1, 1.0).load_latest() == 12 and group.number == 120  # type: ignore[dict-item]
