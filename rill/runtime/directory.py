@@ -1,11 +1,13 @@
 """Where the other processes of the run are, as this one knows it: asked once from the hub, dropped at their death.
 
-Workers publish their address at start under "address/<group>/<rank>"; it goes away with them. The hub pushes every
-death to everybody; whoever waits for a peer registers with `on_death`.
+Workers publish their address at start under "address/<group>/<rank>", and a process that was started again itself
+under "process/<group>/<first rank>" once its ranks are initialised; both go away with them. The hub pushes every death
+to everybody; whoever waits for a peer registers with `on_death`.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from rill.errors import PeerDiedError, StuckError, UserError
 from rill.runtime.context import WorkerAddress
 
 if TYPE_CHECKING:
+    from rill.runtime.call import HostProcess
     from rill.runtime.context import RuntimeContext
 
 _ASK_WAIT_S = 30.0
@@ -40,6 +43,21 @@ class Directory:
         key = _key(address.group, address.rank)
         self._context.hub.submit("registry.publish", [key, [*astuple(address), world_size], True])
 
+    def publish_process(self, process: HostProcess) -> None:
+        """Make this process known to those who hold its group, and knew the one before it. Returns when it is."""
+        lead = process.addresses[0]
+        value = [_process_key(lead.group, lead.rank), pickle.dumps(process), True]
+        self._context.hub.call("registry", "publish", value, _ASK_WAIT_S)
+
+    def processes(self, group: str) -> list[HostProcess]:
+        """Of a group's processes, those that were started again and whose ranks are initialised."""
+        found = self._context.hub.query("registry", "values", f"process/{group}/", _ASK_WAIT_S)
+        return [pickle.loads(process) for process in found.values()]
+
+    def is_dead(self, identity: str) -> bool:
+        """Whether this process has heard of its death."""
+        return identity in self._dead
+
     def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
         """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
         with self._lock:
@@ -50,7 +68,7 @@ class Directory:
         if last_dead is not None:
             return self._find_relaunched(group, rank, last_dead)
         try:
-            found = self._context.hub.call("registry", "fetch", _key(group, rank), timeout_s)
+            found = self._context.hub.fetch(_key(group, rank), timeout_s)
         except StuckError as error:
             self._check_rank(group, rank)
             raise StuckError(f"{self._context.address.name}: no worker {group}[{rank}] came up") from error
@@ -127,6 +145,10 @@ class Directory:
 
 def _key(group: str, rank: int) -> str:
     return f"address/{group}/{rank}"
+
+
+def _process_key(group: str, lead_rank: int) -> str:
+    return f"process/{group}/{lead_rank}"
 
 
 def remaining_s(deadline_s: float) -> float:

@@ -65,6 +65,11 @@ class Roster:
         addresses = sorted((a for host in hosts for a in host.addresses), key=lambda address: address.rank)
         return Roster(tuple(hosts), tuple(addresses), ranks, tuple(places[rank] for rank in sorted(places)))
 
+    def renewed(self, found: Sequence[HostProcess]) -> Roster:
+        """With the processes that have come in the place of others of the same ranks."""
+        newer = {host.addresses[0].rank: host for host in found}
+        return Roster.of([newer.get(host.addresses[0].rank, host) for host in self.hosts])
+
     def parts(self, chosen: Sequence[int]) -> list[tuple[HostProcess, list[int], list[int]]]:
         """For each process of `chosen` ranks: itself, the ranks' positions in it, and their places in `chosen`."""
         parts: dict[int, tuple[list[int], list[int]]] = {}
@@ -205,6 +210,10 @@ class _RemoteOwner:
         return current()
 
     def roster(self, group: str) -> Roster:
+        """As it was given, but for processes that have died since and were started again."""
+        directory = current().directory
+        if any(directory.is_dead(host.identity) for host in self._roster.hosts):
+            self._roster = self._roster.renewed(directory.processes(group))
         return self._roster
 
     def wait_ready(self, group: str, timeout_s: float) -> None:

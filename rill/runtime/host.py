@@ -99,7 +99,8 @@ class WorkerHost:
         lead = self._lead_context(spec.seatings[0])
         contexts = [lead, *(self._shared_context(lead, seating) for seating in spec.seatings[1:])]
         self._ranks = [
-            Rank(seating, context) for seating, context in zip(spec.seatings, contexts, strict=True)
+            Rank(seating, context, self._on_built)
+            for seating, context in zip(spec.seatings, contexts, strict=True)
         ]
         self._work = WorkInbox(
             f"{base}-work",
@@ -108,6 +109,8 @@ class WorkerHost:
             tcp_host=tcp_host,
             key=spec.key,
         )
+        self._num_unbuilt = len(self._ranks)
+        self._building = threading.Lock()
         self._callers: dict[str, Line] = {}
         """Processes of this node that have called, by identity: answers take their line, also to @concurrent calls."""
         addresses = tuple(context.address for context in contexts)
@@ -144,6 +147,15 @@ class WorkerHost:
         arguments = call.arguments(len(ranks), ranks[0].context.parcels)
         for index, rank in enumerate(ranks):
             serve(rank, RankCall(call.method, arguments, index, answers))
+
+    def _on_built(self) -> None:
+        """On a rank's thread. Only now may others find a process that was started again: their calls come after
+        `__init__`."""
+        with self._building:
+            self._num_unbuilt -= 1
+            is_whole = self._num_unbuilt == 0
+        if is_whole and self.spec.incarnation > 0:
+            self._ranks[0].context.directory.publish_process(self.process)
 
     def _on_concurrent_call(self, frames: Frames) -> None:
         call = Call.read(frames)

@@ -21,7 +21,7 @@ How a process talks to it (`HubClient`, thread-safe):
     hub = HubClient(endpoint, "rollout[0]#0")              # group[rank]#launch: never used twice
     hub.call("registry", "register", {"group": "rollout", "rank": 0, "world_size": 2, "devices": [0]}, timeout_s=10)
     hub.call("registry", "publish", ["my/key", value, True], 10)     # True: goes away with this process
-    hub.call("registry", "fetch", "my/key", 60)                       # waits until somebody publishes it
+    hub.fetch("my/key", 60)                                           # waits until somebody publishes it
     hub.call("registry", "died", ["actor[1]#0", "exit code -9"], 10)  # the supervisor reports a death
     hub.query("registry", "members", None, 10)                        # {identity: what it told}
     hub.on("peer_died", lambda note: ...)                  # {"identity", "name", "reason", "info"}; on the hub's thread

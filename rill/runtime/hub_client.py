@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -63,7 +64,7 @@ class HubClient:
         self._resent = (0, 0.0)
         self._pending: dict[int, Pending] = {}
         self._queries: dict[int, tuple[Pending, bytes]] = {}
-        self._next_query = 1
+        self._query_ids = itertools.count(1)
         self._handlers: dict[str, list[Callable[[Any], None]]] = {}
         self._note_handlers: dict[str, Callable[[str, Any], None]] = {}
         self._tickers: list[Callable[[float], float]] = []
@@ -90,11 +91,19 @@ class HubClient:
         self.submit(f"{service}.{method}", payload, pending)
         return self._await(pending, f"{service}.{method}", timeout_s)
 
+    def fetch(self, key: str, timeout_s: float) -> Any:
+        """A published value; waits until somebody publishes it."""
+        pending = Pending()
+        self.submit("registry.fetch", key, pending)
+        if not pending.wait(timeout_s):
+            self.submit("registry.cancel_fetch", [key, pending.seq])
+            raise self._stuck(f"registry.fetch({key!r})", timeout_s)
+        return pending.result()
+
     def query(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
         """A read-only question: cheaper than a call, and unordered with respect to calls."""
         pending = Pending()
-        query_id = self._next_query
-        self._next_query += 1
+        query_id = next(self._query_ids)
         raw = self._encoder.encode(["q", query_id, f"{service}.{method}", payload])
         self._queries[query_id] = (pending, raw)
         self._direct.append(raw)

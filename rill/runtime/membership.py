@@ -132,12 +132,16 @@ class Membership:
         self._waiting.setdefault(key, []).append((client, seq))
         return DEFERRED
 
-    def _cancel_fetch(self, client: str, seq: int, key: str) -> Any:
-        waiting = [w for w in self._waiting.get(key, []) if w[0] != client]
-        self._waiting[key] = waiting
-        if not waiting:
-            del self._waiting[key]
-        return None
+    def _cancel_fetch(self, client: str, seq: int, payload: Any) -> Any:
+        """[key, seq of the fetch]: answered with nothing, unless it was answered already."""
+        key, fetch_seq = payload
+        waiting = self._waiting.get(key, [])
+        if (client, fetch_seq) in waiting:
+            waiting.remove((client, fetch_seq))
+            self._machine.reply(client, fetch_seq, None)
+            if not waiting:
+                del self._waiting[key]
+        return DEFERRED
 
     # --- deaths -------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rill.errors import UserError
 from rill.runtime.called import Answers
@@ -21,6 +21,9 @@ from rill.runtime.channel_ends import finish_call, settle_call
 from rill.runtime.context import RuntimeContext, install_for_thread
 from rill.runtime.worker import Seating, Worker, begin_call, build
 from rill.telemetry import trace
+
+if TYPE_CHECKING:
+    from rill.runtime.group import ClassRef
 
 INIT = "__init__"
 
@@ -40,12 +43,15 @@ class RankCall:
 class Rank:
     """A worker and what serves it."""
 
-    def __init__(self, seating: Seating, context: RuntimeContext) -> None:
+    def __init__(self, seating: Seating, context: RuntimeContext, on_built: Callable[[], None]) -> None:
+        """`on_built` is called once its worker's `__init__` has run."""
         self.context = context
+        self._on_built = on_built
         self.name = context.address.name
         self._seating = seating
         self._worker: Worker | None = None
-        self._is_built = threading.Event()
+        self._init_error = ""
+        self._has_tried = threading.Event()
         self._queue: queue.SimpleQueue[RankCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
 
@@ -91,7 +97,7 @@ class Rank:
 
     def _run_when_built(self, call: RankCall) -> None:
         install_for_thread(self.context)
-        self._is_built.wait()  # ended by `__init__`, or with the process
+        self._has_tried.wait()  # ended by `__init__`, whatever became of it, or with the process
         self.run(call)
 
     def _close_worker(self) -> None:
@@ -102,12 +108,22 @@ class Rank:
         args, kwargs = call.arguments(self.context.torch_device)
         if call.method == INIT:
             (target,) = args
-            self._worker = build(target.load(), self._seating, kwargs)
-            self._is_built.set()
+            self._build(target, kwargs)
             return None
         if self._worker is None:
             raise UserError(
-                f"{self.name} was not initialised: its __init__ failed, relaunch it or close the group"
+                f"{self.name} was not initialised: its __init__ failed ({self._init_error}), relaunch it or close the "
+                "group"
             )
         value = getattr(self._worker, call.method)(*args, **kwargs)
         return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+    def _build(self, target: ClassRef, kwargs: Mapping[str, Any]) -> None:
+        try:
+            self._worker = build(target.load(), self._seating, kwargs)
+        except BaseException as error:
+            self._init_error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._has_tried.set()  # @concurrent calls wait for it
+        self._on_built()

@@ -135,7 +135,7 @@ class RemoteReader:
     def _socket_to(self, node_id: str) -> zmq.Socket[bytes]:
         sockets = self._local.__dict__.setdefault("sockets", {})
         if node_id not in sockets:
-            endpoint = self._context.hub.call("registry", "fetch", f"store/{node_id}", _FETCH_WAIT_S)
+            endpoint = self._context.hub.fetch(f"store/{node_id}", _FETCH_WAIT_S)
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(endpoint)

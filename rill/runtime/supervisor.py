@@ -36,6 +36,9 @@ from rill.runtime.rank import INIT
 from rill.runtime.report import explain
 
 KILL_WAIT_S = 10.0
+HELLO_WAIT_S = 600.0
+"""From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
+"""
 REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
 
@@ -51,6 +54,8 @@ class _Process:
     host: HostProcess | None = None
     """Where it is, once it has said hello."""
     is_running: bool = False
+    is_lost: bool = False
+    """It ended before its hello."""
 
     @property
     def node_id(self) -> str:
@@ -139,16 +144,26 @@ class Supervisor:
         return world_size
 
     def roster(self, name: str) -> Roster:
-        """The processes of a group; part of `GroupOwner`."""
+        """The processes of a group, once all have said hello: calls may be made before `__init__` has run, and wait for
+        it there. Part of `GroupOwner`."""
         group = self._group(name)
-        roster = group.roster
-        if roster is None:
-            if any(process.host is None for process in group.processes):
-                self.wait_ready(name, KILL_WAIT_S)
-            with self._lock:
-                hosts = [process.host for process in group.processes if process.host is not None]
-                roster = group.roster = Roster.of(hosts)
-        return roster
+        if group.roster is not None:
+            return group.roster
+        with self._changed:
+            processes = group.processes
+            if not self._changed.wait_for(
+                lambda: all(process.host is not None or process.is_lost for process in processes),
+                HELLO_WAIT_S,
+            ):
+                silent = [group.identities(process)[0] for process in processes if process.host is None]
+                raise StuckError(f"{', '.join(silent)} did not start within {HELLO_WAIT_S:g} s")
+            lost = [process.ready for process in processes if process.is_lost]
+            if not lost:
+                hosts = [process.host for process in processes if process.host is not None]
+                group.roster = Roster.of(hosts)
+                return group.roster
+        lost[0].wait(KILL_WAIT_S)
+        raise AssertionError("a process that ended before its hello was ready")
 
     def wait_ready(self, name: str, timeout_s: float) -> None:
         """Wait for every `__init__`; a failure ends the group's other processes too."""
@@ -169,6 +184,7 @@ class Supervisor:
         with self._lock:
             process.incarnation += 1
             process.host = group.roster = None
+            process.is_lost = False
             process.ready = self._ready_handle(group, process.seats, process.incarnation)
         self._start(group, process)
         process.ready.wait(timeout_s)
@@ -267,6 +283,7 @@ class Supervisor:
                 return
             process.is_running = False
             host, ready = process.host, process.ready
+            process.is_lost = host is None
             was_asked_for = group.is_closing
             self._changed.notify_all()
         self._forget(host)
@@ -301,7 +318,10 @@ class Supervisor:
         with self._lock:
             group, process = self._by_key[host.identity]
             process.host = host
-        self._context.calls.call(host, INIT, group.init_payload, process.ready, range(len(host.addresses)))
+            # Under the lock: whoever calls the group from now on comes after its `__init__`.
+            ranks = range(len(host.addresses))
+            self._context.calls.call(host, INIT, group.init_payload, process.ready, ranks)
+            self._changed.notify_all()
 
     def _forget(self, host: HostProcess | None) -> None:
         if host is not None:

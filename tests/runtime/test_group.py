@@ -19,9 +19,10 @@ from rill.errors import (
     UserError,
     WorkerError,
 )
+from rill.runtime import supervisor
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
-from tests.runtime.workers import Echo, OneWay
+from tests.runtime.workers import Echo, OneWay, Slow
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -187,6 +188,37 @@ def test_a_dead_worker_fails_its_handle_names_itself_and_can_be_relaunched(clust
     group.relaunch(1)
     assert group.add(1).wait(10) == [2, 2]
     assert [address.incarnation for address in group.addresses()] == [0, 1]
+    group.close()
+
+
+def test_a_worker_that_holds_a_group_finds_its_relaunched_rank(cluster: Cluster) -> None:
+    mortal = Echo.launch_async(cluster, name="held", placement="0-1", base=1)
+    holder = Echo.launch_async(cluster, name="holder", placement="2")
+    holder.keep(mortal).wait(20)
+    assert holder.call_kept(1).wait(10) == [[2, 2]]
+    with pytest.raises(PeerDiedError):
+        mortal.on(1).kill_self().wait(10)
+    with pytest.raises(WorkerError, match=r"held\[1\] (is gone|died)"):
+        holder.call_kept(1).wait(10)
+    mortal.relaunch(1)
+    assert holder.call_kept(1).wait(10) == [[2, 2]]
+    mortal.close()
+    holder.close()
+
+
+def test_a_call_before_a_slow_start_is_over_waits_for_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.3)
+    group = Slow.launch_async(cluster, name="slow", placement="0", start_s=1.0)
+    assert group.on(0).add(1).wait(20) == [1]
+    group.close()
+
+
+def test_a_concurrent_call_on_a_worker_that_could_not_start_is_told_so(cluster: Cluster) -> None:
+    group = Echo.launch_async(cluster, name="unborn", placement="0", fail_on_rank=0)
+    with pytest.raises(WorkerError, match="rank 0 cannot start"):
+        group.release().wait(5)
     group.close()
 
 

@@ -38,12 +38,21 @@ def client(hub: HubProcess) -> Iterator[HubClient]:
 def test_a_value_can_be_waited_for_before_it_is_published(hub: HubProcess, client: HubClient) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.call("registry", "fetch", "k", 20)))
+    waiter = threading.Thread(target=lambda: found.append(other.fetch("k", 20)))
     waiter.start()
     client.call("registry", "publish", ["k", {"port": 5}, True], 20)
     waiter.join(20)
     other.close()
     assert found == [{"port": 5}]
+
+
+def test_a_fetch_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
+    with pytest.raises(StuckError, match="'never'"):
+        client.fetch("never", 0.05)
+    client.call("registry", "sync", None, 20)
+    assert not client._pending
+    client.call("registry", "publish", ["never", 1, True], 20)
+    assert client.fetch("never", 20) == 1
 
 
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:

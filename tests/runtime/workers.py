@@ -98,12 +98,26 @@ class Echo(Worker):
     def start_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
+    def keep(self, other: WorkerGroup[Echo]) -> None:
+        self.kept = other
+
+    def call_kept(self, number: int) -> list[int]:
+        return self.kept.add(number).wait(10)
+
     def call_other(self, other: WorkerGroup[Echo], number: int) -> list[int]:
         return other.add(number).wait(timeout_s=10)
 
     def close(self) -> None:
         if self.marker is not None:
             Path(f"{self.marker}-{self.rank}").write_text("closed")
+
+
+class Slow(Echo):
+    """Takes its time to start."""
+
+    def __init__(self, start_s: float) -> None:
+        time.sleep(start_s)
+        super().__init__()
 
 
 class OneWay:
