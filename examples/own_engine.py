@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from rill.config import PartConfig
 from rill.errors import EngineError, StuckError, UnsupportedError, WeightSyncError
@@ -34,7 +35,7 @@ from rill.inference.base import (
 from rill.inference.parameters import checked
 from rill.inference.requests import check_ids, check_request, wait_for_all
 from rill.inference.tally import Tally
-from rill.models.loading import ModelConfig, load_model
+from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.types import Floats, PolicyVersion, SamplingParams, StopReason, TokenIds
 
 BREATH_S = 1e-4
@@ -60,8 +61,7 @@ class PlainEngine:
     def __init__(self, config: Config) -> None:
         self._model = load_model(config.model, dtype=torch.float32)
         self._parameters = dict(self._model.named_parameters())
-        eos = self._model.config.eos_token_id
-        self._eos = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self._eos = _ends_of(config.model, self._model)
         self.max_context = int(self._model.config.max_position_embeddings)
         self.vocab_size: int | None = int(self._model.config.vocab_size)
         self.version = PolicyVersion(0)
@@ -189,6 +189,16 @@ class PlainEngine:
         scores: Floats = np.zeros(len(ids), dtype=np.float32)
         scores[1:] = table_TV[:-1].gather(1, ids[1:, None])[:, 0].numpy()
         return scores
+
+
+def _ends_of(config: ModelConfig, model: PreTrainedModel) -> frozenset[int]:
+    """What ends an answer: a fresh model of a recipe does not say, its tokenizer does; some models name several."""
+    said = [model.config.eos_token_id, model.generation_config and model.generation_config.eos_token_id]
+    if config.tokenizer or config.path:
+        said.append(load_tokenizer(config).eos_token_id)
+    return frozenset(
+        token for eos in said if eos is not None for token in (eos if isinstance(eos, list) else [eos])
+    )
 
 
 class _Flight:

@@ -91,3 +91,5 @@ def test_a_run_with_the_example_engine_trains(tmp_path: Path) -> None:
     steps = [row.values for row in read_metrics(run.path) if "mismatch/abs_mean" in row.values]
     assert (run.path / "model" / "config.json").exists()
     assert all(values["mismatch/abs_mean"] < 1e-4 for values in steps)
+    stops = {sample["stop"] for group in read_rollouts(run) for sample in group["samples"]}
+    assert "eos" in stops, "an answer ends where the recipe's tokenizer says it ends"

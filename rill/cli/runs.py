@@ -129,7 +129,7 @@ def rollouts(
         and (not failed or any(said.error for said in samples_of(group)))
     ]
     if not groups:
-        say(f"{opened.path} has recorded no such rollouts (see rollout.log_groups)")
+        say(_none_recorded(opened, step, failed))
     for group in groups[-count:]:
         say(f"{group['group']}, after step {group['version'] - 1}, expected {group['answer']!r}")
         for said in samples_of(group):
@@ -194,6 +194,15 @@ def _row(summary: dict[str, Any]) -> list[str]:
 def _last(rows: list[MetricRow], name: str) -> float | None:
     """Of the latest step that has it: not every step is evaluated."""
     return next((row.values[name] for row in reversed(rows) if name in row.values), None)
+
+
+def _none_recorded(run: Run, step: int | None, failed: bool) -> str:
+    steps = sorted({group["version"] - 1 for group in read_rollouts(run)})
+    if not steps:
+        return f"{run.path} has recorded no rollouts (see rollout.log_groups)"
+    wanted = " with a failed reward" if failed else ""
+    after = "" if step is None else f" after step {step}"
+    return f"no recorded rollout{wanted}{after}: {run.path} has those after steps {steps[0]} to {steps[-1]}"
 
 
 def _versions(start: dict[str, Any]) -> str:

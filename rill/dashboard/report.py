@@ -25,6 +25,14 @@ from rill.telemetry.run import Run, write_atomically
 DEVICE_LANE = "device "
 """How the lanes of devices begin; a lock's holder writes its turns there."""
 MAX_SPANS = 20_000
+STEP_PARTS = {
+    "time/rollout_wait_s": "waiting for rollouts",
+    "time/train_s": "training",
+    "time/sync_s": "weight sync",
+}
+"""The figures that a step's time is made of, and what the page calls them."""
+PHASE_PARTS = {"warm_up": "warm-up", "evaluate": "evaluation"}
+"""The same for spans outside the steps, by the last part of their names."""
 MAX_GROUPS = 400
 
 
@@ -50,6 +58,7 @@ def collect(run: Run) -> dict[str, Any]:
         "seconds": state.lasted_s(rows[-1].time_s if rows else 0.0),
         "metrics": _metrics(rows),
         "timeline": _timeline(run),
+        "shares": _shares(run, rows),
         "rollouts": _rollouts(run),
         "findings": list(read_lines(run.path / GUARDS_FILE)),
         "config": run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else "",
@@ -66,6 +75,22 @@ def _metrics(rows: Sequence[MetricRow]) -> dict[str, Any]:
             series[name]["x"].append(row.step)
             series[name]["y"].append(float(f"{value:.5g}"))
     return {"steps": sorted(steps), "series": series}
+
+
+def _shares(run: Run, rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
+    """Where the time went: (what, seconds), the longest first. Ranks that do the same at once count once."""
+    seconds: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for name, what in STEP_PARTS.items():
+            seconds[what] += row.values.get(name, 0.0)
+    by_process: dict[tuple[str, str], float] = defaultdict(float)
+    for event in read_trace(run.path):
+        what = PHASE_PARTS.get(event.name.rpartition(".")[2], "")
+        if what and event.kind in ("span", "open"):
+            by_process[what, event.process] += event.duration_ns / 1e9
+    for (what, _), spent_s in by_process.items():
+        seconds[what] = max(seconds[what], spent_s)
+    return sorted(((what, s) for what, s in seconds.items() if s > 0), key=lambda part: -part[1])
 
 
 def _timeline(run: Run) -> dict[str, Any]:

@@ -100,4 +100,5 @@ def test_rollouts_are_printed_by_step_and_failures_with_their_reason() -> None:
     assert "g1, after step 0" in run("runs", "rollouts", "demo", "--step", "0")
     failed = run("runs", "rollouts", "demo", "--failed")
     assert "KeyError: 'x'" in failed and "g2" not in failed
-    assert "no such rollouts" in run("runs", "rollouts", "demo", "--step", "9")
+    missing = run("runs", "rollouts", "demo", "--step", "9")
+    assert "no recorded rollout after step 9" in missing and "after steps 0 to 1" in missing

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,24 @@ def test_a_device_is_one_lane_whoever_holds_it_and_stands_first(run: Run) -> Non
     timeline = collect(run)["timeline"]
     assert timeline["lanes"][0] == {"process": "", "lane": "device 0"}
     assert {span[1] for span in timeline["spans"] if span[0] == 0} == {"rollout[0]", "actor[0]"}
+
+
+def test_the_page_says_where_the_time_went_and_ranks_side_by_side_count_once(run: Run) -> None:
+    log = MetricLog(run.path)
+    for step in (3, 4):
+        log.write(step, {"time/rollout_wait_s": 0.5, "time/train_s": 2.0, "time/sync_s": 0.0})
+    log.close()
+    for rank, warm_up_s in enumerate((90.0, 80.0)):
+        span = {
+            "kind": "span", "name": "actor.warm_up", "lane": "actor", "at_ns": 0, "duration_ns": int(warm_up_s * 1e9)
+        }  # fmt: skip
+        process = {"kind": "process", "process": f"actor[{rank}]", "pid": 1, "host": "h", "at_ns": 0}
+        file = LineFile(run.path / "trace" / f"actor[{rank}]#0.jsonl")
+        file.write(encode_line(process) + encode_line(span))
+    assert collect(run)["shares"] == [("warm-up", 90.0), ("training", 4.0), ("waiting for rollouts", 1.0)]
+
+
+def test_the_page_counts_rollouts_by_steps_as_the_command_line_does() -> None:
+    page = resources.files("rill.dashboard").joinpath("report.html").read_text(encoding="utf-8")
+    assert '<label>after step <select id="version">' in page
+    assert "new Option(v - 1, v)" in page, "version 1 is the policy after 0 steps"
