@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from rill.cli.console import say, say_json, say_table
 from rill.cli.progress import curve_lines, duration
 from rill.telemetry.chrome import export_chrome
-from rill.telemetry.guards import GUARDS_FILE
+from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import read_rollouts, samples_of
@@ -24,6 +23,7 @@ _STYLES = {
     RunStatus.FINISHED.value: "green",
     RunStatus.FAILED.value: "red",
     RunStatus.INTERRUPTED.value: "yellow",
+    RunStatus.UNKNOWN.value: "red",
 }
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -75,14 +75,17 @@ def show(
     opened = Run.open(run, root=root)
     summary = summarise(opened)
     rows = read_metrics(opened.path)
-    starts = json.loads(opened.environment_path.read_text(encoding="utf-8"))
+    starts = opened.starts()
     if as_json:
         say_json({**summary, "starts": starts, "latest": rows[-1].values if rows else {}})
         return
     say(f"{opened.path}: {summary['status']} {summary['message']}".rstrip())
-    say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
-    say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
-    is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED)
+    if starts:
+        say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
+        say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
+    else:
+        say(f"how it was started is lost: {opened.environment_path} is missing or damaged")
+    is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.UNKNOWN)
     if is_ended and any(opened.checkpoints_dir.glob("step-*")):
         say(f"resume with: {opened.resume_command}")
     history: dict[str, list[float]] = {}
@@ -91,7 +94,7 @@ def show(
             history.setdefault(name, []).append(value)
     for line in curve_lines(history):
         say(line)
-    for finding in read_lines(opened.path / GUARDS_FILE):
+    for finding in read_lines(opened.path / GUARDS_FILE, *FINDING_FIELDS):
         say(
             f"guard          step {finding['step']}: {finding['guard']}: {finding['seen']}. {finding['meaning']}"
         )

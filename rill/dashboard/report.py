@@ -16,7 +16,7 @@ from typing import Any
 
 from rill.errors import UserError
 from rill.telemetry.chrome import Event, read_trace
-from rill.telemetry.guards import GUARDS_FILE
+from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import read_rollouts
@@ -60,7 +60,7 @@ def collect(run: Run) -> dict[str, Any]:
         "timeline": _timeline(run),
         "shares": _shares(run, rows),
         "rollouts": _rollouts(run),
-        "findings": list(read_lines(run.path / GUARDS_FILE)),
+        "findings": list(read_lines(run.path / GUARDS_FILE, *FINDING_FIELDS)),
         "config": run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else "",
     }
 

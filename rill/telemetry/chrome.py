@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Event:
     lane: str = ""
     value: float = 0.0
     attributes: dict[str, Any] = field(default_factory=dict)
+
+
+_FIELDS = frozenset(field.name for field in fields(Event)) - {"process"}
 
 
 def read_trace(run_dir: Path | str) -> Iterator[Event]:
@@ -71,12 +74,14 @@ def _read_process(path: Path) -> Iterator[Event]:
     process = path.stem
     last_ns = 0
     still_open: dict[tuple[str, str, int], Event] = {}
-    for record in read_lines(path):
+    for record in read_lines(path, "kind", "at_ns"):
         kind = record["kind"]
         if kind == "process":  # a resumed run appends to the same file: its earlier life's spans ended there
             yield from _ended_at(still_open, last_ns)
             still_open.clear()
             process = record["process"]
+            continue
+        if not {"name"} <= record.keys() <= _FIELDS:
             continue
         event = Event(process=process, **record)
         last_ns = max(last_ns, event.at_ns + event.duration_ns)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
@@ -40,6 +40,10 @@ class Finding:
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.guard}: {self.seen}. {self.meaning}"
+
+
+FINDING_FIELDS = tuple(field.name for field in fields(Finding))
+"""What a line of guards.jsonl holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

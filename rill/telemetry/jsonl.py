@@ -31,8 +31,9 @@ def encode_number(value: float) -> float | str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def read_lines(path: Path) -> Iterator[Any]:
-    """Every whole record of a file; nothing when there is no file yet. Cut or damaged lines are skipped."""
+def read_lines(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+    """Every whole record of a file that has these fields; nothing when there is no file yet. Cut or damaged lines are
+    skipped, and so are records of a version of rill that wrote others."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -42,9 +43,11 @@ def read_lines(path: Path) -> Iterator[Any]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield _decoder.decode(line)
+                record = _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
+            if isinstance(record, dict) and all(field in record for field in fields):
+                yield record
 
 
 class LineFile:

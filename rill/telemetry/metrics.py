@@ -128,6 +128,8 @@ def read_metrics(run_dir: Path | str) -> list[MetricRow]:
         if "rewind" in record:
             rows = {step: row for step, row in rows.items() if step <= record["rewind"]}
             continue
+        if not {"step", "time_s", "values"} <= record.keys():
+            continue
         values = {name: float(value) for name, value in record["values"].items()}
         row = rows.setdefault(
             record["step"], MetricRow(step=record["step"], time_s=record["time_s"], values={})

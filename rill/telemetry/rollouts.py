@@ -35,7 +35,10 @@ class Said:
 
 def read_rollouts(run: Run) -> list[dict[str, Any]]:
     """The recorded groups, by version and then by group, as they stand in the files."""
-    groups = [record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path)]
+    fields = ("version", "group", "samples")
+    groups = [
+        record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path, *fields)
+    ]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
 
 

@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +48,7 @@ class RunStatus(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"  # by Ctrl-C, or its process is gone
+    UNKNOWN = "unknown"  # status.json is damaged, or of a version of rill with other words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +172,7 @@ class Run:
 
     def state(self) -> RunState:
         """As saved, except that a running run whose process is gone was interrupted."""
-        saved = json.loads(self.status_path.read_text(encoding="utf-8"))
-        state = RunState(**{**saved, "status": RunStatus(saved["status"])})
+        state = self._saved_state()
         # Locks are not reliably seen from other machines; there the saved status has to be believed.
         is_here = state.host == socket.gethostname()
         if state.status is RunStatus.RUNNING and is_here and not self._is_held():
@@ -185,13 +185,20 @@ class Run:
             )
         return state
 
+    def starts(self) -> list[dict[str, Any]]:
+        """What each start of the run ran on; empty where that is lost."""
+        try:
+            found = json.loads(self.environment_path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return []
+        return found if isinstance(found, list) else []
+
     def set_status(self, status: RunStatus, message: str = "") -> None:
-        saved = json.loads(self.status_path.read_text(encoding="utf-8"))
         self._save_state(
             RunState(
                 status=status,
                 message=message,
-                created_s=saved["created_s"],
+                created_s=self._saved_state().created_s,
                 changed_s=time.time(),
                 pid=os.getpid(),
                 host=socket.gethostname(),
@@ -231,9 +238,9 @@ class Run:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            saved = json.loads(self.status_path.read_text(encoding="utf-8"))
+            holder = self._saved_state()
             raise UserError(
-                f"{self.path} is being run by process {saved['pid']} on {saved['host']}: stop it first"
+                f"{self.path} is being run by process {holder.pid} on {holder.host}: stop it first"
             ) from None
         self._lock_fd = fd
 
@@ -253,15 +260,29 @@ class Run:
             os.close(fd)
         return False
 
+    def _saved_state(self) -> RunState:
+        """What status.json says. A damaged one must not hide the run, whose checkpoints and figures may be whole."""
+        try:
+            saved = json.loads(self.status_path.read_text(encoding="utf-8"))
+            known = {field.name: saved[field.name] for field in fields(RunState)}
+            return RunState(**{**known, "status": RunStatus(saved["status"])})
+        except (ValueError, KeyError, TypeError) as error:
+            written_s = self.status_path.stat().st_mtime
+            return RunState(
+                status=RunStatus.UNKNOWN,
+                message=f"(status.json cannot be read: {error})",
+                created_s=written_s,
+                changed_s=written_s,
+                pid=0,
+                host="an unknown host",
+            )
+
     def _save_state(self, state: RunState) -> None:
         write_atomically(self.status_path, json.dumps(asdict(state), indent=2) + "\n")
 
     def _add_start(self, argv: Sequence[str] | None) -> None:
         """The environment file is a list: one entry for every time the run was started."""
-        starts = []
-        if self.environment_path.exists():
-            starts = json.loads(self.environment_path.read_text(encoding="utf-8"))
-        starts.append(describe_environment(sys.argv if argv is None else argv))
+        starts = [*self.starts(), describe_environment(sys.argv if argv is None else argv)]
         write_atomically(self.environment_path, json.dumps(starts, indent=2) + "\n")
 
 

@@ -102,3 +102,17 @@ def test_rollouts_are_printed_by_step_and_failures_with_their_reason() -> None:
     assert "KeyError: 'x'" in failed and "g2" not in failed
     missing = run("runs", "rollouts", "demo", "--step", "9")
     assert "no recorded rollout after step 9" in missing and "after steps 0 to 1" in missing
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_goes_and_does_not_hide_the_others() -> None:
+    finished_run("sound")
+    damaged = finished_run("damaged")
+    damaged.status_path.write_text('{"stat')
+    damaged.environment_path.unlink()
+    with damaged.metrics_path.open("a") as file:
+        file.write('{"step": 4}\n{"step": 5, "va')
+    listed = {line.split()[0]: line.split()[1:3] for line in run("runs").splitlines()[1:]}
+    assert listed == {"sound": ["finished", "3"], "damaged": ["unknown", "3"]}
+    text = run("runs", "show", "damaged")
+    assert "status.json cannot be read" in text and "how it was started is lost" in text
+    assert "0.250 → 0.750" in text

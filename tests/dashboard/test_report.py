@@ -68,11 +68,14 @@ def test_markup_in_a_rollout_cannot_leave_the_script_element(run: Run) -> None:
 def test_a_cut_or_damaged_log_still_shows_what_is_there(run: Run) -> None:
     for path in [
         run.metrics_path,
+        run.path / "guards.jsonl",
         *(run.path / "trace").glob("*.jsonl"),
         *(run.path / "rollouts").glob("*.jsonl"),
     ]:
         with path.open("ab") as file:
-            file.write(b'{"broken": \n{"step": 9, "val')
+            file.write(
+                b'{"broken": \n{"of": "another version"}\n{"kind": "span", "at_ns": 1}\n[]\n{"step": 9, "val'
+            )
     data = collect(run)
     assert len(data["metrics"]["steps"]) == 3
     assert len(data["rollouts"]) == 1

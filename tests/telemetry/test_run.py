@@ -116,3 +116,30 @@ def test_a_place_where_no_runs_can_be_kept_is_named(tmp_path: Path) -> None:
     for root in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
         with pytest.raises(UserError, match="no runs can be kept in"):
             Run.create("r", root=root)
+
+
+@pytest.mark.parametrize("status", ["", '{"status": "runn', '{"status": "paused"}', "[]"])
+def test_a_damaged_status_hides_neither_the_run_nor_its_neighbours_and_it_can_be_resumed(
+    tmp_path: Path, status: str
+) -> None:
+    Run.create("sound", root=tmp_path).close()
+    damaged = Run.create("damaged", root=tmp_path)
+    damaged.close()
+    damaged.status_path.write_text(status)
+    damaged.environment_path.write_text('[{"cut')
+    states = {run.name: run.state() for run in list_runs(tmp_path)}
+    assert states["damaged"].status is RunStatus.UNKNOWN
+    assert "status.json cannot be read" in states["damaged"].message
+    assert states["sound"].status is RunStatus.INTERRUPTED
+    resumed = Run.resume("damaged", root=tmp_path)
+    assert resumed.state().status is RunStatus.RUNNING
+    assert len(resumed.starts()) == 1
+    resumed.close()
+
+
+def test_a_status_of_a_newer_rill_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    run = Run.create("newer", root=tmp_path)
+    saved = json.loads(run.status_path.read_text())
+    run.status_path.write_text(json.dumps({**saved, "status": "finished", "mood": "good"}))
+    run.close()
+    assert run.state().status is RunStatus.FINISHED
