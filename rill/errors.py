@@ -112,6 +112,10 @@ class EngineError(RunError):
     """An inference engine failed at something it should have been able to do."""
 
 
+class EngineDiedError(EngineError):
+    """An inference engine that failed for good: nothing that it is asked will be answered any more."""
+
+
 class WeightSyncError(RunError):
     """Weights that arrived incomplete, damaged, out of order or not at all."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ import numpy as np
 
 from rill.inference.base import Completion, Delta, Request
 from rill.types import StopReason
+
+log = logging.getLogger(__name__)
 
 
 class Flight:
@@ -53,7 +56,13 @@ class Flight:
         with self._lock:
             self._now.append(delta)
         if self.on_delta is not None:
-            self.on_delta(delta)
+            try:
+                self.on_delta(delta)
+            except (
+                Exception
+            ):  # boundary: a caller's own code; neither its request nor the engine ends with it
+                log.exception("on_delta of request %s failed and will not be called again", self.request.id)
+                self.on_delta = None
 
     def restart(self) -> None:
         """Keep what the dead replica told; the next one goes on from there."""

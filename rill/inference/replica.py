@@ -2,17 +2,23 @@
 
 Everything that the child does not answer any more ends in PeerDiedError: requests in flight, calls, and what comes
 after. The router turns that into a retry elsewhere.
+
+    any thread ──▶ outgoing ──▶ writer thread ──pipe──▶ child        so that nobody waits for a child that has stopped
+    any thread ◀── futures  ◀── reader thread ◀──pipe── child        reading, and a health check's deadline holds
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,8 @@ from rill.inference.replica_process import EngineFacts, replica_main
 from rill.inference.requests import check_ids, wait_for_all
 from rill.runtime.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
+
+log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 120.0
 _UPDATE_TIMEOUT_S = 1800.0
@@ -62,7 +70,7 @@ class ReplicaEngine:
         self._process.start()
         child_end.close()
         self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._flights: dict[str, tuple[Future[Completion], Callable[[Delta], None] | None]] = {}
         self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -71,6 +79,7 @@ class ReplicaEngine:
         self._version = self._facts.version
         self._adapters: frozenset[str] = frozenset()
         threading.Thread(target=self._read, name=f"{name}-reader", daemon=True).start()
+        threading.Thread(target=self._write, name=f"{name}-writer", daemon=True).start()
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -137,6 +146,10 @@ class ReplicaEngine:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._call("abort", _CALL_TIMEOUT_S, None if request_ids is None else list(request_ids))
+
+    def abort_soon(self, request_ids: Sequence[str]) -> None:
+        """As `abort`, without waiting until it is done."""
+        self._send(("call", next(self._call_ids), "abort", (list(request_ids),), {}))
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         self._call("pause", timeout_s + 5.0, mode, timeout_s)
@@ -226,35 +239,42 @@ class ReplicaEngine:
                 self._calls.pop(call_id, None)
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send(message)
-        except OSError as error:
-            raise PeerDiedError(f"{self.name} (process {self.pid}) is gone") from error
+        """Does not wait. What a dead child does not get any more ends with its death."""
+        self._check_alive()
+        self._outgoing.put(bytes(ForkingPickler.dumps(message)))
 
     def _check_alive(self) -> None:
         if self._is_dead:
             raise PeerDiedError(f"{self.name} (process {self.pid}) is gone")
 
-    def _read(self) -> None:
-        while True:
+    def _write(self) -> None:
+        while (message := self._outgoing.get()) is not None:
             try:
+                self._connection.send_bytes(message)
+            except OSError:
+                return  # the child is gone: the reader finds out too
+
+    def _read(self) -> None:
+        try:
+            while True:
                 message = self._connection.recv()
-            except (EOFError, OSError):
-                break
-            match message:
-                case ("news", packed, ends):
-                    self._on_news([] if packed is None else packed.unpack(), ends)
-                case ("result", call_id, error, value, version):
-                    self._on_result(call_id, error, value, version)
-        self._on_death()
+                match message:
+                    case ("news", packed, ends):
+                        self._on_news([] if packed is None else packed.unpack(), ends)
+                    case ("result", call_id, error, value, version):
+                        self._on_result(call_id, error, value, version)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._outgoing.put(None)
+            self._on_death()
 
     def _on_news(self, deltas: list[Delta], ends: list[End]) -> None:
         for delta in deltas:
             with self._lock:
                 flight = self._flights.get(delta.request_id)
             if flight is not None and flight[1] is not None:
-                flight[1](delta)
+                self._tell(flight[1], delta)
         for end in ends:
             request_id = end.request_id if isinstance(end, Completion) else end[0]
             with self._lock:
@@ -265,6 +285,12 @@ class ReplicaEngine:
                 flight[0].set_result(end)
             else:
                 flight[0].set_exception(end[1])
+
+    def _tell(self, on_delta: Callable[[Delta], None], delta: Delta) -> None:
+        try:
+            on_delta(delta)
+        except Exception:  # boundary: a caller's own code; the reader serves every request
+            log.exception("%s: on_delta of request %s failed", self.name, delta.request_id)
 
     def _on_result(self, call_id: int, error: Exception | None, value: Any, version: int) -> None:
         with self._lock:

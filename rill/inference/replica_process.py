@@ -4,7 +4,8 @@
            ──▶ ("call", id, method, args, kwargs)──▶ a thread      ──▶ ("result", id, error, value, version)
 
 Deltas of requests that are not streamed travel too, more rarely: they are what a retry continues from when this
-process dies. The child ends when the pipe closes, so it cannot outlive its parent.
+process dies. The child ends when the pipe closes, so it cannot outlive its parent, and when its engine has failed for
+good: its requests then go on elsewhere, and the parent starts another.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rill.errors import EngineError, RillError
+from rill.errors import EngineDiedError, EngineError, RillError
 from rill.inference.base import ENGINES, Completion, Engine, Feature, Request
 from rill.inference.replica_outbox import Outbox
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)
+
+_MAX_CALLS = 64
+"""At one time; scoring and pauses last, and those behind them wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +61,24 @@ def replica_main(connection: Connection, config: dict[str, Any], environment: di
         return
     connection.send(("ready", EngineFacts.of(engine)))
     outbox = Outbox(connection)
-    calls = ThreadPoolExecutor(max_workers=8, thread_name_prefix="replica-call")
-    is_closed = _serve(connection, engine, outbox, calls)
-    calls.shutdown(wait=False, cancel_futures=True)
+    calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="replica-call")
+    checks = ThreadPoolExecutor(1, thread_name_prefix="replica-check")
+    is_closed = _serve(connection, engine, outbox, calls, checks)
+    for pool in (calls, checks):
+        pool.shutdown(wait=False, cancel_futures=True)
     if not is_closed:
         os._exit(1)  # the parent is gone: an engine's threads must not hold a process that nobody speaks to
 
 
-def _serve(connection: Connection, engine: Engine, outbox: Outbox, calls: ThreadPoolExecutor) -> bool:
-    """Whether the end was asked for."""
+def _serve(
+    connection: Connection,
+    engine: Engine,
+    outbox: Outbox,
+    calls: ThreadPoolExecutor,
+    checks: ThreadPoolExecutor,
+) -> bool:
+    """Whether the end was asked for. Health checks have a thread of their own: they must not wait behind calls that
+    last, or a busy engine would be taken for a dead one."""
     while True:
         try:
             message = connection.recv()
@@ -75,7 +88,8 @@ def _serve(connection: Connection, engine: Engine, outbox: Outbox, calls: Thread
             case ("submit", requests, is_streamed):
                 _submit(engine, outbox, requests, is_streamed)
             case ("call", call_id, method, args, kwargs):
-                calls.submit(_call, engine, outbox, call_id, method, args, kwargs)
+                pool = checks if method == "stats" else calls
+                pool.submit(_call, engine, outbox, call_id, method, args, kwargs)
             case ("close",):
                 engine.close()
                 return True
@@ -86,6 +100,7 @@ def _submit(engine: Engine, outbox: Outbox, requests: Sequence[Request], is_stre
     try:
         futures = engine.submit(requests, on_delta)
     except RillError as error:
+        _end_with(error)
         if len(requests) > 1:  # the others, of other clients perhaps, are not to blame
             for request in requests:
                 _submit(engine, outbox, [request], is_streamed)
@@ -105,6 +120,7 @@ class _Ending:
         if error is None:
             self._outbox.add_end(future.result())
         else:
+            _end_with(error)
             self._outbox.add_end((self._request_id, _portable(error)))
 
 
@@ -114,9 +130,17 @@ def _call(
     try:
         value = getattr(engine, method)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - boundary: the error belongs to the caller in the parent
+        _end_with(error)
         outbox.send(("result", call_id, _portable(error), None, int(engine.version)))
         return
     outbox.send(("result", call_id, None, value, int(engine.version)))
+
+
+def _end_with(error: BaseException) -> None:
+    """The engine is dead, and this process is of no more use: the parent hears of it as of any other death."""
+    if isinstance(error, EngineDiedError):
+        log.error("the replica ends, because its engine did: %s", error)
+        os._exit(1)
 
 
 def _portable(error: BaseException) -> Exception:

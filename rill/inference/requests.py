@@ -17,16 +17,19 @@ from rill.types import SamplingParams
 
 T = TypeVar("T")
 
+_LEAST = 1e-6
+"""Of what logits are divided by. Nearer to 0 they would overflow, and the sampler has only NaN to draw from."""
+
 _RANGES: dict[str, Callable[[float], bool]] = {
     "max_new_tokens": lambda v: v >= 1,
     "min_new_tokens": lambda v: v >= 0,
-    "temperature": lambda v: math.isfinite(v) and v >= 0,
+    "temperature": lambda v: v == 0 or _LEAST <= v < math.inf,
     "top_k": lambda v: v >= 0,
     "top_p": lambda v: 0 < v <= 1,
     "min_p": lambda v: 0 <= v <= 1,
-    "repetition_penalty": lambda v: math.isfinite(v) and v > 0,
-    "presence_penalty": math.isfinite,
-    "frequency_penalty": math.isfinite,
+    "repetition_penalty": lambda v: _LEAST <= v <= 1 / _LEAST,
+    "presence_penalty": lambda v: abs(v) <= 1 / _LEAST,
+    "frequency_penalty": lambda v: abs(v) <= 1 / _LEAST,
 }
 assert all(hasattr(SamplingParams(), name) for name in _RANGES)
 
@@ -54,6 +57,11 @@ def check_request(
     for token in (*params.stop_token_ids, *params.logit_bias):
         if token < 0 or (vocab_size is not None and token >= vocab_size):
             raise RequestError(f"{who}: token id {token} is not in the vocabulary of {vocab_size}")
+    for token, bias in params.logit_bias.items():
+        if not (abs(bias) <= 1e30 or bias == -math.inf):
+            raise RequestError(
+                f"{who}: logit_bias of token {token} cannot be {bias!r}: give a number, or -inf"
+            )
     if request.adapter is not None and adapters is not None and request.adapter not in adapters:
         loaded = ", ".join(sorted(adapters)) or "none"
         raise RequestError(f"{who}: there is no adapter {request.adapter!r}: loaded are {loaded}")
@@ -99,7 +107,8 @@ def wait_for_all(
     abort: Callable[[], None],
     describe: Callable[[], str] = lambda: "",
 ) -> list[T]:
-    """The results, in order. What is late is aborted, and StuckError says how many; `describe` adds the state."""
+    """The results, in order. What is late is aborted, and StuckError says how many; `describe` adds the state. Where
+    one has failed, nobody waits for the others: they are aborted too."""
     deadline = time.monotonic() + timeout_s
     try:
         return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
@@ -108,3 +117,7 @@ def wait_for_all(
         abort()
         message = f"{what}: {num_left} of {len(futures)} requests had not ended after {timeout_s} s"
         raise StuckError(message + (f" ({state})" if state else "")) from None
+    except Exception:
+        if not all(future.done() for future in futures):
+            abort()
+        raise

@@ -70,6 +70,8 @@ class VllmEngine:
         """Prompt and completion together, in tokens. Unset: the model's own limit."""
         max_num_seqs: int = Field(default=256, ge=1)
         """Sequences that run at one time; others wait."""
+        seed: int = 0
+        """Seeds the requests that bring no seed of their own."""
         gpu_memory_fraction: float = Field(default=0.85, gt=0, lt=1)
         """Share of a GPU that vLLM may take."""
         cpu_kv_gib: int = Field(default=1, ge=1)
@@ -126,7 +128,7 @@ class VllmEngine:
             self._check(request)
         check_ids([request.id for request in requests], self._loop.jobs)
         jobs = [Job(Flight(request, on_delta)) for request in requests]
-        self._loop.post(lambda: self._loop.add(jobs))
+        self._loop.submit(jobs)
         return [job.flight.future for job in jobs]
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
@@ -153,7 +155,7 @@ class VllmEngine:
             )
             self._check(request)
             jobs.append(Job(Flight(request, None), is_score=True))
-        self._loop.post(lambda: self._loop.add(jobs))
+        self._loop.submit(jobs)
         flights = [job.flight for job in jobs]
         done = wait_for_all(
             [f.future for f in flights],
@@ -280,6 +282,7 @@ class VllmEngine:
             "dtype": self.config.dtype,
             "max_model_len": self.config.max_context,
             "max_num_seqs": self.config.max_num_seqs,
+            "seed": self.config.seed,
             "gpu_memory_utilization": self.config.gpu_memory_fraction,
             "enforce_eager": self.config.enforce_eager,
             "enable_sleep_mode": self.config.enable_sleep,

@@ -20,7 +20,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from rill.errors import EngineError, RequestError, StuckError
+from rill.errors import EngineDiedError, EngineError, RequestError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, PauseMode
 from rill.inference.flight import Flight
 from rill.inference.tally import Tally
@@ -83,6 +83,17 @@ class VllmLoop:
             self._wake.notify()
         return command
 
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue them; whatever keeps them from being taken ends them."""
+
+        def end_if_lost(done: Future[Any]) -> None:
+            if (error := done.exception()) is not None:
+                for job in jobs:
+                    if not job.flight.future.done():
+                        job.flight.finish(error)
+
+        self.post(lambda: self.add(jobs)).done.add_done_callback(end_if_lost)
+
     def call(self, what: str, run: Callable[[], Any], timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         return self.wait_for(self.post(run), what, timeout_s)
 
@@ -90,6 +101,7 @@ class VllmLoop:
         try:
             return command.done.result(timeout_s)
         except FutureTimeoutError:
+            command.done.cancel()  # what nobody waits for any more must not be done later
             raise StuckError(f"vllm: {what} was not done within {timeout_s} s") from None
 
     def stats(self) -> EngineStats:
@@ -152,6 +164,8 @@ class VllmLoop:
                 commands = list(self._commands)
                 self._commands.clear()
             for command in commands:
+                if not command.done.set_running_or_notify_cancel():
+                    continue
                 try:
                     command.done.set_result(command.run())
                 except Exception as error:  # noqa: BLE001 - boundary: it belongs to the command's caller
@@ -160,6 +174,9 @@ class VllmLoop:
                 self._step()
         for job in list(self.jobs.values()):
             self._end(job, job.flight.aborted())
+        for command in self._commands:  # nobody adds to them any more
+            if command.done.set_running_or_notify_cancel():
+                command.done.set_exception(EngineError("vllm: the engine closed before it came to this"))
 
     @property
     def _can_step(self) -> bool:
@@ -169,15 +186,13 @@ class VllmLoop:
 
     def _step(self) -> None:
         try:
-            outputs = self._engine.step()
+            for output in self._engine.step():
+                if output.request_id in self.running:
+                    self._take(self.running[output.request_id], output)
         except Exception as error:  # noqa: BLE001 - boundary: vLLM raises anything; every caller must hear of it
             self.unavailable = f"vLLM failed: {type(error).__name__}: {error}"
             for job in list(self.jobs.values()):
-                self._end(job, EngineError(self.unavailable))
-            return
-        for output in outputs:
-            if output.request_id in self.running:
-                self._take(self.running[output.request_id], output)
+                self._end(job, EngineDiedError(self.unavailable))
 
     def _admit(self, job: Job) -> None:
         job.flight.restart()

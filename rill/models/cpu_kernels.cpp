@@ -63,7 +63,8 @@ void attend_all(const T* query, int64_t query_stride, const T* keys, const T* va
            window, cap, out);
 }
 
-// One row: token by inverse CDF in vocabulary order, and its log-probability. temperature 0 is greedy.
+// One row: token by inverse CDF in vocabulary order, and its log-probability. temperature 0 is greedy. Where no logit is
+// a number the log-probability is NaN, and the token means nothing.
 constexpr int64_t SPAN = 512;
 
 // exp(logit / temperature - shift) of [begin, end), 0 below `cut`; out may be null. Returns the sum.
@@ -149,7 +150,10 @@ float cut_of(const T* logits, int64_t vocab, float inv, float shift, double tota
     const int64_t most = filter.top_k > 0 && filter.top_k < vocab ? filter.top_k : vocab;
     if (most == vocab && filter.top_p >= 1.f) return floor;
     scaled.resize(vocab);
-    for (int64_t i = 0; i < vocab; i++) scaled[i] = load(logits + i) * inv;
+    for (int64_t i = 0; i < vocab; i++) {
+        const float v = load(logits + i) * inv;
+        scaled[i] = v == v ? v : -INFINITY;  // NaN has no place in an order
+    }
     auto weight = [&](float v) { return v > MASKED ? std::exp(static_cast<double>(v) - shift) : 0.0; };
     if (most < vocab) {
         std::nth_element(scaled.begin(), scaled.begin() + (most - 1), scaled.end(), std::greater<float>());
@@ -183,6 +187,11 @@ void sample_row(const T* logits, int64_t vocab, float temperature, const Filter&
     const bool is_greedy = temperature == 0.f;
     const float inv = is_greedy ? 1.f : 1.f / temperature, top = largest(logits, vocab), shift = top * inv;
     const double total = total_weight(logits, vocab, inv, shift, -INFINITY, scratch.sums);
+    if (!(total > 0.0 && total < INFINITY)) {  // no logit is a number: there is nothing to choose from
+        *token = 0;
+        *logprob = NAN;
+        return;
+    }
     int64_t chosen = -1;
     if (!is_greedy) {
         float cut = -INFINITY;

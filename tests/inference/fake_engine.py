@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rill.config import PartConfig
-from rill.errors import EngineError, ModelError, RequestError, StuckError, WeightSyncError
+from rill.errors import EngineDiedError, EngineError, ModelError, RequestError, StuckError, WeightSyncError
 from rill.inference.base import (
     ADAPTER_FILES,
     Completion,
@@ -68,6 +68,9 @@ class FakeEngine:
         """Prompts that hold this token are refused: a mistake that only the engine can know."""
         die_file: str | None = None
         """When this file exists, the process removes it and ends at the next step: a crash on demand."""
+
+        fail_file: str | None = None
+        """When this file exists, it is removed and the engine fails for good; its process lives on."""
 
     features = frozenset({Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS,
                           Feature.RELEASE_MEMORY, Feature.SEEDED, Feature.LORA})  # fmt: skip
@@ -227,8 +230,19 @@ class FakeEngine:
             if self.config.die_file is not None and os.path.exists(self.config.die_file):
                 os.unlink(self.config.die_file)
                 os._exit(9)
+            if self.config.fail_file is not None and os.path.exists(self.config.fail_file):
+                os.unlink(self.config.fail_file)
+                self._fail()
+                return
             if self.config.step_s:
                 time.sleep(self.config.step_s)
+
+    def _fail(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            lost, self._running = self._running, []
+        for running in lost:
+            running.future.set_exception(EngineDiedError("the engine's thread died: asked to"))
 
     def _step(self, running: _Running) -> StopReason | None:
         sampling = running.request.sampling

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rill.errors import EngineError, RequestError, StuckError, WeightSyncError
+from rill.errors import EngineDiedError, EngineError, RequestError, StuckError, WeightSyncError
 from rill.inference.base import Delta, MemoryLevel, PauseMode, Request
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig
@@ -321,6 +321,10 @@ def test_tied_weights_may_come_under_one_name_or_both() -> None:
         Request(id="a", token_ids=np.ones(3, dtype=np.int32), adapter="none"),
         Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(temperature=-1)),
         Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(top_p=0)),
+        request("a", np.ones(3, dtype=np.int32), temperature=1e-40),
+        request("a", np.ones(3, dtype=np.int32), repetition_penalty=1e-40),
+        request("a", np.ones(3, dtype=np.int32), logit_bias={5: float("nan")}),
+        request("a", np.ones(3, dtype=np.int32), logit_bias={5: float("inf")}),
         Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(max_new_tokens=0)),
         Request(id="a", token_ids=np.ones(3, dtype=np.int32), sampling=SamplingParams(stop=("x",))),
         Request(
@@ -366,6 +370,66 @@ def test_close_aborts_what_runs_and_refuses_what_comes(engine: NativeEngine) -> 
     with pytest.raises(EngineError, match="closed"):
         engine.submit([request(1, prompts((5,))[0])])
     engine.close()
+
+
+def test_a_request_that_was_never_taken_ends_with_the_engine(engine: NativeEngine) -> None:
+    go_on = threading.Event()
+    engine._commands.post("hold", go_on.wait)
+    time.sleep(0.05)
+    (future,) = engine.submit([request(1, prompts((8,))[0])])
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._commands.is_closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join(10)
+    with pytest.raises(EngineError, match="closed before submit"):
+        future.result(5)
+
+
+def test_a_command_that_nobody_waits_for_any_more_is_not_run(engine: NativeEngine) -> None:
+    go_on, ran = threading.Event(), threading.Event()
+    engine._commands.post("hold", go_on.wait)
+    with pytest.raises(StuckError, match="did not take it"):
+        engine._commands.call("late", ran.set, 0.05)
+    go_on.set()
+    engine.flush()
+    assert not ran.is_set()
+
+
+def test_a_dead_engine_says_what_killed_it_and_is_not_taken_for_idle(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_: object) -> None:
+        raise EngineError("the device fell off")
+
+    monkeypatch.setattr(engine._runner, "launch", launch)
+    for _ in range(2):
+        with pytest.raises(EngineDiedError, match="the device fell off"):
+            engine.generate([request(1, prompts((8,))[0])])
+    with pytest.raises(EngineDiedError, match="the device fell off"):
+        engine.stats()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_numbers_fail_the_request_and_say_so(
+    engine: NativeEngine, temperature: float
+) -> None:
+    engine.update_weights(new_weights(float("nan")), PolicyVersion(1))
+    prompt = request(1, prompts((8,))[0], temperature=temperature)
+    with pytest.raises(EngineError, match="version 1 are not numbers"):
+        engine.generate([prompt])
+    engine.update_weights(new_weights(1.0), PolicyVersion(2))
+    assert len(engine.generate([prompt])[0].token_ids)
+
+
+def test_a_request_that_forbids_every_token_fails_alone(engine: NativeEngine) -> None:
+    (prompt,) = prompts((8,))
+    bad = request(1, prompt, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
+    futures = engine.submit([bad, request(2, prompt, max_new_tokens=3)])
+    with pytest.raises(EngineError, match="forbidden by logit_bias"):
+        futures[0].result(20)
+    assert len(futures[1].result(20).token_ids) == 3
 
 
 def test_lower_priority_numbers_run_first() -> None:

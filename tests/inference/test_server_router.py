@@ -17,11 +17,13 @@ import torch
 
 from rill.errors import EngineError, ModelError, PeerDiedError, RequestError, WeightSyncError
 from rill.inference.base import ADAPTER_FILES, Delta, PauseMode, Request
+from rill.inference.native.engine import NativeEngine
 from rill.inference.replica import ReplicaEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.inference.server.prefix_index import PrefixIndex
-from rill.inference.server.replica_set import RouterConfig
+from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.server.router import Router
+from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
@@ -122,6 +124,76 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
     assert {int(v) for f in futures for v in f.result(30).versions} == {version + 1}
     with pytest.raises(WeightSyncError):
         router.update_weights([], version)
+
+
+def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+
+    def broken(delta: Delta) -> None:
+        raise ValueError("not mine")
+
+    (future,) = router.submit([request("loud", length=10)], broken)
+    assert len(future.result(20).token_ids) == 10
+    assert len(router.generate([request(f"after{i}", first=50 + 9 * i) for i in range(4)], 20.0)) == 4
+
+
+def test_a_replica_that_has_stopped_reading_is_found_out_and_replaced() -> None:
+    settings = RouterConfig(num_replicas=1, health_interval_s=0.1, health_timeout_s=0.5)
+    router = Router(FakeEngine.Config(), settings)
+    engine = router._slots[0].engine
+    assert engine is not None
+    os.kill(engine.pid, signal.SIGSTOP)
+    long = np.full(400, 40, dtype=np.int32)
+    sampling = SamplingParams(max_new_tokens=2, seed=1)
+    requests = [Request(id=f"full{i}", token_ids=long, sampling=sampling) for i in range(400)]
+    started = time.monotonic()
+    futures = [future for one in requests for future in router.submit([one])]  # more than a pipe holds
+    assert time.monotonic() - started < 2.0, "submit waited for a process that does not read"
+    assert all(len(future.result(30).token_ids) == 2 for future in futures)
+    router.close()
+
+
+def test_a_replica_whose_engine_died_is_replaced_and_its_requests_go_on(tmp_path: Path) -> None:
+    fail_file = tmp_path / "fail"
+    settings = RouterConfig(num_replicas=1, health_interval_s=0.2)
+    router = Router(FakeEngine.Config(step_s=0.01, fail_file=str(fail_file)), settings)
+    (future,) = router.submit([request("orphan", length=60)])
+    time.sleep(0.2)
+    fail_file.touch()
+    assert len(future.result(30).token_ids) == 60
+    assert router.stats().extra["retried"] == 1
+    router.close()
+
+
+def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for(lambda: ready(router) == 2)
+    started: list[ReplicaEngine] = []
+
+    def refuse(slot: Any) -> None:
+        started.append(slot.running)
+        if len(started) == 1:
+            raise WeightSyncError("not like the others")
+
+    monkeypatch.setattr(router._replicas, "_catch_up", refuse)
+    engine = router._slots[0].engine
+    assert engine is not None
+    engine.kill()
+    wait_for(lambda: len(started) == 2 and ready(router) == 2)
+    wait_for(lambda: started[0].is_dead)
+
+
+def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart() -> None:
+    replicas = ReplicaSet.__new__(ReplicaSet)
+    replicas._engine_config = NativeEngine.Config(model=ModelConfig(path="m"), seed=5)
+    replicas.slots = [Slot(0), Slot(1)]
+    seeds = []
+    for _ in range(3):
+        for slot in replicas.slots:
+            slot.num_starts += 1
+            seeds.append(replicas._config_of(slot).model_dump()["seed"])
+    assert seeds[0] == 5 and len(set(seeds)) == 6
 
 
 def test_abort_keeps_the_tokens_so_far(router: Router) -> None:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 120.0
 """For commands without a deadline of their own: far above the length of any step."""
+MOVE_TIMEOUT_S = 1800.0
+"""For those that move a model's weights: from a disk, over a network, into pinned memory."""
 
 IDLE_WAIT_S = 1.0
 
@@ -32,6 +34,7 @@ class Command:
     name: str
     run: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
+    """Running once the engine's thread has taken it."""
 
 
 class CommandQueue:
@@ -41,6 +44,7 @@ class CommandQueue:
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
+        self._failure: EngineError | None = None
         self._runner: threading.Thread | None = None
 
     # --- callers' threads --------------------------------------------------------------------------------
@@ -48,8 +52,7 @@ class CommandQueue:
     def post(self, name: str, run: Callable[[], Any]) -> Command:
         command = Command(name, run)
         with self._wake:
-            if self._is_closed:
-                raise EngineError(f"{name}() on a closed engine")
+            self.check_open()
             self._commands.append(command)
             self._wake.notify()
         return command
@@ -58,9 +61,10 @@ class CommandQueue:
         try:
             return command.done.result(timeout=timeout_s)
         except FutureTimeoutError:
+            # What nobody waits for any more must not be done later: its tensors may be gone by then.
+            what = "did not take it" if command.done.cancel() else "took it and was not done"
             raise StuckError(
-                f"{command.name}: the engine's thread did not take the command within {timeout_s} s "
-                f"({self._describe()})"
+                f"{command.name}: the engine's thread {what} within {timeout_s} s ({self._describe()})"
             ) from None
 
     def call(self, name: str, run: Callable[[], T], timeout_s: float = CONTROL_TIMEOUT_S) -> T:
@@ -72,11 +76,25 @@ class CommandQueue:
         result: T = self.wait(self.post(name, run), timeout_s)
         return result
 
-    def close(self) -> None:
-        """Take no more, and let run_waiting() return. What still waits is the runner's to fail."""
+    def close(self, failure: EngineError | None = None) -> None:
+        """Take no more, and let run_waiting() return. What still waits is the runner's to fail. `failure`: why, where
+        nobody asked for it."""
         with self._wake:
             self._is_closed = True
+            self._failure = self._failure or failure
             self._wake.notify()
+
+    def check_open(self) -> None:
+        """Raises what ended it, or EngineError where it was closed in order."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+
+    def check_alive(self) -> None:
+        """Raises what ended it, unless it was closed in order."""
+        if self._failure is not None:
+            self.check_open()
 
     @property
     def is_closed(self) -> bool:
@@ -100,6 +118,8 @@ class CommandQueue:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
+            if not command.done.set_running_or_notify_cancel():
+                continue
             try:
                 command.done.set_result(command.run())
             except Exception as error:  # noqa: BLE001 boundary: what a command raises belongs to its caller
@@ -112,4 +132,7 @@ class CommandQueue:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
-            command.done.set_exception(EngineError(f"the engine closed before {command.name}() ran"))
+            if command.done.set_running_or_notify_cancel():
+                command.done.set_exception(
+                    self._failure or EngineError(f"the engine closed before {command.name}() ran")
+                )

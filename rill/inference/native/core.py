@@ -154,6 +154,10 @@ class EngineCore:
             seq.num_in_flight -= 1
             if seq.status is Status.FINISHED:
                 continue  # it ended one step earlier; this token was computed before that was known
+            if logprob != logprob:  # NaN, and the token is whatever was there
+                self._end(seq)
+                self.outlet.fail(seq, _not_numbers(seq, version))
+                continue
             reason = seq.append(token, logprob, version)
             if reason is not None:
                 self._end(seq)
@@ -182,3 +186,10 @@ class EngineCore:
     def _root_key(self, seq: Sequence) -> bytes:
         adapter = self.runner.adapters.identity(seq.request.adapter)
         return BlockManager.root_key(self.version, adapter, seq.request.cache_salt)
+
+
+def _not_numbers(seq: Sequence, version: int) -> EngineError:
+    return EngineError(
+        f"request {seq.id}: after {seq.num_generated} tokens the logits of version {version} are not numbers: its "
+        "weights hold NaN or infinite values, or every token is forbidden by logit_bias"
+    )

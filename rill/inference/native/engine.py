@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import EngineError, ModelError, StuckError, UnsupportedError
+from rill.errors import EngineDiedError, EngineError, ModelError, StuckError, UnsupportedError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -44,12 +44,13 @@ from rill.inference.base import (
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.commands import CONTROL_TIMEOUT_S, CommandQueue
+from rill.inference.native.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQueue
 from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.outlet import CallerOutlet
 from rill.inference.native.runners import build_runner
+from rill.inference.native.sequence import Sequence
 from rill.inference.requests import wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, TokenIds
@@ -179,7 +180,7 @@ class NativeEngine:
         self._check_available()
         sequences = [self._admission.sequence(request, on_delta) for request in requests]
         self._outlet.take_ids(request.id for request in requests)
-        self._commands.post("submit", lambda: self._core.add(sequences))
+        self._post_sequences("submit", sequences)
         return [seq.future for seq in sequences]
 
     def generate(self, requests: Sequence_[Request], timeout_s: float = 600.0) -> list[Completion]:
@@ -200,7 +201,7 @@ class NativeEngine:
                 f"the engine's memory is released ({self._control.released}): call restore() before score()"
             )
         scored = [self._admission.scored_sequence(tokens, temperature) for tokens in sequences]
-        self._commands.post("score", lambda: self._core.add(scored))
+        self._post_sequences("score", scored)
         return wait_for_all(
             [seq.scored for seq in scored],
             timeout_s,
@@ -231,14 +232,16 @@ class NativeEngine:
         self._commands.call("resume", lambda: self._control.set_pause(None))
 
     def release(self, level: MemoryLevel) -> None:
-        self._commands.call("release", lambda: self._control.release(level))
+        self._commands.call("release", lambda: self._control.release(level), MOVE_TIMEOUT_S)
 
     def restore(self) -> None:
-        self._commands.call("restore", self._control.restore)
+        self._commands.call("restore", self._control.restore, MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         fence = self._runner.record_caller()
-        self._commands.call("update_weights", lambda: self._control.update(tensors, version, partial, fence))
+        self._commands.call(
+            "update_weights", lambda: self._control.update(tensors, version, partial, fence), MOVE_TIMEOUT_S
+        )
         self._runner.wait_in_caller()
 
     def load_adapter(
@@ -266,6 +269,8 @@ class NativeEngine:
         self._commands.call("flush", self._core.scheduler.blocks.flush)
 
     def stats(self) -> EngineStats:
+        """Raises EngineDiedError where the engine's thread has died: who watches it must not take it for idle."""
+        self._commands.check_alive()
         return self._core.stats()
 
     def close(self) -> None:
@@ -288,17 +293,30 @@ class NativeEngine:
                     core.step()
                 control.report_drained()
         except BaseException as error:  # boundary: a dead thread must not leave its callers waiting
-            commands.close()
-            failure = EngineError(f"the engine's thread died: {type(error).__name__}: {error}")
+            failure = EngineDiedError(f"the engine's thread died: {type(error).__name__}: {error}")
             failure.__cause__ = error
+            commands.close(failure)
             core.fail_all(failure)
             control.fail(failure)
             if not isinstance(error, EngineError):
                 raise
         finally:
             commands.fail_waiting()
-            core.close()
-            self._runner.leave_thread()
+            try:
+                core.close()
+            finally:
+                self._runner.leave_thread()
+
+    def _post_sequences(self, name: str, sequences: Sequence_[Sequence]) -> None:
+        """Whatever keeps the command from being run ends the sequences, which nobody else knows yet."""
+
+        def end_if_lost(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                for seq in sequences:
+                    self._outlet.fail(seq, error)
+
+        command = self._commands.post(name, lambda: self._core.add(sequences))
+        command.done.add_done_callback(end_if_lost)
 
     def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
         self._admission.adapters = self._control.set_adapter(name, tensors, scale)
@@ -307,8 +325,7 @@ class NativeEngine:
         self._admission.adapters = self._control.unload_adapter(name)
 
     def _check_available(self) -> None:
-        if self._commands.is_closed:
-            raise EngineError("the engine is closed")
+        self._commands.check_open()
         if self._control.unavailable is not None:
             raise EngineError(
                 f"{self._control.unavailable}: the engine waits for a whole update_weights() to succeed"

@@ -74,8 +74,10 @@ class CallerOutlet:
         seq.scored.set_result(seq.scores)
 
     def fail(self, seq: Sequence, error: BaseException) -> None:
+        with self._lock:
+            self._ids.discard(seq.id)
         future: Future[Any] = seq.scored if isinstance(seq, ScoredSequence) else seq.future
-        if not future.done():
+        if not future.done() and future.set_running_or_notify_cancel():
             future.set_exception(error)
 
     def _tell(self, seq: Sequence, delta: Delta) -> None:

@@ -140,6 +140,7 @@ def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
         target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(batch.uniform_S).to(device)[:, None]
         # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
         tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
+        tokens_S.clamp_(max=logits_SV.shape[1] - 1)  # NaN has no first entry; its log-probability is NaN too
         tokens_S = torch.where(is_greedy_S, logits_SV.argmax(dim=-1), tokens_S)
     logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - norm_S
     return tokens_S, logprobs_S

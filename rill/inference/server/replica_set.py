@@ -255,11 +255,20 @@ class ReplicaSet:
             environment["CUDA_VISIBLE_DEVICES"] = self.config.devices[slot.index % len(self.config.devices)]
         slot.num_starts += 1
         slot.engine = ReplicaEngine(
-            self._engine_config,
+            self._config_of(slot),
             name=f"replica-{slot.index}-{slot.num_starts}",
             environment=environment,
             start_timeout_s=self.config.start_timeout_s,
         )
+
+    def _config_of(self, slot: Slot) -> PartConfig:
+        """Each with a seed of its own, where engines have one: two replicas that are asked the same must not draw the
+        same, nor one the same again after a restart."""
+        config = self._engine_config
+        if "seed" not in type(config).model_fields:
+            return config
+        offset = slot.index + len(self.slots) * (slot.num_starts - 1)
+        return config.model_copy(update={"seed": config.model_dump()["seed"] + offset})
 
     def _take_care(self) -> None:
         while True:
@@ -292,16 +301,24 @@ class ReplicaSet:
                 self._set_dead(slot)
 
     def _restart(self, slot: Slot) -> None:
+        before = slot.engine
         try:
             self._start(slot)
             with self._telling:
                 self._catch_up(slot)
                 with self.lock:
-                    slot.state = SlotState.READY
-                    slot.num_failed_starts = 0
-        except RillError as error:
+                    is_late = self.is_closed
+                    if not is_late:
+                        slot.state = SlotState.READY
+                        slot.num_failed_starts = 0
+            if is_late:
+                slot.running.close()
+                return
+        except (RillError, OSError) as error:
+            if slot.engine is not None and slot.engine is not before:
+                slot.engine.kill()  # loaded, but not like the others: it must not keep a device's memory
             if self.is_closed:
-                return  # it was ended while it started
+                return
             slot.num_failed_starts += 1
             log.error("replica %d did not start (%d): %s", slot.index, slot.num_failed_starts, error)
             given_up = slot.num_failed_starts >= self.config.max_failed_starts

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 from rill.config import PartConfig
@@ -237,6 +238,9 @@ class Router:
             return
         for flight, future in zip(flights, futures, strict=True):
             future.add_done_callback(lambda done, flight=flight: self._on_done(flight, done))  # type: ignore[misc]
+        if late := [flight.request.id for flight in flights if flight.is_aborted]:
+            with suppress(PeerDiedError):  # then it ends as aborted
+                slot.running.abort_soon(late)  # they were between two replicas when the others were told
 
     def _on_delta(self, delta: Delta) -> None:
         with self._lock:
