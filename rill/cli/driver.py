@@ -27,10 +27,10 @@ from rill.cli.progress import Progress
 from rill.cli.stall import StallWatch
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
-from rill.telemetry import trace
+from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
-from rill.telemetry.rollouts import latest_error, then_and_now
+from rill.telemetry.rollouts import latest_error, newest_failure, then_and_now
 from rill.telemetry.run import Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
@@ -132,7 +132,7 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
     say(f"run folder: {run.path}")
     try:
-        with progress, stall, interrupts.listening():
+        with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
     finally:
         watch.close()
@@ -151,6 +151,8 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(
             "there is no checkpoint to resume from: `loop.checkpoint_every` was not reached (0: only at the end)"
         )
+    if failure := newest_failure(run):
+        error.add_note(f"every answer of the newest group failed: {failure}")
     with suppress(OSError):  # on a full disk the page has to wait
         error.add_note(f"report so far: {write_report(run).resolve().as_uri()}")
 
@@ -181,6 +183,24 @@ def _summarise(
     activate = Path(sys.prefix) / "bin" / "activate"
     if shutil.which("rill") is None and activate.exists():
         say(f"{'path':<14} rill is not on your PATH yet: source {activate}")
+
+
+@contextmanager
+def _warnings_to(progress: Progress) -> Iterator[None]:
+    """An engine that died and came back is to be seen while it happens, not only in the log afterwards."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            progress.note(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    notes = Notes(logging.WARNING)
+    notes.addFilter(lambda record: record.name != guards.__name__)  # the driver tells those itself
+    logger = logging.getLogger("rill")
+    logger.addHandler(notes)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
 
 
 @contextmanager

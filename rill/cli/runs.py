@@ -134,7 +134,8 @@ def rollouts(
     if not groups:
         say(_none_recorded(opened, step, failed))
     for group in groups[-count:]:
-        say(f"{group['group']}, after step {group['version'] - 1}, expected {group['answer']!r}")
+        when = f"after step {group['version'] - 1}" if group["version"] > 0 else "nothing sampled"
+        say(f"{group['group']}, {when}, expected {group['answer']!r}")
         for said in samples_of(group):
             if said.error or not failed:
                 say(f"  {said.reward:6.2f}  {said.prompt}▸{said.response}".replace("\n", "\n          "))
@@ -200,7 +201,7 @@ def _last(rows: list[MetricRow], name: str) -> float | None:
 
 
 def _none_recorded(run: Run, step: int | None, failed: bool) -> str:
-    steps = sorted({group["version"] - 1 for group in read_rollouts(run)})
+    steps = sorted({group["version"] - 1 for group in read_rollouts(run) if group["version"] > 0})
     if not steps:
         return f"{run.path} has recorded no rollouts (see rollout.log_groups)"
     wanted = " with a failed reward" if failed else ""

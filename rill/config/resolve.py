@@ -98,13 +98,27 @@ class _Report:
 
     def write(self, error: ValidationError) -> str:
         lines: dict[str, list[str]] = {}
-        for mistake in error.errors(include_url=False):
-            head, problem = self._explain(mistake["type"], mistake["loc"], mistake["msg"], mistake.get("ctx"))
+        mistakes = [(self._as_given(mistake["loc"]), mistake) for mistake in error.errors(include_url=False)]
+        said = {given for given, mistake in mistakes if given == mistake["loc"]}
+        for given, mistake in mistakes:
+            if given != mistake["loc"] and given in said:
+                continue  # what was handed down is wrong wherever it arrives, but was given once
+            head, problem = self._explain(mistake["type"], given, mistake["msg"], mistake.get("ctx"))
             lines.setdefault(head, [])
             if problem not in lines[head]:
                 lines[head].append(problem)
         # Each member of a union complains by itself; together they are one mistake.
         return "\n".join(f"{head}{', or '.join(problems)}" for head, problems in lines.items())
+
+    def _as_given(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        """Where the user gave the value at `loc`: a key that nobody set has it from another (`handed_down`)."""
+        if not issubclass(self._model, Config):
+            return loc
+        for key, source in self._model.handed_down.items():
+            parts = tuple(key.split("."))
+            if loc[: len(parts)] == parts and _value_at(self._values, key) is None:
+                return self._as_given((*source.split("."), *loc[len(parts) :]))
+        return loc
 
     def _explain(self, kind: str, loc: Sequence[int | str], message: str, context: Any) -> tuple[str, str]:
         if kind == "value_error" and isinstance(context["error"].__cause__, UnknownNameError):

@@ -162,7 +162,8 @@ def model_folder(path: str, *, holds: str = "config.json") -> str:
     folder = Path(path).expanduser()
     if not folder.exists():
         raise ModelError(
-            f"there is no model folder {path!r}: rill loads local folders only and fetches nothing"
+            f"there is no model folder {path!r}: rill loads local folders only and fetches nothing; one of the hub "
+            "becomes local with `hf download NAME --local-dir FOLDER`"
         )
     if holds and not (folder / holds).is_file():
         raise ModelError(

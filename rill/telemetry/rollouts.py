@@ -63,6 +63,13 @@ def latest_error(run: Run) -> str:
     return errors[-1] if errors else ""
 
 
+def newest_failure(run: Run) -> str:
+    """Why the answers of the newest recorded group failed, if all of them did: there was nothing to learn from."""
+    groups = sorted(read_rollouts(run), key=lambda group: str(group["group"]))
+    errors = [said.error for said in samples_of(groups[-1])] if groups else []
+    return errors[-1] or "" if errors and all(errors) else ""
+
+
 def _typical(samples: list[Said]) -> Said:
     return sorted(samples, key=lambda said: said.reward)[len(samples) // 2]
 

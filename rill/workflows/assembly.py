@@ -164,6 +164,11 @@ class RLConfig(RecipeConfig):
     @model_validator(mode="after")
     def _temperatures_agree(self) -> RLConfig:
         sampled, trained = self.rollout.sampling.temperature, self.trainer.temperature
+        if sampled == 0:
+            raise ValueError(
+                "rollout.sampling.temperature = 0 would give the same answer to a prompt every time, and nothing to "
+                "learn from: set it above 0 (evaluations have a temperature of their own, eval.temperature)"
+            )
         if sampled != trained:
             raise ValueError(
                 f"rollout.sampling.temperature is {sampled} and trainer.temperature is {trained}: the trainer must "

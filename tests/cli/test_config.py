@@ -52,3 +52,21 @@ def test_check_says_that_it_is_valid() -> None:
 def test_keys_explains_what_can_be_set() -> None:
     text = run("config", "keys", "small", "--find", "block")
     assert text.splitlines() == ["engine.block_size = 16    (int)", "    Tokens in a block."]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("seed=-1", "error: command line: seed = -1: expected greater than or equal to 0\n"),
+        ("model.shap=x", "error: command line: model.shap = \"x\": unknown key (did you mean 'shape'?)\n"),
+        ("rollout.sampling.temperature=-1", "temperature = -1: expected greater than or equal to 0\n"),
+        ("rollout.sampling.temperature=0", "set it above 0"),
+    ],
+)
+def test_a_wrong_value_of_a_real_recipe_is_one_line_about_that_value(
+    change: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    result = CliRunner().invoke(app, ["config", "check", "demo", change])
+    assert result.exit_code == 2
+    assert said in result.output and result.output.count("\n") == 1

@@ -10,6 +10,7 @@ import pytest
 
 from rill.cli.driver import carry_out, logged_step
 from rill.errors import RunError, UserError, WorkerError
+from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows import WORKFLOWS
 from rill.workflows.checkpoints import MANIFEST
@@ -183,3 +184,31 @@ def test_a_change_that_does_not_work_leaves_a_resumed_run_as_it_was(
     assert '"step":1' in run.metrics_path.read_text()
     carried_out(monkeypatch, tmp_path, works, resumed=run)
     assert run.config_path.read_text() == "seed = 2\n"
+
+
+def test_what_a_part_warns_of_is_seen_while_it_happens_and_a_guard_speaks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        logging.getLogger("rill.workflows.fleet").warning("rollout[0] is lost; relaunch %d", 1)
+        logging.getLogger("rill.telemetry.guards").warning("entropy is low")
+        tell(step(9))
+
+    run = carried_out(monkeypatch, tmp_path, story)
+    said = capsys.readouterr().out
+    assert "warning: rollout[0] is lost; relaunch 1\n" in said and "entropy" not in said
+    assert "relaunch 1" in run.log_path.read_text() and "entropy" in run.log_path.read_text()
+
+
+def test_a_run_in_which_nothing_worked_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        tell(step(1))
+        failed = {"tokens": ["2+2="], "sampled": [0], "reward": 0.0, "error": "environment: ValueError: bug"}
+        group = {"version": -1, "group": "g0", "samples": [failed]}
+        LineFile(run.rollouts_dir / "rollout-0.jsonl").write(encode_line(group))
+        raise RunError("the batch has no token to train on")
+
+    with pytest.raises(RunError) as failure:
+        carried_out(monkeypatch, tmp_path, story)
+    notes = failure.value.__notes__
+    assert "every answer of the newest group failed: environment: ValueError: bug" in notes

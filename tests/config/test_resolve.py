@@ -178,3 +178,11 @@ def test_what_was_handed_down_is_not_written_out_so_that_it_follows_a_later_chan
 def test_what_was_given_in_place_of_the_handed_down_is_written_out() -> None:
     config = resolve(Following, {"other": {"warmup": 3}})
     assert tomllib.loads(dump_config(config, {"other.warmup": "r.toml:2"}))["other"]["warmup"] == 3
+
+
+def test_a_mistake_that_was_handed_down_is_told_once_and_where_it_was_given() -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(Following, {"trainer": {"warmup": "long"}}, {"trainer.warmup": "r.toml:2"})
+    assert str(refused.value) == 'r.toml:2: trainer.warmup = "long": expected a whole number'
+    with pytest.raises(ConfigError, match="other.warmup"):
+        resolve(Following, {"other": {"warmup": "long"}})

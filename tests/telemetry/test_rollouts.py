@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from rill.telemetry.jsonl import LineFile, encode_line
-from rill.telemetry.rollouts import Said, latest_error, read_rollouts, samples_of, then_and_now
+from rill.telemetry.rollouts import (
+    Said,
+    latest_error,
+    newest_failure,
+    read_rollouts,
+    samples_of,
+    then_and_now,
+)
 from rill.telemetry.run import Run
 
 
@@ -57,3 +64,11 @@ def test_the_latest_error_is_found(tmp_path: Path) -> None:
     )
     assert latest_error(run) == "KeyError: 'x'"
     assert samples_of(read_rollouts(run)[1])[0].error is None
+
+
+def test_why_a_run_has_nothing_to_learn_from_is_found_though_nothing_was_sampled(tmp_path: Path) -> None:
+    unsampled, sampled = sample("4", 0.0, "environment: ValueError: bug"), sample("4", 1.0)
+    run = recorded(tmp_path, a=[(1, "g0", [sampled]), (-1, "g1", [unsampled, unsampled])])
+    assert newest_failure(run) == "environment: ValueError: bug"
+    run = recorded(tmp_path / "other", a=[(-1, "g0", [unsampled]), (1, "g1", [sampled, unsampled])])
+    assert newest_failure(run) == ""
