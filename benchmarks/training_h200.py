@@ -357,7 +357,7 @@ def run(
         micro_batch_tokens=micro,
         activation_checkpointing=checkpointing,
         # Below 1 the cheapest activations are computed again: the whole step in one pass within 60 GB.
-        activation_memory_budget=budget,
+        activation_memory_budget=budget if device == "cuda" else 1.0,
         compile=device == "cuda",
         optimizer=optimizer,
     )

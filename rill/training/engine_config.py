@@ -52,8 +52,6 @@ class EngineConfig(Config):
     """Free a layer's gathered weights after its forward pass (ZeRO-3); false keeps them until backward (ZeRO-2)."""
     tree_packing: bool = False
     """Compute the shared prompt of a group once per micro-batch. Changes no gradient."""
-    batch_invariant: bool = False
-    """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
     head_chunk_bytes: int = Field(default=256 * 2**20, ge=1)
     """Most bytes of float32 logits alive at one time."""
     head_keep_bytes: int = Field(default=KEEP_BYTES, ge=0)
@@ -67,6 +65,11 @@ class EngineConfig(Config):
             )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError("lora with tensor_parallel > 1 is not supported: set tensor_parallel = 1")
+        if self.activation_memory_budget < 1.0 and not self.compile:
+            raise ValueError(
+                f"activation_memory_budget = {self.activation_memory_budget} is kept by compiled layers: set compile = "
+                "true, or use activation_checkpointing"
+            )
         if self.param_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
             raise ValueError("param_dtype bfloat16 needs compute_dtype bfloat16")
         return self

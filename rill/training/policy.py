@@ -58,6 +58,8 @@ class PolicyTrainer(Trainer):
     class Config(MiniBatchConfig):
         temperature: float = Field(default=1.0, gt=0.0)
         """The sampler's. Log-probabilities are of logits / temperature."""
+        batch_invariant: bool = False
+        """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
 
     def __init__(
         self,

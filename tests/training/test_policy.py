@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rill.algorithms.base import TokenBatch
 from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
 from rill.training.policy import PolicyTrainer
 from rill.training.trainer import mini_batches
+from rill.training.value import ValueTrainer
 from rill.types import Sample
 from tests.training.tiny import MODEL, SHAPE, VOCAB, algorithm, config, make_samples, trainer
 
@@ -264,6 +266,15 @@ def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> Non
         np.testing.assert_array_equal(t.logprobs([sample])[0], values)
     for values, wanted in zip(together, t._recompute(samples, 1.0, trained_only=False), strict=True):
         np.testing.assert_allclose(values, wanted, atol=1e-4)
+
+
+def test_settings_that_a_trainer_would_not_read_are_refused() -> None:
+    with pytest.raises(ValidationError, match="set compile = true"):
+        config(activation_memory_budget=0.5)
+    with pytest.raises(
+        ValidationError, match="batch_invariant"
+    ):  # a policy's, who is asked for log-probabilities
+        ValueTrainer.Config(model=MODEL, batch_invariant=True)
 
 
 def test_batch_invariant_logprobs_of_adapters_are_refused() -> None:
