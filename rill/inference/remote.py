@@ -187,6 +187,9 @@ class RemoteEngine:
             except WeightSyncError as error:
                 flights.unavailable = str(error)
                 raise
+            except asyncio.CancelledError:
+                flights.unavailable = "it was given up, and nobody knows how far it came"
+                raise
             except UnsupportedError:
                 flights.go_on()  # refused before anything was touched
                 raise

@@ -119,7 +119,7 @@ class RemoteFlights:
         if self.is_paused or self.unavailable is not None:
             return
         self._is_held = False
-        self._start([f for f in self._flights.values() if f.request.id not in self._tasks])
+        self._start(list(self._flights.values()))
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         wanted = list(self._flights) if request_ids is None else request_ids
@@ -133,10 +133,11 @@ class RemoteFlights:
     # --- loop: one flight --------------------------------------------------------------------------------
 
     def _start(self, flights: Sequence[Flight]) -> None:
+        """Those that have not ended and do not run: submit() and go_on() may both ask for one."""
         if self._is_held:
             return  # go_on() starts them
         for flight in flights:
-            if flight.request.id in self._flights:
+            if flight.request.id in self._flights and flight.request.id not in self._tasks:
                 task = self._loop.create_task(self._drive(flight), name=flight.request.id)
                 self._tasks[flight.request.id] = task
                 task.add_done_callback(self._forget_task)

@@ -1,0 +1,78 @@
+"""What the HTTP adapters share: requests that are cut short and go on, and what an update leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+
+import numpy as np
+import pytest
+
+from rill.errors import EngineError, StuckError
+from rill.inference import remote
+from rill.inference.base import Feature, NamedTensors, Request
+from rill.inference.flight import Flight
+from rill.inference.remote import RemoteEngine
+from rill.inference.remote_flights import Chunk
+from rill.types import PolicyVersion, SamplingParams, StopReason
+
+
+def request(name: str) -> Request:
+    return Request(id=name, token_ids=np.array([4, 5], np.int32), sampling=SamplingParams(max_new_tokens=3))
+
+
+class Scripted(RemoteEngine):
+    """Three tokens for everybody, from no server. An update never ends."""
+
+    features = frozenset({Feature.STREAM, Feature.UPDATE_WEIGHTS})
+    max_context = 64
+
+    def __init__(self) -> None:
+        super().__init__(
+            "http://nowhere", name="scripted", headers={}, max_concurrent=4, connect_timeout_s=1.0
+        )
+        self.num_streams = 0
+
+    async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.num_streams += 1
+        for token in (7, 8, 9):
+            await asyncio.sleep(0.001)
+            reason = StopReason.LENGTH if token == 9 else None
+            yield Chunk(token_ids=[token], logprobs=[-1.0], stop_reason=reason)
+
+    async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
+        await asyncio.sleep(60)
+
+
+@pytest.fixture
+def engine() -> Iterator[Scripted]:
+    engine = Scripted()
+    yield engine
+    engine.close()
+
+
+def test_a_request_that_arrives_as_the_others_go_on_is_started_once(engine: Scripted) -> None:
+    flight = Flight(request("a"), None)
+
+    async def go_on_meanwhile() -> None:
+        flights = engine._flights
+        await flights.hold(cut=True)
+        arriving = threading.Thread(target=flights.submit, args=([flight],))
+        arriving.start()
+        arriving.join()  # its start waits for the loop, which is here
+        flights.go_on()
+
+    engine._call(go_on_meanwhile(), "race", 5.0)
+    assert flight.future.result(5).token_ids.tolist() == [7, 8, 9]
+    assert engine.num_streams == 1
+
+
+def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silent(
+    engine: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_UPDATE_TIMEOUT_S", 0.1)
+    with pytest.raises(StuckError, match="update_weights did not end"):
+        engine.update_weights([], PolicyVersion(1))
+    with pytest.raises(EngineError, match="update again"):
+        engine.submit([request("after")])
