@@ -80,11 +80,13 @@ def keys(
       rill config keys demo --find learning_rate
     """
     _, resolved = load_and_resolve(recipe, overrides)
-    for key in describe_keys(resolved):
-        if find in key.name:
-            say(f"{key.name} = {key.value}    ({key.type})")
-            if key.description:
-                say(f"    {key.description}")
+    found = [key for key in describe_keys(resolved) if find in key.name]
+    if not found:
+        say(f"no key contains {find!r}: `rill config keys {recipe}` lists them all")
+    for key in found:
+        say(f"{key.name} = {key.value}    ({key.type})")
+        if key.description:
+            say(f"    {key.description}")
 
 
 def load_and_resolve(recipe: str, overrides: list[str] | None) -> tuple[RecipeValues, Config]:

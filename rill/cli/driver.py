@@ -31,7 +31,7 @@ from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.rollouts import latest_error, newest_failure, then_and_now
-from rill.telemetry.run import Run, write_atomically
+from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
 from rill.workflows.checkpoints import step_of, whole_checkpoints
@@ -149,7 +149,8 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(f"resume from step {step_of(checkpoints[-1])} with: {run.resume_command}")
     else:
         error.add_note(
-            "there is no checkpoint to resume from: `loop.checkpoint_every` was not reached (0: only at the end)"
+            "there is no checkpoint to resume from: `loop.checkpoint_every` says when they are saved (0: only at the "
+            "end)"
         )
     if failure := newest_failure(run):
         error.add_note(f"every answer of the newest group failed: {failure}")
@@ -166,7 +167,8 @@ def _summarise(
     recipe: str,
 ) -> None:
     model = run.path / "model"
-    use = f"rill eval {run.name}, rill serve {model}"
+    name = run.name if run.path.parent == Path(RUNS_FOLDER) else run.path  # a name is looked for there only
+    use = f"rill eval {name}, rill serve {name}"
     if config.workflow == "reward_model":  # it scores answers and writes none
         use = f"in an RL recipe reward_model.model.path={model}"
     for finding in findings:

@@ -71,9 +71,7 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
             )
         return {"model": {"path": str(folder)}, "data": {"type": task}, "env": {"type": "single_turn"}}
     run = Run.open(model, root=root)
-    trained = run.path / "model"
-    if not trained.is_dir():
-        raise UserError(f"run {run.name} has left no model yet: it exports one when it ends")
+    trained = run.trained_model()
     saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
     rollout = saved.get("rollout", {})
     sampling = {**rollout.get("sampling", {}), "temperature": 0.0}

@@ -172,7 +172,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "path": str(run.path),
         "status": state.status.value,
         "message": state.message,
-        "steps": rows[-1].step if rows else 0,
+        "steps": max(rows[-1].step, 0) if rows else 0,  # a warm-up counts up to 0
         "reward": _last(rows, REWARD),
         "accuracy": _last(rows, ACCURACY),
         "started_s": state.created_s,

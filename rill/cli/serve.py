@@ -21,6 +21,7 @@ from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
+from rill.telemetry.run import RUNS_FOLDER, Run
 
 if TYPE_CHECKING:
     from rill.models.loading import ModelConfig
@@ -50,7 +51,7 @@ class ServeConfig(Config):
 
 @app.command()
 def serve_model(
-    model: Annotated[str, typer.Argument(help="A local Hugging Face folder.")],
+    model: Annotated[str, typer.Argument(help="A run (its trained model), or a local Hugging Face folder.")],
     settings: Annotated[
         list[str] | None, typer.Argument(help="engine.*, server.* and router.* as KEY=VALUE.")
     ] = None,
@@ -69,6 +70,7 @@ def serve_model(
 
     \b
     Examples:
+      rill serve demo                               the model of that run
       rill serve models/Qwen2.5-0.5B-Instruct
       rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
       rill serve models/tiny adapters.math=adapters/math
@@ -102,7 +104,7 @@ def build_config(
     isolate: bool = False,
 ) -> ServeConfig:
     values: dict[str, Any] = {
-        "engine": {"type": engine, "model": {"path": model}},
+        "engine": {"type": engine, "model": {"path": _folder_of(model)}},
         "server": {"port": port, "host": host, "model_name": name or Path(model).name},
         "router": {"num_replicas": num_replicas},
         "isolate": isolate,
@@ -120,6 +122,12 @@ def build_config(
                 raise ConfigError(f"command line: {setting!r} goes into {part}, which is a value")
         inner[path[-1]] = value
     return resolve(ServeConfig, values, source="command line")
+
+
+def _folder_of(model: str) -> str:
+    """A run stands for the model it left; everything else is a folder itself."""
+    is_run = any((path / "status.json").is_file() for path in (Path(RUNS_FOLDER) / model, Path(model)))
+    return str(Run.open(model).trained_model()) if is_run else model
 
 
 def run(config: ServeConfig) -> None:

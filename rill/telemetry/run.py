@@ -161,6 +161,13 @@ class Run:
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
+    def trained_model(self) -> Path:
+        """The folder of the model that the run left."""
+        folder = self.path / "model"
+        if not folder.is_dir():
+            raise UserError(f"run {self.name} has left no model yet: it exports one when it ends")
+        return folder
+
     @property
     def log_path(self) -> Path:
         return self.path / "log.txt"

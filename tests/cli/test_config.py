@@ -52,6 +52,7 @@ def test_check_says_that_it_is_valid() -> None:
 def test_keys_explains_what_can_be_set() -> None:
     text = run("config", "keys", "small", "--find", "block")
     assert text.splitlines() == ["engine.block_size = 16    (int)", "    Tokens in a block."]
+    assert "no key contains 'blok'" in run("config", "keys", "small", "--find", "blok")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_run_ends_with_its_curves_the_report_and_what_to_do_next(
     said = capsys.readouterr().out
     assert "0.100 → 0.900   ▁█" in said
     assert (run.path / "report.html").resolve().as_uri() in said
-    assert f"rill serve {run.path / 'model'}" in said
+    assert f"rill eval {run.path}, rill serve {run.path}\n" in said, "not by name: it is not in ./runs"
     assert "rill recipes copy" in said
 
 

@@ -53,6 +53,12 @@ def test_a_run_without_figures_is_listed_too() -> None:
     assert run("runs").splitlines()[1].split()[:4] == ["young", "interrupted", "0", "-"]
 
 
+def test_a_run_that_ended_in_its_warm_up_has_taken_no_step() -> None:
+    with Run.create("warm").running() as warm, MetricLog(warm.path) as log:
+        log.write(-33, {"warmup/loss": 1.0})
+    assert run("runs").splitlines()[1].split()[:3] == ["warm", "finished", "0"]
+
+
 def test_a_copied_run_folder_is_shown_by_its_path(tmp_path: Path) -> None:
     finished_run().path.rename(tmp_path / "elsewhere")
     assert "finished" in run("runs", "show", str(tmp_path / "elsewhere"))

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from rill.cli.main import app
 from rill.cli.serve import build_config
-from rill.errors import ConfigError
+from rill.errors import ConfigError, UserError
 from rill.inference.server import ServerConfig, bind
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.models.lora import LoRAConfig, add_lora, save_adapter
+from rill.telemetry.run import Run
 from tests.inference.plain_http import http
 from tests.inference.scripted_model import write_scripted_model
 from tests.inference.serve_process import rill_serve
@@ -168,6 +169,19 @@ def test_settings_reach_engine_server_and_router(monkeypatch: pytest.MonkeyPatch
         build_config(str(tmp_path), ["server.max_sample=4"])
     with pytest.raises(ConfigError, match="not KEY=VALUE"):
         build_config(str(tmp_path), ["nonsense"])
+
+
+def test_a_run_stands_for_the_model_it_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run.create("mine")
+    run.close()
+    with pytest.raises(UserError, match="has left no model yet"):
+        build_config("mine", [])
+    (run.path / "model").mkdir()
+    for name in ("mine", "runs/mine"):
+        config = build_config(name, [])
+        assert config.engine.model_dump()["model"]["path"] == "runs/mine/model"
+        assert config.server.model_name == "mine"
 
 
 def test_a_port_in_use_is_one_line_before_the_model_is_loaded() -> None:
