@@ -171,6 +171,8 @@ def _summarise(
     use = f"rill eval {name}, rill serve {name}"
     if config.workflow == "reward_model":  # it scores answers and writes none
         use = f"in an RL recipe reward_model.model.path={model}"
+    if not progress.has_reports:
+        say(f"{'nothing done':<14} the run had taken its last step already: raise loop.steps to go on")
     for finding in findings:
         say(f"{'guard':<14} {finding}")
     for line in progress.summary():

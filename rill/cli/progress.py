@@ -118,6 +118,10 @@ class Progress:
         """A line that stays, above the live panel."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    @property
+    def has_reports(self) -> bool:
+        return self._report is not None
+
     def summary(self) -> list[str]:
         """The curves of the run's last phase."""
         return curve_lines({name: values for name, values in self._history.items() if name in self._latest})

@@ -212,3 +212,12 @@ def test_a_run_in_which_nothing_worked_says_why(tmp_path: Path, monkeypatch: pyt
         carried_out(monkeypatch, tmp_path, story)
     notes = failure.value.__notes__
     assert "every answer of the newest group failed: environment: ValueError: bug" in notes
+
+
+def test_a_resumed_run_that_had_no_step_left_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = carried_out(monkeypatch, tmp_path, lambda run, tell: tell(step(9)))
+    assert "raise loop.steps" not in capsys.readouterr().out
+    carried_out(monkeypatch, tmp_path, lambda run, tell: None, resumed=run)
+    assert "raise loop.steps to go on" in capsys.readouterr().out
