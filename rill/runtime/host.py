@@ -104,7 +104,7 @@ class WorkerHost:
         ]
         self._work = WorkInbox(
             f"{base}-work",
-            lead.calls.pump.flush_later,
+            lead.calls.pump,
             context=self._mailbox.context,
             tcp_host=tcp_host,
             key=spec.key,

@@ -247,7 +247,7 @@ class Transfer:
         with self._changed:
             arrivals = self._arrivals.get(source)
             if arrivals:
-                pending.fulfil(arrivals.popleft())
+                pending.fulfil(_take_first(self._arrivals, source))
                 return pending
             self._posted.setdefault(source, deque()).append(pending)
         # Asked outside the lock, because it may ask the hub; a later death finds the pending in the line.
@@ -272,9 +272,8 @@ class Transfer:
 
     def _deliver(self, source: Source, open_value: Callable[[], Any]) -> None:
         with self._changed:
-            line = self._posted.get(source)
-            if line:
-                line.popleft().fulfil(open_value)
+            if source in self._posted:
+                _take_first(self._posted, source).fulfil(open_value)
             else:
                 self._arrivals.setdefault(source, deque()).append(open_value)
 
@@ -283,6 +282,8 @@ class Transfer:
             line = self._posted.get(source)
             if line and pending in line:
                 line.remove(pending)
+                if not line:
+                    del self._posted[source]
                 return True
             return False
 
@@ -362,6 +363,15 @@ class Transfer:
     def _count(self, route: str) -> None:
         with self._changed:
             self._routes[route] = self._routes.get(route, 0) + 1
+
+
+def _take_first(lines: dict[Source, deque[T]], source: Source) -> T:
+    """The first in the line of a source. An empty line goes: a tag may be used only once."""
+    line = lines[source]
+    first = line.popleft()
+    if not line:
+        del lines[source]
+    return first
 
 
 class _Probe:

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 
 from rill.runtime.line import Line
+from rill.runtime.line_pump import LinePump
 from rill.runtime.mailbox import Frames, bind_tcp, receive
 from rill.runtime.session_key import SessionKey
 
@@ -29,16 +30,17 @@ class WorkInbox:
     def __init__(
         self,
         path: str,
-        on_stuck: Callable[[Line], None],
+        pump: LinePump,
         *,
         context: zmq.Context[Any],
         tcp_host: str | None,
         key: SessionKey | None,
     ) -> None:
-        """Listen at `path`, and at a free port of `tcp_host` where other nodes call this process."""
+        """Listen at `path`, and at a free port of `tcp_host` where other nodes call this process. `pump` sends the
+        answers that a line could not take at once."""
         self.path = path
         self.tcp_endpoint = ""
-        self._on_stuck = on_stuck
+        self._pump = pump
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(_BACKLOG)
@@ -80,7 +82,7 @@ class WorkInbox:
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, _ = self._listener.accept()
-                line = Line(sock, self._on_stuck)
+                line = Line(sock, self._pump.flush_later)
                 self._lines[sock.fileno()] = line
                 self._epoll.register(sock, select.EPOLLIN)
 
@@ -90,7 +92,7 @@ class WorkInbox:
         except EOFError:  # the caller is gone
             del self._lines[line.fileno()]
             self._epoll.unregister(line.fileno())
-            line.close()
+            self._pump.drop(line)  # with the answers that it did not take
 
     def _read_far(self) -> None:
         if self._far is not None:

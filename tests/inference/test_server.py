@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rill.inference.base import PauseMode
+from rill.inference.base import EngineStats, PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 from tests.inference.plain_http import http
@@ -255,6 +255,14 @@ def test_weights_come_from_a_folder_and_versions_grow(
         == 9
     )
     assert client.get("/health").json() == {"status": "ok", "version": 9, "replicas": 1.0}
+
+
+def test_a_server_without_a_live_replica_is_not_healthy(
+    engine: FakeEngine, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "stats", lambda: EngineStats(extra={"replicas": 0.0}))
+    answer = client.get("/health")
+    assert answer.status_code == 503 and answer.json()["status"] == "no replica"
 
 
 def test_pause_sleep_wake_resume_and_flush_reach_the_engine(engine: FakeEngine, client: httpx.Client) -> None:

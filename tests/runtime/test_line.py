@@ -6,8 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from rill.runtime.handle import Handle
 from rill.runtime.line import Line
 from rill.runtime.line_pump import LinePump, Waiter
 from rill.runtime.mailbox import Frames
+from rill.runtime.work_inbox import WorkInbox, connect
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(60)
@@ -194,3 +197,21 @@ def test_a_death_ends_the_wait_of_the_thread_that_reads(cluster: Cluster) -> Non
         group.die(3).wait(30)
     assert time.monotonic() - started_s < 10
     group.close()
+
+
+def test_answers_that_a_dead_caller_did_not_take_go_with_it(tmp_path: Path) -> None:
+    pump = LinePump(lambda _: None, lambda: False)
+    with zmq.Context() as context:
+        inbox = WorkInbox(str(tmp_path / "work"), pump, context=context, tcp_host=None, key=None)
+        caller = connect(inbox.path, never)
+        assert caller is not None
+        caller.send([b"call"])
+        _, line = inbox.next()
+        assert line is not None
+        line.send([bytes(8_000_000)])
+        assert pump._stuck
+        caller.close()
+        inbox._read(line)
+        assert not pump._stuck, "the thread that sends what is stuck would never sleep again"
+        inbox.close()
+        pump.close()

@@ -47,6 +47,17 @@ def test_small_objects_go_by_message_and_large_ones_by_shared_memory(pair: Worke
     assert after["shared_memory"] == before.get("shared_memory", 0) + 1
 
 
+def test_tags_that_are_used_once_leave_nothing_behind(cluster: Cluster) -> None:
+    transfer = cluster.context.transfer
+    for n in range(20):
+        if n % 2:
+            waiting = transfer.recv_async("driver", 0, tag=f"step {n}")
+        transfer.send(n, "driver", 0, tag=f"step {n}")
+        received = waiting.wait(5) if n % 2 else transfer.recv("driver", 0, tag=f"step {n}", timeout_s=5)
+        assert received == n
+    assert not transfer._posted and not transfer._arrivals
+
+
 def test_a_send_to_oneself_is_by_reference(pair: WorkerGroup[Any]) -> None:
     assert pair.to_myself().wait(10) == [True, True]
 

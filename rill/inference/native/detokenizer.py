@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 INCOMPLETE = "�"
 
 
+MAX_PARTIAL = 8
+"""Tokens that are held back at the end of a text: no character has more. What still ends in half a one then never will
+be one, and holding it back would mean to decode all of it again with every token."""
+
+
 class IncrementalDetokenizer:
     """`push(token)` returns the text that the token completes, possibly empty."""
 
@@ -29,7 +34,8 @@ class IncrementalDetokenizer:
         # Decoding starts one piece early because a tokenizer may join a token to the one before it.
         before = self._decode(self._ids[self._prefix : self._read])
         text = self._decode(self._ids[self._prefix :])
-        if text.endswith(INCOMPLETE) or len(text) <= len(before):
+        is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._read <= MAX_PARTIAL
+        if is_partial or len(text) <= len(before):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return text[len(before) :]

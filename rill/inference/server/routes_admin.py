@@ -40,13 +40,10 @@ _PAUSE_MODES = {
 async def health(request: Request) -> Response:
     """200 while requests are served; 503 with the reason otherwise. Needs no key: load balancers have none."""
     state = state_of(request)
-    status = _status(state)
     stats = await asyncio.to_thread(state.engine.stats)
-    body = {
-        "status": status,
-        "version": int(state.engine.version),
-        "replicas": stats.extra.get("replicas", 1.0),
-    }
+    num_replicas = stats.extra.get("replicas", 1.0)
+    status = _status(state) if num_replicas else "no replica"
+    body = {"status": status, "version": int(state.engine.version), "replicas": num_replicas}
     return json_response(body, 200 if status in ("ok", "paused") else 503)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL
 from rill.inference.server.errors import bad_request
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _INLINE_CHARS = 8192
 
 ToolSchemas = list[dict[Any, Any] | Callable[..., Any]]
 """As transformers types them; ours are always dictionaries."""
-
-_REPLACEMENT = "\ufffd"
 
 
 class TextCodec:
@@ -156,7 +155,8 @@ class TextStream:
         self._codec = codec
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens and not kept_ids
-        self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens and kept_ids else frozenset()
+        # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
+        self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
         self._ids: list[int] = []
         self._safe_start = 0  # decoding starts here: far enough back for the tokenizer's context
@@ -182,7 +182,8 @@ class TextStream:
         skip = self._skip_special_tokens
         before = decode(self._ids[self._safe_start : self._read_end], skip_special_tokens=skip)
         now = decode(self._ids[self._safe_start :], skip_special_tokens=skip)
-        if not is_last and (len(now) <= len(before) or now.endswith(_REPLACEMENT)):
+        is_partial = now.endswith(INCOMPLETE) and len(self._ids) - self._read_end <= MAX_PARTIAL
+        if not is_last and (len(now) <= len(before) or is_partial):
             return ""
         self._safe_start, self._read_end = self._read_end, len(self._ids)
         return now[len(before) :]
