@@ -195,7 +195,8 @@ def _warnings_to(progress: Progress) -> Iterator[None]:
 
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            progress.note(f"{record.levelname.lower()}: {record.getMessage()}")
+            first, _, rest = record.getMessage().partition("\n")  # a worker's traceback belongs in the log
+            progress.note(f"{record.levelname.lower()}: {first}{' … (see log.txt)' if rest else ''}")
 
     notes = Notes(logging.WARNING)
     notes.addFilter(lambda record: record.name != guards.__name__)  # the driver tells those itself

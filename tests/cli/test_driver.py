@@ -191,12 +191,14 @@ def test_what_a_part_warns_of_is_seen_while_it_happens_and_a_guard_speaks_once(
 ) -> None:
     def story(run: Run, tell: Observer) -> None:
         logging.getLogger("rill.workflows.fleet").warning("rollout[0] is lost; relaunch %d", 1)
+        logging.getLogger("rill.workflows.fleet").warning("rollout[1] is lost\nTraceback …")
         logging.getLogger("rill.telemetry.guards").warning("entropy is low")
         tell(step(9))
 
     run = carried_out(monkeypatch, tmp_path, story)
     said = capsys.readouterr().out
     assert "warning: rollout[0] is lost; relaunch 1\n" in said and "entropy" not in said
+    assert "warning: rollout[1] is lost … (see log.txt)\n" in said and "Traceback" not in said
     assert "relaunch 1" in run.log_path.read_text() and "entropy" in run.log_path.read_text()
 
 
