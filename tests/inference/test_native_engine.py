@@ -246,6 +246,22 @@ def test_scoring_works_while_generation_is_paused(engine: NativeEngine) -> None:
     assert len(future.result(timeout=60).token_ids) == 100
 
 
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 9}])
+def test_scoring_finds_a_place_while_paused_requests_hold_them_all(limits: dict[str, int]) -> None:
+    engine = make_engine(**limits)
+    texts = prompts((60, 60))
+    requests = [request(i, text, max_new_tokens=40) for i, text in enumerate(texts)]
+    undisturbed = [c.token_ids.tolist() for c in engine.generate(requests)]
+    futures = engine.submit(requests)
+    while engine.stats().num_running == 0:
+        time.sleep(0.001)
+    engine.pause(PauseMode.INTERRUPT)
+    assert [len(s) for s in engine.score([*texts, texts[0]], timeout_s=10.0)] == [60, 60, 60]
+    engine.resume()
+    assert [f.result(30).token_ids.tolist() for f in futures] == undisturbed
+    engine.close()
+
+
 def test_abort_completes_futures_with_the_tokens_so_far(engine: NativeEngine) -> None:
     inputs = prompts((5, 6, 7))
     started = threading.Event()

@@ -68,7 +68,8 @@ class Scheduler:
         self.admits_new = True
         """False lets started sequences end and starts no others."""
         self.is_frozen = False
-        """True keeps every sequence where it is, in the cache or out; only scoring goes on."""
+        """True keeps every sequence where it is, in the cache or out; only scoring goes on, in the place of one of them
+        where there is no other."""
         self.num_preempted = 0
         self._root_key = root_key
         self._num_gathered = num_gathered
@@ -99,6 +100,8 @@ class Scheduler:
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= chunk.length
+        if self.is_frozen and not self._free_slots and any(seq.is_scored for seq in self.waiting):
+            self._make_way()
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
             self._is_gathering = not self._free_slots
@@ -195,6 +198,8 @@ class Scheduler:
         room = (len(seq.block_ids) + self.blocks.num_free) * size - seq.num_computed
         if room >= 1:
             return self._take(seq, min(length, room))
+        if self._make_way():
+            return None  # its room is there at the next step
         youngest = max(self.running, key=lambda s: s.order)
         if youngest is seq and len(self.running) > 1 and not seq.num_in_flight:
             self.preempt(seq)  # others are ahead of it and hold everything: it would only sit on its blocks
@@ -203,7 +208,15 @@ class Scheduler:
     def _has_slots(self) -> bool:
         if len(self._free_slots) >= self._num_gathered or len(self.waiting) <= len(self._free_slots):
             self._is_gathering = False
-        return bool(self._free_slots) and not self._is_gathering
+        return bool(self._free_slots) and (self.is_frozen or not self._is_gathering)
+
+    def _make_way(self) -> bool:
+        """For scoring while all else is frozen: nobody would leave by itself. Whether one had to."""
+        frozen = [seq for seq in self.running if not seq.is_scored] if self.is_frozen else []
+        if not frozen:
+            return False
+        self.preempt(max(frozen, key=lambda s: s.order))
+        return True
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         for seq in list(self.waiting):
@@ -212,6 +225,8 @@ class Scheduler:
             if not self._may_start(seq):
                 continue
             chunk = self._try_start(seq, budget)
+            while chunk is None and self._make_way():
+                chunk = self._try_start(seq, budget)
             if chunk is _AWAITED:
                 continue
             if chunk is None:
