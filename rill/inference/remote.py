@@ -158,10 +158,10 @@ class RemoteEngine:
             raise EngineError(
                 f"{self.name}: release needs an idle engine, {self._flights.num_running} requests run: pause"
             )
-        self._call(self._release(level), "release")
+        self._call(self._release(level), "release", _UPDATE_TIMEOUT_S)
 
     def restore(self) -> None:
-        self._call(self._restore(), "restore")
+        self._call(self._restore(), "restore", _UPDATE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """Requests under way are cut short, and go on from their tokens under the new weights."""

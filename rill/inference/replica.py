@@ -158,10 +158,10 @@ class ReplicaEngine:
         self._call("resume", _CALL_TIMEOUT_S)
 
     def release(self, level: MemoryLevel) -> None:
-        self._call("release", _CALL_TIMEOUT_S, level)
+        self._call("release", _UPDATE_TIMEOUT_S, level)
 
     def restore(self) -> None:
-        self._call("restore", _CALL_TIMEOUT_S)
+        self._call("restore", _UPDATE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if isinstance(tensors, Checkpoint):

@@ -200,7 +200,7 @@ class VllmEngine:
             self._engine.sleep(level=1)
             self._loop.is_released = True
 
-        self._loop.call("release", sleep)
+        self._loop.call("release", sleep, _UPDATE_TIMEOUT_S)
 
     def restore(self) -> None:
         def wake() -> None:
@@ -209,7 +209,7 @@ class VllmEngine:
                 self._loop.is_released = False
                 self._loop.put_back()
 
-        self._loop.call("restore", wake)
+        self._loop.call("restore", wake, _UPDATE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if partial:

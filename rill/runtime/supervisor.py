@@ -293,8 +293,11 @@ class Supervisor:
         for identity in identities:
             self._context.directory.report_death(identity, told)
         # A process that ends in order says so to the hub itself, but for ranks that never had a line to it.
-        for identity in identities[1:] if was_asked_for else identities:
-            self._context.hub.submit("registry.died", [identity, LEFT if was_asked_for else reason])
+        with contextlib.suppress(
+            RunError
+        ):  # no hub any more: who waits here must hear of the death all the same
+            for identity in identities[1:] if was_asked_for else identities:
+                self._context.hub.submit("registry.died", [identity, LEFT if was_asked_for else reason])
         if host is None:
             ready.fill(
                 [

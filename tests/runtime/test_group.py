@@ -222,6 +222,22 @@ def test_a_concurrent_call_on_a_worker_that_could_not_start_is_told_so(cluster: 
     group.close()
 
 
+def test_deaths_are_noticed_also_when_the_hub_is_lost(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Echo.launch(cluster, name="hubless", placement="0-1")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RunError("driver[0]#0 has no hub any more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.context.hub, "submit", refuse)
+        for rank in (0, 1):  # the second finds out whether whoever hears of deaths has survived the first
+            with pytest.raises(PeerDiedError, match="exit code 3"):
+                group.on(rank).die(3).wait(10)
+    group.close()
+
+
 def test_a_live_rank_can_be_relaunched(cluster: Cluster) -> None:
     group = Echo.launch(cluster, name="again", placement="0")
     before = group.pid().wait(10)
