@@ -196,6 +196,14 @@ def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart(
     assert seeds[0] == 5 and len(set(seeds)) == 6
 
 
+def test_weights_that_no_replica_takes_are_not_kept(router: Router) -> None:
+    wait_for(lambda: ready(router) == 2)
+    before = sorted(router._replicas._spill.path.iterdir())
+    with pytest.raises(WeightSyncError):
+        router.update_weights([("unknown", torch.ones(3))], PolicyVersion(router.version + 1))
+    assert sorted(router._replicas._spill.path.iterdir()) == before
+
+
 def test_abort_keeps_the_tokens_so_far(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
     (future,) = router.submit([request("gone", length=400)])

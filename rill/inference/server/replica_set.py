@@ -193,15 +193,23 @@ class ReplicaSet:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.write(tensors, self._spill.path / f"{version}.safetensors")
         with self._telling:
-            self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
+            try:
+                self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
+            except BaseException:
+                self._drop(checkpoint)
+                raise
             dropped = [] if partial else self._control.updates
             kept = self._control.updates if partial else []
             self._control.updates = [*kept, (checkpoint, version, partial)]
             self.version = version
         for old, _, _ in dropped:
-            for shard in old.shards:
-                if shard.parent == self._spill.path:
-                    shard.unlink(missing_ok=True)
+            self._drop(old)
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        """Remove the files, where they are our own."""
+        for shard in checkpoint.shards:
+            if shard.parent == self._spill.path:
+                shard.unlink(missing_ok=True)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         """All replicas read one copy, which stays for late joiners."""
