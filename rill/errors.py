@@ -53,6 +53,10 @@ class RequestError(UserError):
     """A generation request that no engine could answer: bad ids, too long, contradicting parameters."""
 
 
+class TooLongError(RequestError):
+    """A prompt, or an episode so far, that does not fit the engine's context. In a run it costs that sample only."""
+
+
 class AccessError(RequestError):
     """A server that does not take the key it was given, or wants one."""
 

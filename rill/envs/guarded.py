@@ -1,8 +1,9 @@
 """An environment whose exceptions are data: what it raises becomes a trajectory with `error` set.
 
 Environments are users' code and talk to tools and servers; one that fails in one episode of thousands must not end the
-run. Made by open_environment around every environment. What rill itself raises on purpose (a bad prompt, an engine that
-failed) passes, as does a cancelled episode.
+run; nor must one row of the data, or one long talk with a tool, that does not fit the engine's context. Made by
+open_environment around every environment. What else rill raises on purpose (an engine that failed) passes, as does a
+cancelled episode.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rill.data.chat import PromptEncoder
 from rill.envs.trajectory_builder import TrajectoryBuilder
-from rill.errors import RillError
+from rill.errors import RillError, TooLongError
 from rill.types import Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class GuardedEnvironment:
             return await self._environment.rollout(
                 prompt, policy, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
             )
-        except RillError:
-            raise
         except Exception as error:  # boundary: an environment is a user's code and may raise anything
+            if isinstance(error, RillError) and not isinstance(error, TooLongError):
+                raise
             self._num_failed += 1
             if self._num_failed <= MAX_LOGGED:
                 logger.warning("episode %s failed", trajectory_id, exc_info=True)

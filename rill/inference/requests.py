@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rill.errors import RequestError, StuckError
+from rill.errors import RequestError, StuckError, TooLongError
 from rill.inference.base import Request
 from rill.types import SamplingParams
 
@@ -77,7 +77,7 @@ def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -
             f"{who}: token ids run from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
         )
     if ids.size > max_tokens:
-        raise RequestError(
+        raise TooLongError(
             f"{who}: {ids.size} tokens, and at most {max_tokens} fit here: shorten the prompt, or raise the engine's"
             " max_context or KV cache"
         )

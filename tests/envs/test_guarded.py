@@ -7,7 +7,7 @@ import pytest
 
 from rill.envs.base import Environment, Policy, open_environment
 from rill.envs.single_turn import SingleTurn
-from rill.errors import EngineError
+from rill.errors import EngineError, TooLongError
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Prompt, SamplingParams, StopReason, Trajectory
 from tests.envs.test_single_turn import Scripted
@@ -18,7 +18,7 @@ PROMPT = Prompt(id="p", text="1+1=", answer="2")
 class Failing(SingleTurn):
     class Config(SingleTurn.Config):
         type: str  # type: ignore[assignment]
-        how: Literal["raises", "engine", "cancelled"]
+        how: Literal["raises", "engine", "cancelled", "too long"]
 
     config: Config
 
@@ -28,6 +28,8 @@ class Failing(SingleTurn):
         match self.config.how:
             case "raises":
                 raise ConnectionError("the tool server said 503")
+            case "too long":
+                raise TooLongError("request t#0: 407 tokens, and at most 127 fit here")
             case "engine":
                 raise EngineError("out of memory")
             case _:
@@ -59,3 +61,9 @@ async def test_errors_of_rills_own_and_cancelled_episodes_pass() -> None:
         await episode("engine")
     with pytest.raises(asyncio.CancelledError):
         await episode("cancelled")
+
+
+async def test_a_prompt_that_does_not_fit_the_context_costs_its_sample_and_not_the_run() -> None:
+    failed = await episode("too long")
+    assert failed.error == "environment: TooLongError: request t#0: 407 tokens, and at most 127 fit here"
+    assert failed.num_sampled == 0
