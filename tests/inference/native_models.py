@@ -105,3 +105,8 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray[Any, Any
 def request(index: int | str, tokens: np.ndarray[Any, Any], **sampling: Any) -> Request:
     sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True} | sampling
     return Request(id=str(index), token_ids=tokens, sampling=SamplingParams(**sampling))
+
+
+def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:
+    """The reference's, times `scale`."""
+    return [(name, parameter.data * scale) for name, parameter in reference().named_parameters()]

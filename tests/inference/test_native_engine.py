@@ -22,6 +22,7 @@ from tests.inference.native_models import (
     forward_logprobs,
     greedy_tokens,
     make_engine,
+    new_weights,
     prompts,
     reference,
     request,
@@ -33,10 +34,6 @@ def engine() -> Iterator[NativeEngine]:
     engine = make_engine()
     yield engine
     engine.close()
-
-
-def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:
-    return [(name, parameter.data * scale) for name, parameter in reference().named_parameters()]
 
 
 def test_siblings_of_a_group_prefill_their_prompt_once(engine: NativeEngine) -> None:

@@ -68,7 +68,7 @@ class Admission:
 
     def scored_sequence(self, token_ids: TokenIds, temperature: float) -> ScoredSequence:
         arrival = next(self._counter)
-        request = Request(id=f"\0score-{arrival}", token_ids=np.asarray(token_ids))
+        request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids))
         check_tokens(request, max_tokens=self._max_context, vocab_size=self.vocab_size)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")

@@ -103,7 +103,9 @@ def _pick(  # type: ignore[no-untyped-def]
     inv_t = tl.load(inv_t_ptr + row)
     if tl.load(greedy_ptr + row) != 0:
         best = tl.min(tl.where(real & (tops == top), c, CHUNKS), axis=0)
-        token = tl.load(argmax_ptr + row * num_chunks + best)
+        # Where no logit is a number no chunk is the best: any token will do, inside the vocabulary; its score is NaN.
+        token = tl.load(argmax_ptr + row * num_chunks + tl.minimum(best, num_chunks - 1))
+        token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     else:
         mass = kept * tl.exp(tops - top)
         ends = tl.cumsum(mass, axis=0)
