@@ -169,7 +169,7 @@ class Agent:
         elif isinstance(request, Kill):
             for child in self.children.values():
                 if child.request.key == request.key:
-                    _kill_group(child.pid, request.signal_number)
+                    _kill_child(child.pid, request.signal_number)
 
     def _start(self, request: Start, starts_s: list[float]) -> None:
         pid = os.fork()
@@ -241,7 +241,7 @@ class Agent:
         """Kill every process of the session, remove its folders, exit."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self.children:
-            _kill_group(pid, signal.SIGKILL)
+            _kill_child(pid, signal.SIGKILL)
         deadline_s = time.monotonic() + 5.0
         while time.monotonic() < deadline_s:
             for pid in _own_children():  # includes what was adopted
@@ -297,7 +297,17 @@ def _own_children() -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
+def _kill_child(pid: int, signal_number: int) -> None:
+    """A child that is not waited for yet, and what it has started. Just forked, it has no group of its own so far."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            os.killpg(pid, signal_number)
+        except ProcessLookupError:
+            os.kill(pid, signal_number)
+
+
 def _kill_group(pid: int, signal_number: int) -> None:
+    """What a child that may be gone has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal_number)
 
