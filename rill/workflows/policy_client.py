@@ -14,14 +14,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from rill.errors import RequestError
 from rill.inference.base import Completion, Engine, Request
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
 from rill.workflows.partial_answers import Decode, continued, joined, nothing_said
+
+Asked = tuple[Request, "asyncio.Future[Completion]"]
 
 
 class PolicyClient:
@@ -32,7 +36,7 @@ class PolicyClient:
         self._engine = engine
         self._seed = seed
         self.decode = decode
-        self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._pending: list[Asked] = []
         self._unanswered: set[str] = set()
         self._busy = trace.span("sampling", lane="engine")
         self.is_stopped = False
@@ -78,13 +82,21 @@ class PolicyClient:
                 answer.set_result(nothing_said(request))
             return
         try:
-            futures = self._engine.submit([request for request, _ in pending])
+            self._submit(pending)
+        except RequestError:  # nothing was taken: whoever asks for the impossible is told so, and nobody else
+            for one in pending:
+                try:
+                    self._submit([one])
+                except Exception as error:  # noqa: BLE001  boundary, as below
+                    one[1].set_exception(error)
         except Exception as error:  # noqa: BLE001  boundary: the event loop would log it, and the episodes wait for ever
             for _, answer in pending:
                 answer.set_exception(error)
-            return
+
+    def _submit(self, asked: Sequence[Asked]) -> None:
+        futures = self._engine.submit([request for request, _ in asked])
         loop = asyncio.get_running_loop()
-        for (_, answer), future in zip(pending, futures, strict=True):
+        for (_, answer), future in zip(asked, futures, strict=True):
             future.add_done_callback(partial(_settle_from_thread, loop, answer))
 
 

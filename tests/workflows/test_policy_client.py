@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from rill.errors import TooLongError
 from rill.inference.base import Completion, Request
 from rill.types import SamplingParams, StopReason
 from rill.workflows.policy_client import PolicyClient
@@ -33,21 +34,22 @@ class AbortingEngine:
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         assert self.client is not None
         self.client.put_back()
-        futures = []
-        for request in requests:
-            said = np.zeros(self.num_tokens)
-            future: Future[Completion] = Future()
-            future.set_result(
-                Completion(
-                    request_id=request.id,
-                    token_ids=said.astype(np.int32),
-                    logprobs=said.astype(np.float32),
-                    versions=said.astype(np.int32),
-                    stop_reason=StopReason.ABORTED,
-                )
-            )
-            futures.append(future)
-        return futures
+        return [answered(request, self.num_tokens, StopReason.ABORTED) for request in requests]
+
+
+def answered(request: Request, num_tokens: int, reason: StopReason) -> Future[Completion]:
+    said = np.zeros(num_tokens)
+    future: Future[Completion] = Future()
+    future.set_result(
+        Completion(
+            request_id=request.id,
+            token_ids=said.astype(np.int32),
+            logprobs=said.astype(np.float32),
+            versions=said.astype(np.int32),
+            stop_reason=reason,
+        )
+    )
+    return future
 
 
 def ask(engine: BrokenEngine | AbortingEngine, answers: dict[str, Completion]) -> Completion:
@@ -64,6 +66,27 @@ def ask(engine: BrokenEngine | AbortingEngine, answers: dict[str, Completion]) -
 def test_whatever_an_engine_raises_reaches_those_who_asked() -> None:
     with pytest.raises(ZeroDivisionError, match="a bug"):
         ask(BrokenEngine(), {})
+
+
+class PickyEngine:
+    """Refuses a whole submission for one request in it, as engines do."""
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        if any(len(request.token_ids) > 5 for request in requests):
+            raise TooLongError("at most 5 tokens fit")
+        return [answered(request, 2, StopReason.EOS) for request in requests]
+
+
+def test_a_prompt_that_does_not_fit_costs_its_own_episode_alone() -> None:
+    async def work() -> list[Completion | BaseException]:
+        client = PolicyClient(PickyEngine(), seed=0, decode=str)  # type: ignore[arg-type]
+        prompts = [PROMPT, np.ones(9, np.int32), PROMPT]
+        asked = (client.episode(f"t{n}").generate(p, SamplingParams()) for n, p in enumerate(prompts))
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
+
+    first, second, third = asyncio.run(work())
+    assert isinstance(first, Completion) and isinstance(third, Completion)
+    assert isinstance(second, TooLongError)
 
 
 def test_an_answer_cut_off_is_kept_for_later() -> None:
