@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, 
         "rollout_busy": busy(spans, "sampling", start, end),
         "rollout_idle_in": {
             part: round(idle_during(spans, part, start, end), 4)
-            for part in ("wait for rollouts", "train", "sync")
+            for part in ("wait for rollouts", "train")
         },
         "actor_busy": busy(spans, "actor.train", start, end),
         **{
