@@ -91,8 +91,7 @@ def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, 
         "tokens_per_s": sum(r.metrics["length/total"] for r in steps) * args.groups * 8 / seconds,
         "rollout_busy": busy(spans, "sampling", start, end),
         "rollout_idle_in": {
-            part: round(idle_during(spans, part, start, end), 4)
-            for part in ("wait for rollouts", "train")
+            part: round(idle_during(spans, part, start, end), 4) for part in ("wait for rollouts", "train")
         },
         "actor_busy": busy(spans, "actor.train", start, end),
         **{

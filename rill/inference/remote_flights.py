@@ -30,6 +30,7 @@ from rill.types import PolicyVersion, StopReason
 
 T = TypeVar("T")
 
+_CANCEL_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -80,12 +81,21 @@ class RemoteFlights:
         self._loop.call_soon_threadsafe(self._start, flights)
 
     def call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-        """Run this on the loop and wait for it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run this on the loop and wait for it. What was given up has heard of it when this raises."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result(timeout_s)
         except FutureTimeoutError:
             future.cancel()
+            ended.wait(_CANCEL_TIMEOUT_S)
             raise StuckError(f"{self._where}: {what} did not end within {timeout_s} s") from None
         except httpx.TransportError as error:
             raise PeerDiedError(f"{self._where}: {type(error).__name__}: {error}") from error
