@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rill.config import PartConfig
 from rill.data.loader import LoaderConfig
@@ -38,15 +36,8 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run
 from rill.types import Floats, PolicyVersion, Prompt, TokenIds
-from rill.weights import (
-    Canary,
-    CanaryProof,
-    Publisher,
-    Pulled,
-    SealedManifest,
-    TransportConfig,
-    WeightManifest,
-)
+from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest, open_publisher
+from rill.weights.inproc import InprocTransport
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.feeder import Feeder, PromptPlan
@@ -99,28 +90,12 @@ class NullRollout(Worker):
         return Pulled.proven(name, manifest, manifest.version, no_scores)
 
 
-class NullPublisher(Publisher):
-    """Publishes a manifest and no bytes."""
-
-    transport = "null"
-
-    def __init__(self) -> None:
-        super().__init__(TransportConfig(type="null"))
-
-    def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
-        raise NotImplementedError
-
-    def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
-        raise NotImplementedError
-
-    def location(self, version: PolicyVersion) -> str:
-        raise NotImplementedError
-
-
 class NullActor(PublishingWorker):
+    """Publishes manifests without bytes: its transport is there and never used."""
+
     def __init__(self, *, work_s: float) -> None:
         self.work_s = work_s
-        self.publisher = NullPublisher() if self.rank == 0 else None
+        self.publisher = open_publisher(InprocTransport.Config()) if self.rank == 0 else None
 
     def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
         keys = plan.share(self.rank, self.world_size, whole_groups=False)

@@ -40,11 +40,13 @@ from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.publishing import PublishingWorker
 from rill.workflows.sections import SyncConfig, WarmupConfig
-from rill.workflows.stages import load_algorithm, put_all, rendezvous_of, save_algorithm, take_share
+from rill.workflows.stages import LearningWorker, put_all, rendezvous_of, take_share
 from rill.workflows.teachers import TeacherConfig, open_teachers
 
 
-class ActorWorker(PublishingWorker):
+class ActorWorker(PublishingWorker, LearningWorker):
+    trainer: PolicyTrainer
+
     def __init__(
         self,
         *,
@@ -147,18 +149,6 @@ class ActorWorker(PublishingWorker):
         return self.trainer.logprobs(
             [_as_sample(tokens) for tokens in self._canary_tokens()], temperature=1.0
         )
-
-    # --- files --------------------------------------------------------------------------------------------
-
-    def save(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.save(folder)
-        save_algorithm(self, self.algorithm, folder)
-
-    def load(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.load(folder)
-        load_algorithm(self.algorithm, folder)
 
     def export(self, folder: str) -> None:
         with self.device_lock():

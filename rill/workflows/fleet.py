@@ -69,7 +69,6 @@ class Fleet:
         """In this epoch."""
         self._is_open = False
         self._num_epochs = 0
-        self._is_published = False
         self._manifest: SealedManifest | None = None
         """Of the newest weights, once somebody asked for it."""
         answer(actor.on(0).meet(rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
@@ -161,7 +160,6 @@ class Fleet:
         """How the actor brought new weights to the engines. One that did not come there is started again."""
         assert synced is not None, "the trainer's first rank publishes"
         self._manifest = None
-        self._is_published = True
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
             self._bring_back(self._names.index(name), reason)
@@ -201,9 +199,8 @@ class Fleet:
         log.warning("%s is lost: %s; relaunch %d", name, first_line, self._relaunches[rank])
         with trace.span("relaunch", lane="loop", engine=name):
             self._rollout.relaunch(rank, timeout_s=self._loop.step_timeout_s)
-            if self._is_published:
-                with boundary(f"relaunch of {name}, which was lost: {first_line}"):
-                    answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+            with boundary(f"relaunch of {name}, which was lost: {first_line}"):
+                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
         if self._calls[rank] is not None:
             self._generate([rank])
         log.warning("%s is back in service", name)

@@ -137,9 +137,8 @@ class EpisodePolicy:
         completion = await self._ask(request_id, token_ids, sampling, before)
         is_cut_off = completion.stop_reason is StopReason.ABORTED and self._client.is_stopped
         if is_cut_off and len(completion.token_ids) >= sampling.max_new_tokens:
-            completion = replace(
-                completion, stop_reason=StopReason.LENGTH
-            )  # with its last token, as it happened
+            # Stopped with its last token, as it happened.
+            completion = replace(completion, stop_reason=StopReason.LENGTH)
         elif is_cut_off:
             if len(completion.token_ids):
                 self._answers[request_id] = completion

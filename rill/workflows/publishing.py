@@ -64,7 +64,8 @@ class PublishingWorker(Worker):
             return self._engines().bring_to(manifest)
 
     def catch_up(self, rollout: WorkerGroup[RolloutWorker], rank: int) -> None:
-        """Bring one engine, started again, to the version that the others hold. `rollout`: where they are now."""
+        """Bring one engine, started again, to the version that the others hold, if there is one. `rollout`: where they
+        are now."""
         self._engines().catch_up(rollout, rank)
 
     def manifest(self) -> SealedManifest:

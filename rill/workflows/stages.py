@@ -101,8 +101,27 @@ class TeacherWorker(ReferenceWorker):
         return replace(sample, teacher_logprobs=logprobs)
 
 
-class CriticWorker(Worker):
+class LearningWorker(Worker):
+    """A worker that is trained: what a checkpoint holds of it. Every rank saves and loads."""
+
+    trainer: Trainer
+    algorithm: Algorithm
+
+    def save(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.save(folder)
+        save_algorithm(self, self.algorithm, folder)
+
+    def load(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.load(folder)
+        load_algorithm(self.algorithm, folder)
+
+
+class CriticWorker(LearningWorker):
     """The value function: judges samples before the policy's update and learns from them after."""
+
+    trainer: ValueTrainer
 
     def __init__(self, *, config: ValueTrainer.Config, algorithm: AlgorithmConfig) -> None:
         self.algorithm = Algorithm(algorithm)
@@ -138,16 +157,6 @@ class CriticWorker(Worker):
             _, samples = take_share(source, plan, self.trainer, whole_groups=True)
             figures = self.trainer.update(samples)
         return {f"critic/{name.removeprefix('value/')}": value for name, value in figures.items()}
-
-    def save(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.save(folder)
-        save_algorithm(self, self.algorithm, folder)
-
-    def load(self, folder: str) -> None:
-        with self.device_lock():
-            self.trainer.load(folder)
-        load_algorithm(self.algorithm, folder)
 
 
 def save_algorithm(worker: Worker, algorithm: Algorithm, folder: str) -> None:

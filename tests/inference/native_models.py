@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from rill.errors import EngineError
 from rill.inference.base import Request
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig, load_model
-from rill.types import SamplingParams
+from rill.types import PolicyVersion, SamplingParams
 
 VOCAB = 97
 _LLAMA: dict[str, Any] = {
@@ -110,3 +112,13 @@ def request(index: int | str, tokens: np.ndarray[Any, Any], **sampling: Any) -> 
 def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:
     """The reference's, times `scale`."""
     return [(name, parameter.data * scale) for name, parameter in reference().named_parameters()]
+
+
+def check_weights_that_are_not_numbers(engine: NativeEngine, temperature: float) -> None:
+    """They fail the request, by name, and the next whole ones serve."""
+    engine.update_weights(new_weights(float("nan")), PolicyVersion(1))
+    prompt = request(1, prompts((8,))[0], temperature=temperature)
+    with pytest.raises(EngineError, match="version 1 are not numbers"):
+        engine.generate([prompt])
+    engine.update_weights(new_weights(1.0), PolicyVersion(2))
+    assert len(engine.generate([prompt])[0].token_ids)

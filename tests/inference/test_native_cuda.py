@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from rill.errors import EngineError
 from rill.inference.base import Engine
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig, load_model
-from rill.types import PolicyVersion
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
+    check_weights_that_are_not_numbers,
     forward_logprobs,
     greedy_tokens,
     make_engine,
-    new_weights,
     prompts,
     reference,
     request,
@@ -57,12 +55,7 @@ def test_weights_that_are_not_numbers_fail_the_request_and_harm_nothing(temperat
     """The next step is launched before the host sees the token, which must be one that the embedding has."""
     engine = make_engine(device="cuda", check_every_step=False)
     try:
-        engine.update_weights(new_weights(float("nan")), PolicyVersion(1))
-        prompt = request(1, prompts((8,))[0], temperature=temperature)
-        with pytest.raises(EngineError, match="version 1 are not numbers"):
-            engine.generate([prompt])
-        engine.update_weights(new_weights(1.0), PolicyVersion(2))
-        assert len(engine.generate([prompt])[0].token_ids)
+        check_weights_that_are_not_numbers(engine, temperature)
     finally:
         engine.close()
 

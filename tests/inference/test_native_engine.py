@@ -19,6 +19,7 @@ from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.native_models import (
     SHAPES,
     VOCAB,
+    check_weights_that_are_not_numbers,
     forward_logprobs,
     greedy_tokens,
     make_engine,
@@ -428,12 +429,7 @@ def test_a_dead_engine_says_what_killed_it_and_is_not_taken_for_idle(
 def test_weights_that_are_not_numbers_fail_the_request_and_say_so(
     engine: NativeEngine, temperature: float
 ) -> None:
-    engine.update_weights(new_weights(float("nan")), PolicyVersion(1))
-    prompt = request(1, prompts((8,))[0], temperature=temperature)
-    with pytest.raises(EngineError, match="version 1 are not numbers"):
-        engine.generate([prompt])
-    engine.update_weights(new_weights(1.0), PolicyVersion(2))
-    assert len(engine.generate([prompt])[0].token_ids)
+    check_weights_that_are_not_numbers(engine, temperature)
 
 
 def test_a_request_that_forbids_every_token_fails_alone(engine: NativeEngine) -> None:
