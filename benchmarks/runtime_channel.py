@@ -29,10 +29,10 @@ import numpy as np
 from benchmarks import runtime_calls
 from benchmarks.runtime_calls import RESULTS, report
 from benchmarks.runtime_rivals import LARGE_BYTES, RIVALS, SMALL, TCP_ARRAYS, copy_rates
-from rill.runtime.backend import LocalBackend
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
+from rill.runtime.process.backend import LocalBackend
 from rill.runtime.worker import Worker
 
 COPY_IN, COPY_IN_AND_OUT = (f"shared memory, {what} (limit)" for what in ("copied in", "copied in and out"))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runtime_calls import report
-from rill.runtime.session_key import SessionKey
+from rill.runtime.process.session_key import SessionKey
 
 SMALL = {"prompt_id": "gsm8k/17", "reward": 1.0}
 LARGE_BYTES = 16 * 1024 * 1024

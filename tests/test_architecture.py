@@ -383,7 +383,7 @@ CLEAN = {
     "rill/errors.py": '"""Errors."""\n',
     "rill/algorithms/loss.py": '"""A loss."""\nimport torch\nfrom rill.types import Sample\n',
     "rill/runtime/channel.py": '"""A channel."""\nfrom rill.telemetry import trace\n',
-    "rill/runtime/ray.py": '"""Ray."""\ndef start():\n    import ray\n',
+    "rill/runtime/process/ray.py": '"""Ray."""\ndef start():\n    import ray\n',
     "rill/telemetry/trace.py": '"""Spans."""\n',
     "rill/training/engine.py": '"""Trains."""\nimport torch\nfrom rill.algorithms.loss import loss\n',
     "rill/inference/base.py": '"""Engines."""\nfrom rill.types import Prompt\n',
@@ -396,7 +396,11 @@ CLEAN = {
 
 PLANTED = [
     (imports_go_down, "rill/types.py", '"""."""\nfrom rill.runtime.channel import Channel\n'),
-    (imports_go_down, "rill/runtime/local.py", '"""."""\ndef f():\n    from rill.workflows import loop\n'),
+    (
+        imports_go_down,
+        "rill/runtime/process/agent_client.py",
+        '"""."""\ndef f():\n    from rill.workflows import loop\n',
+    ),
     (imports_go_down, "rill/inference/engine.py", '"""."""\nfrom rill.inference.server.app import App\n'),
     (imports_go_down, "rill/inference/engine.py", '"""."""\nfrom rill.inference import server\n'),
     (imports_go_down, "rill/weights/http.py", '"""."""\nimport rill.inference.server.app\n'),
@@ -406,7 +410,11 @@ PLANTED = [
     (strangers_stay_apart, "rill/inference/step.py", '"""."""\nfrom rill.training.engine import Engine\n'),
     (strangers_stay_apart, "rill/inference/server/step.py", '"""."""\nimport rill.training.engine\n'),
     (some_rooms_see_less, "rill/algorithms/kl.py", '"""."""\nfrom rill.telemetry.trace import span\n'),
-    (some_rooms_see_less, "rill/runtime/local.py", '"""."""\nfrom rill.models.loading import load_model\n'),
+    (
+        some_rooms_see_less,
+        "rill/runtime/process/agent_client.py",
+        '"""."""\nfrom rill.models.loading import load_model\n',
+    ),
     (rooms_form_no_circle, "rill/telemetry/watch.py", '"""."""\nfrom rill.runtime.channel import Channel\n'),
     (nobody_imports_the_facade, "rill/training/step.py", '"""."""\nfrom rill import Channel\n'),
     (pure_packages_stay_pure, "rill/algorithms/kl.py", '"""."""\nimport transformers\n'),

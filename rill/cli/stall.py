@@ -3,7 +3,7 @@
     loop ── observe, after every step ──▶ StallWatch ◀── once a second ── its thread
                                               │ nothing for longer than any step took
                                               ▼
-                       a note on the terminal, and stuck-*.md in the run's logs (rill.runtime.report)
+                       a note on the terminal, and stuck-*.md in the run's logs (rill.runtime.process.report)
 
 It ends nothing: a step may be slow for good reasons. It speaks again each time the silence has doubled.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 from rill.cli.progress import duration
 from rill.errors import RunError
 from rill.runtime.context import current
-from rill.runtime.report import explain
+from rill.runtime.process.report import explain
 
 if TYPE_CHECKING:
     from rill.workflows.loop import StepReport

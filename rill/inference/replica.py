@@ -38,7 +38,7 @@ from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica_outbox import RECORD_WAIT_S, End
 from rill.inference.replica_process import EngineFacts, replica_main
 from rill.inference.requests import check_ids, wait_for_all
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, TokenIds
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from rill.inference.parameters import checked, expected_shapes
 from rill.inference.remote import RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
 
 _TAGS = {

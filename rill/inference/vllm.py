@@ -51,7 +51,7 @@ from rill.inference.vllm_loop import Job, VllmLoop
 from rill.inference.vllm_words import VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
 
 _UPDATE_TIMEOUT_S = 1800.0

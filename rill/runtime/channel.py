@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import ConfigError
-from rill.runtime.channel_ends import HUB_S, ChannelEnds, ChannelSettings, checked_key, ends_of
-from rill.runtime.consumer_port import ConsumerPort, WireItem
+from rill.runtime.channels.consumer import ConsumerPort, WireItem
+from rill.runtime.channels.ends import HUB_S, ChannelEnds, ChannelSettings, checked_key, ends_of
 from rill.runtime.context import current
-from rill.runtime.grants import EPOCH_END, ITEMS
-from rill.runtime.hub_answer import Pending
-from rill.runtime.report import stuck
+from rill.runtime.hub.answer import Pending
+from rill.runtime.hub.grants import EPOCH_END, ITEMS
+from rill.runtime.process.report import stuck
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster

@@ -25,21 +25,21 @@ from typing import Any, Self, TypeVar
 
 from rill.errors import PlanError, RunError
 from rill.runtime import context as runtime_context
-from rill.runtime.agent_protocol import Event, Exited
-from rill.runtime.backend import Backend, LocalBackend
-from rill.runtime.broadcast import free_port
-from rill.runtime.call import CallBook
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
-from rill.runtime.device import Device, DeviceSpec, Node, number
+from rill.runtime.device.device import Device, DeviceSpec, Node, number
+from rill.runtime.device.placement import Placement, resolve, share_processes
 from rill.runtime.group import ClassRef, WorkerGroup
-from rill.runtime.launcher import Launcher, is_service
-from rill.runtime.local import NodeClient
-from rill.runtime.mailbox import Mailbox
-from rill.runtime.placement import Placement, resolve, share_processes
-from rill.runtime.process import allow_many_files
-from rill.runtime.session import open_session
-from rill.runtime.session_key import SessionKey
-from rill.runtime.supervisor import Supervisor, describe_exit
+from rill.runtime.process.agent import allow_many_files
+from rill.runtime.process.agent_client import NodeClient
+from rill.runtime.process.agent_protocol import Event, Exited
+from rill.runtime.process.backend import Backend, LocalBackend
+from rill.runtime.process.call import CallBook
+from rill.runtime.process.launcher import Launcher, is_service
+from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.session import open_session
+from rill.runtime.process.session_key import SessionKey
+from rill.runtime.process.supervisor import Supervisor, describe_exit
+from rill.runtime.transfer.broadcast import free_port
 from rill.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Cluster:
     def ray(cls, address: str = "local", devices: DeviceSpec = "auto", **options: Any) -> Cluster:
         """On Ray: "local" starts a cluster here, "auto" joins the one at hand, else its address. `devices` counts per
         node, or is given by the labels of Ray's nodes. `options` are those of Cluster."""
-        from rill.runtime.ray import RayBackend
+        from rill.runtime.process.ray import RayBackend
 
         return cls(backend=RayBackend(address, devices), **options)
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import RunError
 
 if TYPE_CHECKING:
-    from rill.runtime.call import CallBook
-    from rill.runtime.directory import Directory
-    from rill.runtime.hub import HubClient
-    from rill.runtime.mailbox import Inbox
-    from rill.runtime.parcel import Parcels
-    from rill.runtime.session_key import SessionKey
-    from rill.runtime.transfer import Transfer
+    from rill.runtime.hub.server import HubClient
+    from rill.runtime.process.call import CallBook
+    from rill.runtime.process.directory import Directory
+    from rill.runtime.process.mailbox import Inbox
+    from rill.runtime.process.session_key import SessionKey
+    from rill.runtime.transfer.parcel import Parcels
+    from rill.runtime.transfer.transfer import Transfer
 
 DRIVER_GROUP = "driver"
 
@@ -168,7 +168,7 @@ class RuntimeContext:
 
 
 def _open_hub(context: RuntimeContext) -> Any:
-    from rill.runtime.hub import HubClient
+    from rill.runtime.hub.server import HubClient
 
     client = HubClient(context.hub_endpoint, context.address.identity, context.key)
     if context.registration is not None:
@@ -179,25 +179,25 @@ def _open_hub(context: RuntimeContext) -> Any:
 
 
 def _open_store(context: RuntimeContext) -> Any:
-    from rill.runtime.store import open_store
+    from rill.runtime.transfer.store import open_store
 
     return open_store(context)
 
 
 def _open_directory(context: RuntimeContext) -> Any:
-    from rill.runtime.directory import Directory
+    from rill.runtime.process.directory import Directory
 
     return Directory(context, follows_hub=context.address.group != DRIVER_GROUP)
 
 
 def _open_parcels(context: RuntimeContext) -> Any:
-    from rill.runtime.parcel import Parcels
+    from rill.runtime.transfer.parcel import Parcels
 
     return Parcels(context)
 
 
 def _open_transfer(context: RuntimeContext) -> Any:
-    from rill.runtime.transfer import Transfer
+    from rill.runtime.transfer.transfer import Transfer
 
     return Transfer(context)
 

@@ -16,9 +16,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
-from rill.runtime.call import HostProcess, encode_arguments
 from rill.runtime.context import RuntimeContext, WorkerAddress, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
+from rill.runtime.process.call import HostProcess, encode_arguments
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
 
 W_co = TypeVar("W_co", bound=Worker, covariant=True)

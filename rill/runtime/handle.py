@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from rill.errors import RillError, StuckError
-from rill.runtime.call import Lost, Outcome, Reply
 from rill.runtime.context import WorkerAddress
-from rill.runtime.line_pump import LinePump, Waiter
-from rill.runtime.waits import waiting
+from rill.runtime.process.call import Lost, Outcome, Reply
+from rill.runtime.process.line_pump import LinePump, Waiter
+from rill.runtime.process.waits import waiting
 
 DEFAULT_WAIT_S = 3600.0
 

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from rill.runtime.broadcast import Rendezvous, broadcast, broadcast_async, rendezvous
 from rill.runtime.context import current
-from rill.runtime.device import Device
+from rill.runtime.device.device import Device
+from rill.runtime.transfer.broadcast import Rendezvous, broadcast, broadcast_async, rendezvous
 from rill.telemetry import trace
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
+    from rill.runtime.device.placement import Placement
     from rill.runtime.group import WorkerGroup
-    from rill.runtime.pending import Pending
-    from rill.runtime.placement import Placement
+    from rill.runtime.transfer.pending import Pending
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,7 +153,7 @@ class Worker:
     @property
     def device_lock(self) -> Any:
         """This worker's turn on its devices: `with self.device_lock:` or `with self.device_lock(inputs, outputs):`."""
-        from rill.runtime.lock import device_lock_of
+        from rill.runtime.device.lock import device_lock_of
 
         return device_lock_of(self)
 

@@ -26,7 +26,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from rill.errors import WeightSyncError
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
 from rill.weights import delta
 from rill.weights.base import Publisher, Receiver, TransportConfig

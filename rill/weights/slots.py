@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 
 from rill.errors import WeightSyncError
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
 STAMP = struct.Struct("<q")

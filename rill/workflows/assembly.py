@@ -21,9 +21,9 @@ from rill.errors import PlanError
 from rill.models.loading import ModelConfig, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
+from rill.runtime.device.placement import resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
-from rill.runtime.placement import resolve
 from rill.runtime.worker import Worker
 from rill.telemetry.guards import Guard, default_guards
 from rill.telemetry.run import Run

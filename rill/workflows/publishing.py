@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rill.runtime.context import current
+from rill.runtime.device.lock import groups_in_line
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
-from rill.runtime.lock import groups_in_line
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
 from rill.weights import Publisher, Pulled, SealedManifest, WeightSync, WeightSyncConfig

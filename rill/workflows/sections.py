@@ -13,7 +13,7 @@ from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
-"""Device ids of a group, as rill.runtime.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
+"""Device ids of a group, as rill.runtime.device.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
 
 
 MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rill.runtime.hub import hub_command
-from rill.runtime.hub_machine import FAILURE, PUSH, REPLY, Machine
+from rill.runtime.hub.server import hub_command
+from rill.runtime.hub.state import FAILURE, PUSH, REPLY, Machine
 
 
 class FakeHub:

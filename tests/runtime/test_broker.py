@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rill.runtime.grants import EPOCH_END, ITEMS, NOTHING
+from rill.runtime.hub.grants import EPOCH_END, ITEMS, NOTHING
 from tests.runtime.hub_fakes import OPTIONS, FakeHub, descriptor, values_of
 
 DRIVER = "driver[0]#0"

@@ -22,7 +22,7 @@ import pytest
 from rill.errors import ChannelClosedError, ConfigError, PeerDiedError, StuckError, UnpicklableError
 from rill.runtime.channel import Channel, ItemInfo, Lease
 from rill.runtime.cluster import Cluster
-from rill.runtime.waits import dump
+from rill.runtime.process.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
 from tests.runtime.leftovers import nothing_left
 
@@ -57,7 +57,7 @@ def hub_pid(cluster: Cluster) -> int:
     while time.monotonic() < deadline_s:  # it may be between two lives
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "rill.runtime.hub" in process.cmdline():
+                if "rill.runtime.hub.server" in process.cmdline():
                     return process.pid
         time.sleep(0.02)
     raise AssertionError("no hub")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def hub_pid() -> int:
     for process in psutil.Process().children(recursive=True):
-        if process.status() != psutil.STATUS_ZOMBIE and "rill.runtime.hub" in process.cmdline():
+        if process.status() != psutil.STATUS_ZOMBIE and "rill.runtime.hub.server" in process.cmdline():
             return int(process.pid)
     return 0  # between two lives
 

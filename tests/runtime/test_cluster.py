@@ -15,10 +15,10 @@ import pytest
 
 from rill.errors import PeerDiedError, RunError, UserError
 from rill.runtime import context as runtime_context
-from rill.runtime.agent_protocol import Exited
 from rill.runtime.cluster import Cluster
-from rill.runtime.device import Device
-from rill.runtime.session import LOCK_NAME, SESSION_PREFIX, sweep
+from rill.runtime.device.device import Device
+from rill.runtime.process.agent_protocol import Exited
+from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
 from tests.runtime.leftovers import becomes_true, is_running, marked_processes, nothing_left
 from tests.runtime.workers import Echo
 
@@ -86,10 +86,10 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
         cluster.context.hub.call("registry", "publish", ["key", "value", False], 20)
-        before = find_process("rill.runtime.hub", str(cluster.session.session_dir))
+        before = find_process("rill.runtime.hub.server", str(cluster.session.session_dir))
         os.kill(before, signal.SIGKILL)
         assert cluster.context.hub.call("registry", "fetch", "key", 20) == "value"
-        assert find_process("rill.runtime.hub", str(cluster.session.session_dir)) != before
+        assert find_process("rill.runtime.hub.server", str(cluster.session.session_dir)) != before
         assert becomes_true(
             lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text
         )

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from rill.errors import PlanError
-from rill.runtime import device_kind
-from rill.runtime.backend import LocalBackend
 from rill.runtime.cluster import Cluster
-from rill.runtime.device import Device, Node, devices_of_nodes, local_devices
-from rill.runtime.device_kind import DeviceKind, register_kind
+from rill.runtime.device import kind as device_kind
+from rill.runtime.device.device import Device, Node, devices_of_nodes, local_devices
+from rill.runtime.device.kind import DeviceKind, register_kind
+from rill.runtime.process.backend import LocalBackend
 from rill.runtime.worker import Worker
 from tests.runtime.workers import Echo
 

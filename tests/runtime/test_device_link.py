@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from rill.errors import WorkerError
-from rill.runtime.backend import LocalBackend
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.device_link import GLOO
 from rill.runtime.group import WorkerGroup
+from rill.runtime.process.backend import LocalBackend
+from rill.runtime.transfer.device_link import GLOO
 from rill.runtime.worker import Worker, concurrent
 from tests.runtime.tensor_workers import tensors
 

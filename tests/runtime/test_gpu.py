@@ -11,8 +11,8 @@ from rill.errors import WorkerError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.device_link import open_group
 from rill.runtime.group import WorkerGroup
+from rill.runtime.transfer.device_link import open_group
 from rill.runtime.worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]

@@ -19,9 +19,9 @@ from rill.errors import (
     UserError,
     WorkerError,
 )
-from rill.runtime import supervisor
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
+from rill.runtime.process import supervisor
 from tests.runtime.workers import Echo, OneWay, Slow
 
 pytestmark = pytest.mark.timeout(60)

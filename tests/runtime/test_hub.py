@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
-from rill.runtime import hub_journal
-from rill.runtime.hub import HubClient
-from rill.runtime.hub_journal import HubJournal
-from rill.runtime.hub_machine import Machine
+from rill.runtime.hub import journal as hub_journal
+from rill.runtime.hub.journal import HubJournal
+from rill.runtime.hub.server import HubClient
+from rill.runtime.hub.state import Machine
 from tests.runtime.hub_fakes import OPTIONS, FakeHub, HubProcess, descriptor, hub_process
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +86,7 @@ def test_a_killed_process_is_noticed_at_once(hub: HubProcess, client: HubClient)
     client.on("peer_died", deaths.append)
     client.call("registry", "sync", None, 20)
     script = (
-        "import sys, time; from rill.runtime.hub import HubClient;"
+        "import sys, time; from rill.runtime.hub.server import HubClient;"
         f"HubClient({hub.endpoint!r}, 'w[0]#0').call('registry', 'sync', None, 20);"
         "print('up', flush=True); time.sleep(60)"
     )
@@ -159,7 +159,7 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
 
 def test_a_process_that_died_while_the_hub_was_down_is_noticed(hub: HubProcess, client: HubClient) -> None:
     script = (
-        "from rill.runtime.hub import HubClient; import time;"
+        "from rill.runtime.hub.server import HubClient; import time;"
         f"HubClient({hub.endpoint!r}, 'w[0]#0').call('registry', 'sync', None, 20);"
         "print('up', flush=True); time.sleep(60)"
     )

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from rill.runtime import lanes as lanes_module
-from rill.runtime.lanes import Lanes
+from rill.runtime.transfer import lanes as lanes_module
+from rill.runtime.transfer.lanes import Lanes
 from tests.runtime.leftovers import becomes_true
 
 pytestmark = pytest.mark.timeout(30)

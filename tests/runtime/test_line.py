@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rill.errors import PeerDiedError
 from rill.runtime.cluster import Cluster
 from rill.runtime.handle import Handle
-from rill.runtime.line import Line
-from rill.runtime.line_pump import LinePump, Waiter
-from rill.runtime.mailbox import Frames
-from rill.runtime.work_inbox import WorkInbox, connect
+from rill.runtime.process.line import Line
+from rill.runtime.process.line_pump import LinePump, Waiter
+from rill.runtime.process.mailbox import Frames
+from rill.runtime.process.work_inbox import WorkInbox, connect
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,8 @@ import pytest
 from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
-from rill.runtime.lock_service import LINGER_S
-from rill.runtime.report import collect
+from rill.runtime.hub.locks import LINGER_S
+from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
 from tests.runtime.hub_fakes import OPTIONS, FakeHub, descriptor
 
@@ -372,7 +372,7 @@ def test_the_hub_may_die_while_devices_are_held(cluster: Cluster, tmp_path: Path
         for process in psutil.Process().children(recursive=True)
         # A process that another test left behind may be a zombie, which has no command line.
         if process.status() != psutil.STATUS_ZOMBIE
-        and "rill.runtime.hub" in (command := process.cmdline())
+        and "rill.runtime.hub.server" in (command := process.cmdline())
         and str(cluster.session.session_dir) in command
     ]
     os.kill(hub.pid, signal.SIGKILL)

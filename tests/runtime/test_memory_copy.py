@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rill.runtime import memory_copy
-from rill.runtime.memory_copy import PART_BYTES, copy_bytes
+from rill.runtime.transfer import memory_copy
+from rill.runtime.transfer.memory_copy import PART_BYTES, copy_bytes
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 8])

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rill.errors import PlanError
-from rill.runtime.device import Device, gpus_of, local_devices, number, torch_device, visible_devices_env
-from rill.runtime.placement import resolve
+from rill.runtime.device.device import (
+    Device,
+    gpus_of,
+    local_devices,
+    number,
+    torch_device,
+    visible_devices_env,
+)
+from rill.runtime.device.placement import resolve
 
 FOUR = number([Device(kind="cpu", index=n) for n in range(4)])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rill.runtime.consumer_port import ConsumerPort
-from rill.runtime.producer_port import ProducerPort
+from rill.runtime.channels.consumer import ConsumerPort
+from rill.runtime.channels.producer import ProducerPort
 
 
 class FakeHub:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from rill.runtime.process import _kill_child
+from rill.runtime.process.agent import _kill_child
 
 
 def test_a_child_is_killed_also_before_it_has_a_group_of_its_own() -> None:

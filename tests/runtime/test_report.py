@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rill.errors import StuckError, WorkerError
-from rill.runtime import report as report_module
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
-from rill.runtime.report import Edge, Report
-from rill.runtime.waits import dump, waiting
+from rill.runtime.process import report as report_module
+from rill.runtime.process.report import Edge, Report
+from rill.runtime.process.waits import dump, waiting
 from tests.runtime.channel_workers import Consumer, Producer
 
 pytestmark = pytest.mark.timeout(90)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rill.runtime.context import WorkerAddress
-from rill.runtime.routes import TensorRoute, tensor_route
+from rill.runtime.transfer.routes import TensorRoute, tensor_route
 
 
 def at(node: str, *gpus: int) -> WorkerAddress:

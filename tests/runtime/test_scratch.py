@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rill.runtime.scratch import ScratchFolder
-from rill.runtime.session import sweep
+from rill.runtime.process.scratch import ScratchFolder
+from rill.runtime.process.session import sweep
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 def left_by(last_words: str, root: Path) -> Path:
     """The folder of a process that filled one and then did that."""
     code = (
-        "import os, signal\nfrom rill.runtime.scratch import ScratchFolder\n"
+        "import os, signal\nfrom rill.runtime.process.scratch import ScratchFolder\n"
         f"folder = ScratchFolder('test', {str(root)!r})\n(folder.path / 'weights').write_bytes(b'x' * 1000)\n"
         f"print(folder.path, flush=True)\n{last_words}"
     )

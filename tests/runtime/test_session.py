@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rill.runtime.session import SESSION_PREFIX, hold_session, open_session, shm_dir_of, sweep
+from rill.runtime.process.session import SESSION_PREFIX, hold_session, open_session, shm_dir_of, sweep
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(60)
@@ -96,7 +96,11 @@ def test_everything_killed_at_once_is_removed_by_the_next_session_wherever_it_st
     time.sleep(0.2)
     assert shm_dir.exists()
     starting = subprocess.run(
-        [sys.executable, "-c", "from rill.runtime.session import open_session; open_session().close()"],
+        [
+            sys.executable,
+            "-c",
+            "from rill.runtime.process.session import open_session; open_session().close()",
+        ],
         env={**env, "TMPDIR": str(other)},
         timeout=30,
     )

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rill.errors import PeerDiedError, PlanError, WorkerError
-from rill.runtime.backend import LocalBackend
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
+from rill.runtime.process.backend import LocalBackend
 from rill.runtime.worker import Worker, concurrent
 from tests.runtime.workers import Echo, Peer
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime import store as store_module
 from rill.runtime.context import RuntimeContext, WorkerAddress
-from rill.runtime.segments import LARGEST_SLAB_SLOT, slot_size, unlink
-from rill.runtime.session_key import SessionKey
-from rill.runtime.store import Store
-from rill.runtime.store_server import StoreServer
-from rill.runtime.wire import encode
+from rill.runtime.process.session_key import SessionKey
+from rill.runtime.transfer import store as store_module
+from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, slot_size, unlink
+from rill.runtime.transfer.store import Store
+from rill.runtime.transfer.store_server import StoreServer
+from rill.runtime.transfer.wire import encode
 from tests.runtime.hub_fakes import HubProcess, hub_process
 
 pytestmark = pytest.mark.timeout(60)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rill.errors import StuckError
-from rill.runtime.supervisor import Supervisor
+from rill.runtime.process.supervisor import Supervisor
 
 
 def test_ctrl_c_while_workers_start_is_not_lost_behind_a_kill_that_takes_long() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rill.runtime.cluster import Cluster
-from rill.runtime.threads import SPIN_COUNT, thread_env
+from rill.runtime.process.threads import SPIN_COUNT, thread_env
 from rill.runtime.worker import Worker
 from tests.runtime import environment_witness
 

@@ -15,8 +15,8 @@ import zmq
 
 from rill import Channel, Cluster
 from rill.errors import PeerDiedError
-from rill.runtime.backend import LocalBackend
-from rill.runtime.session_key import KEY_NAME
+from rill.runtime.process.backend import LocalBackend
+from rill.runtime.process.session_key import KEY_NAME
 from tests.runtime.figure_five import run
 from tests.runtime.two_hosts_script import Host
 
@@ -91,7 +91,7 @@ def hubs(cluster: Cluster) -> list[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if "rill.runtime.hub" in words and str(cluster.session.session_dir) in " ".join(words):
+            if "rill.runtime.hub.server" in words and str(cluster.session.session_dir) in " ".join(words):
                 found.append(process.pid)
     return found
 

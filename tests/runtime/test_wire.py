@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.errors import UnpicklableError
-from rill.runtime.wire import RAW_MIN_BYTES, copy_through, decode, encode
+from rill.runtime.transfer.wire import RAW_MIN_BYTES, copy_through, decode, encode
 
 
 @dataclass

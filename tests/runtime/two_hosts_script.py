@@ -12,7 +12,7 @@ from rill.errors import PeerDiedError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.device_kind import DeviceKind, register_kind
+from rill.runtime.device.kind import DeviceKind, register_kind
 from rill.runtime.worker import Worker
 
 

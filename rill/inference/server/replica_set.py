@@ -27,7 +27,7 @@ from rill.errors import EngineError, ModelError, PeerDiedError, RillError, Stuck
 from rill.inference.base import ADAPTER_FILES, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica import ReplicaEngine
-from rill.runtime.scratch import ScratchFolder
+from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
 log = logging.getLogger(__name__)

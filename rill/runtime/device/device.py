@@ -1,0 +1,185 @@
+"""What processes are placed on: nodes, and devices with ids that count through the whole cluster.
+
+A device is a cpu slot, a GPU, or anything of a kind of the user's own (a robot arm, an NPU: device_kind.py).
+`Cluster` numbers devices; workers read their own from `self.devices`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from rill.errors import PlanError
+from rill.runtime.device.kind import find_kind, registered_kinds
+
+CPU, CUDA = "cpu", "cuda"
+LOCAL_NODE = "node0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One thing that a process can hold. `id` and `node_id` are given by the cluster."""
+
+    kind: str
+    index: int = 0
+    """Counts the devices of this kind on its node, from 0. For cuda: the GPU's own number."""
+    id: int = -1
+    """The global id, unique in the cluster."""
+    node_id: str = LOCAL_NODE
+    labels: frozenset[str] = frozenset()
+    """Names that a placement can select by, e.g. "h200" or "lab-a"."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What a worker needs to reach the device, e.g. {"address": "192.168.0.4"}."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = (self.kind, self.index, self.id, self.node_id, self.labels, dict(self.options))
+        return (_rebuild_device, values)
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.kind}:{self.index} on {self.node_id})"
+
+
+def _rebuild_device(
+    kind: str, index: int, global_id: int, node_id: str, labels: frozenset[str], options: Mapping[str, str]
+) -> Device:
+    return Device(kind=kind, index=index, id=global_id, node_id=node_id, labels=labels, options=options)
+
+
+NodeDevices: TypeAlias = str | int | Sequence[Device]
+"""The devices of one node, as `local_devices` reads them."""
+DeviceSpec: TypeAlias = NodeDevices | Mapping[str, NodeDevices]
+"""The same for every node, or by the nodes' labels: {"gpus": "cuda:8", "lab": [Device(kind="arm")], "*": "cpu:4"}."""
+
+
+def num_own_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of the cluster."""
+
+    node_id: str
+    host: str = "127.0.0.1"
+    """An address that the other nodes can reach."""
+    labels: frozenset[str] = frozenset()
+    num_cores: int = field(default_factory=num_own_cores)
+    """The cores that processes there may run on; unless given, those of the machine that made this object."""
+
+
+def devices_of_nodes(wanted: DeviceSpec, nodes: Sequence[Node]) -> dict[str, NodeDevices]:
+    """What `wanted` says of each node, by its id. A mapping's keys are labels or ids of nodes, or "*" for the rest."""
+    if not isinstance(wanted, Mapping):
+        return {node.node_id: wanted for node in nodes}
+    known = {"*"} | {name for node in nodes for name in (*node.labels, node.node_id)}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise PlanError(
+            f"devices: no node has the label or id {unknown[0]!r}; there are {', '.join(sorted(known - {'*'}))}"
+        )
+    chosen: dict[str, NodeDevices] = {}
+    for node in nodes:
+        names = [name for name in wanted if name in node.labels or name == node.node_id]
+        if len(names) > 1:
+            raise PlanError(
+                f"devices: {node.node_id} is meant by {' and by '.join(map(repr, names))}: give one"
+            )
+        chosen[node.node_id] = wanted[names[0]] if names else wanted.get("*", ())
+    return chosen
+
+
+def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) -> list[Device]:
+    """The devices of this machine that `wanted` names, without ids.
+
+    "auto": every GPU and everything of a registered kind that can be counted, or one cpu slot per core where there is
+    nothing of the kind. A number: that many GPUs, or that many cpu slots where there is none. "cpu:4", "cuda:2",
+    "npu:auto" or "cuda:2,cpu:4": that many of each kind. A list of Device: as given.
+    """
+    if isinstance(wanted, str) and wanted != "auto":
+        return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip(), labels)]
+    if isinstance(wanted, str):
+        counted = [kind.name for kind in registered_kinds() if kind.count is not None]
+        found = [device for name in (CUDA, *counted) for device in _devices_of_kind(f"{name}:auto", labels)]
+        return found or _devices_of_kind(f"{CPU}:auto", labels)
+    if isinstance(wanted, int):
+        return _devices_of_kind(f"{CUDA if visible_gpus() else CPU}:{wanted}", labels)
+    return [replace(device, labels=device.labels | labels) for device in wanted]
+
+
+def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
+    kind, _, count = part.partition(":")
+    if not kind or not (count.isdigit() or count == "auto"):
+        raise PlanError(f"devices={part!r} is not 'auto', a number or 'kind:number', e.g. 'cpu:4'")
+    num_devices = int(count) if count != "auto" else _count(kind)
+    if kind == CUDA:
+        gpus = visible_gpus()
+        if num_devices > len(gpus):
+            raise PlanError(
+                f"{num_devices} GPUs asked for, this machine shows {len(gpus)}: "
+                f"use devices='cuda:{len(gpus)}', or 'cpu:{num_devices}' for cpu slots"
+            )
+        return [Device(kind=CUDA, index=gpu, labels=labels) for gpu in gpus[:num_devices]]
+    return [Device(kind=kind, index=index, labels=labels) for index in range(num_devices)]
+
+
+def _count(kind: str) -> int:
+    """How many of a kind this machine has."""
+    if kind in (CPU, CUDA):
+        return len(visible_gpus()) if kind == CUDA else os.cpu_count() or 1
+    registered = find_kind(kind)
+    if registered is None or registered.count is None:
+        raise PlanError(
+            f"devices='{kind}:auto': nothing is known that counts {kind!r}: say how many, or register the kind with "
+            "`count` (rill.runtime.device.kind)"
+        )
+    return registered.count()
+
+
+def visible_gpus() -> list[int]:
+    """The NVIDIA GPUs that this process may use, found without loading CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and all(part.strip().isdigit() for part in visible.split(",")):
+        return [int(part) for part in visible.split(",")]
+    if visible == "":
+        return []
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return list(range(sum(1 for _ in folder.iterdir())))
+    return list(range(sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def number(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Give global ids in order."""
+    return tuple(replace(device, id=n) for n, device in enumerate(devices))
+
+
+def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:
+    """The environment that shows a process these GPUs, and its `devices` of registered kinds, and no others."""
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    for kind in registered_kinds():
+        if kind.visible_env:
+            own = dict.fromkeys(device.index for device in devices if device.kind == kind.name)
+            env[kind.visible_env] = ",".join(map(str, own))
+    return MappingProxyType(env)
+
+
+def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
+    """The numbers of the GPUs among them, each once, in order: a process sees them as cuda:0, cuda:1 …"""
+    return tuple(dict.fromkeys(device.index for device in devices if device.kind == CUDA))
+
+
+def torch_device(devices: Sequence[Device], seen: Sequence[int]) -> str:
+    """The torch name of a rank's first device in a process that sees the GPUs `seen`; "cpu" if torch knows none."""
+    gpus = gpus_of(devices)
+    if gpus:
+        return f"cuda:{seen.index(gpus[0])}"
+    for device in devices:
+        kind = find_kind(device.kind)
+        if kind is not None and kind.torch_name:
+            return f"{kind.torch_name}:{0 if kind.visible_env else device.index}"
+    return "cpu"

@@ -1,0 +1,194 @@
+"""Which process holds which devices: a placement's text becomes one entry per process.
+
+    "all"            one process on every device
+    "0-3"            one process on each of the devices 0 to 3
+    "0,2"            one process on device 0 and one on device 2
+    "0-3:0-7"        devices 0 to 3 shared by processes 0 to 7, two to a device
+    "0-3:0-1"        devices 0 to 3 split over processes 0 and 1, two devices each
+    "0-1:0,2-3:1-2"  process 0 holds devices 0 and 1; process 1 holds 2, process 2 holds 3
+    "arm:0-1"        the first two devices of kind (or label) "arm"
+    "arm:all:0-3"    all of them, shared by four processes
+
+Pure functions over a list of devices; `Cluster` and the planner call them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rill.errors import PlanError
+from rill.runtime.device.device import Device
+
+Placement: TypeAlias = "str | int | Sequence[int | Sequence[int]]"
+"""A text as above, one device id, or a list with one entry per process: a device id or a list of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The devices of one process; all on one node."""
+
+    rank: int
+    devices: tuple[Device, ...]
+
+    @property
+    def node_id(self) -> str:
+        return self.devices[0].node_id
+
+
+_ENTRY = re.compile(
+    r"^(?:(?!all:)(?P<name>[A-Za-z_][\w.\-]*):)?(?P<devices>all|[\d\-,]+)(?::(?P<ranks>[\d\-,]+))?$"
+)
+
+
+def resolve(placement: Placement, devices: Sequence[Device]) -> tuple[Seat, ...]:
+    """One seat per process, in the order of ranks. PlanError says what is wrong and which devices exist."""
+    if isinstance(placement, int):
+        placement = [placement]
+    if isinstance(placement, str):
+        device_lists = _parse(placement, devices)
+    else:
+        device_lists = [
+            _pick([entry] if isinstance(entry, int) else list(entry), devices, str(placement))
+            for entry in placement
+        ]
+    if not device_lists:
+        raise PlanError(f"placement {placement!r} names no device: {_existing(devices)}")
+    seats = tuple(Seat(rank, tuple(held)) for rank, held in enumerate(device_lists))
+    for seat in seats:
+        _check_one_node(seat, placement)
+    return seats
+
+
+def share_processes(seats: Sequence[Seat], ranks_per_process: int) -> list[tuple[Seat, ...]]:
+    """The seats of each process: up to `ranks_per_process` that follow each other on one node."""
+    processes: list[list[Seat]] = []
+    for seat in seats:
+        last = processes[-1] if processes else []
+        if last and len(last) < ranks_per_process and last[-1].node_id == seat.node_id:
+            last.append(seat)
+        else:
+            processes.append([seat])
+    return [tuple(held) for held in processes]
+
+
+def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
+    entries = _split_entries(text)
+    if not any(_ranks_of(entry) for entry in entries):
+        return [[device] for entry in entries for device in _devices_of(entry, devices, text)]
+    held: dict[int, list[Device]] = {}
+    for entry in entries:
+        ranks = _ranks_of(entry)
+        if ranks is None:
+            raise PlanError(
+                f"placement {text!r}: give processes to every part, as in '0-1:0,2-3:1', or to none"
+            )
+        for rank, chosen in zip(
+            ranks, _share_out(_devices_of(entry, devices, text), len(ranks), text), strict=True
+        ):
+            if rank in held:
+                raise PlanError(f"placement {text!r} places process {rank} twice")
+            held[rank] = chosen
+    if sorted(held) != list(range(len(held))):
+        raise PlanError(
+            f"placement {text!r} places processes {sorted(held)}: they must count from 0 without gaps"
+        )
+    return [held[rank] for rank in range(len(held))]
+
+
+def _split_entries(text: str) -> list[str]:
+    """Split at commas, but keep the lists inside an entry ("0,2:0-1" is one entry) together."""
+    compact = text.replace(" ", "")
+    if _ENTRY.match(compact) and compact.count(":") <= 1:
+        return [compact]
+    entries: list[str] = []
+    for part in compact.split(","):
+        pending_list = entries and ":" not in entries[-1] and not part[:1].isalpha()
+        if pending_list:
+            entries[-1] += "," + part
+        else:
+            entries.append(part)
+    return entries
+
+
+def _match(entry: str) -> re.Match[str]:
+    match = _ENTRY.match(entry)
+    if match is None:
+        raise PlanError(
+            f"placement {entry!r} cannot be read: use forms such as '0-3', 'all', '0-3:0-7' or 'arm:0'"
+        )
+    return match
+
+
+def _ranks_of(entry: str) -> list[int] | None:
+    ranks = _match(entry)["ranks"]
+    return None if ranks is None else _numbers(ranks, entry)
+
+
+def _devices_of(entry: str, devices: Sequence[Device], text: str) -> list[Device]:
+    match = _match(entry)
+    name, wanted = match["name"], match["devices"]
+    if name is None:
+        return list(devices) if wanted == "all" else _pick(_numbers(wanted, entry), devices, text)
+    named = [device for device in devices if device.kind == name or name in device.labels]
+    if not named:
+        raise PlanError(f"placement {text!r}: no device has the kind or label {name!r}; {_existing(devices)}")
+    if wanted == "all":
+        return named
+    picks = _numbers(wanted, entry)
+    if max(picks) >= len(named):
+        raise PlanError(f"placement {text!r}: there are {len(named)} devices {name!r}, counted from 0")
+    return [named[pick] for pick in picks]
+
+
+def _numbers(text: str, entry: str) -> list[int]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise PlanError(f"placement {entry!r}: {part!r} is neither a number nor a range such as '0-3'")
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low:
+            raise PlanError(f"placement {entry!r}: the range {part!r} runs backwards")
+        numbers.extend(range(low, high + 1))
+    return numbers
+
+
+def _share_out(chosen: list[Device], num_processes: int, text: str) -> list[list[Device]]:
+    if num_processes >= len(chosen):
+        if num_processes % len(chosen):
+            raise PlanError(
+                f"placement {text!r}: {num_processes} processes cannot share {len(chosen)} devices evenly"
+            )
+        to_a_device = num_processes // len(chosen)
+        return [[chosen[n // to_a_device]] for n in range(num_processes)]
+    if len(chosen) % num_processes:
+        raise PlanError(
+            f"placement {text!r}: {len(chosen)} devices do not divide over {num_processes} processes"
+        )
+    each = len(chosen) // num_processes
+    return [chosen[n * each : (n + 1) * each] for n in range(num_processes)]
+
+
+def _pick(ids: Sequence[int], devices: Sequence[Device], text: str) -> list[Device]:
+    by_id = {device.id: device for device in devices}
+    unknown = [number for number in ids if number not in by_id]
+    if unknown:
+        raise PlanError(f"placement {text!r}: there is no device {unknown[0]}; {_existing(devices)}")
+    return [by_id[number] for number in ids]
+
+
+def _check_one_node(seat: Seat, placement: object) -> None:
+    nodes = sorted({device.node_id for device in seat.devices})
+    if not nodes:
+        raise PlanError(f"placement {placement!r}: process {seat.rank} has no device")
+    if len(nodes) > 1:
+        raise PlanError(
+            f"placement {placement!r}: process {seat.rank} would hold devices of {', '.join(nodes)}"
+        )
+
+
+def _existing(devices: Sequence[Device]) -> str:
+    return "the cluster's devices: " + (", ".join(str(device) for device in devices) or "none")

@@ -1,0 +1,331 @@
+"""The lock manager: whose turn it is on devices that several groups share. A service of the hub.
+
+A turn belongs to a whole group: it reserves the devices of all its ranks at once, so two groups can never hold halves
+of what both need. Groups that share no device, or that were declared to fit together, never meet here.
+
+    acquire ──▶ WAITING ──(its data is there, devices free)──▶ EVICTING ──(others have offloaded)──▶ HELD ──▶ over
+                   ▲                                                                                  │
+                   └────────────── regained when the awaited data has come ◀── lent: offloaded ◀──────┘
+                                                                  its ranks all wait on a channel that a waiting
+                                                                  group works on: without the devices it never could
+
+Order follows the data. Among waiting groups, one whose input has data goes first, in order of arrival; one that is
+known to consume a channel without data does not get devices it could only hold idle; one of which nothing is known yet
+gets them when nobody better asks, and lends them if it then has to wait for a group that needs them. Roles are learned
+from the channels' own traffic.
+
+A group keeps its memory after its turn (it is resident) until another group needs the devices; then its processes are
+told to offload ("evict"). A dead process holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
+
+if TYPE_CHECKING:
+    from rill.runtime.hub.state import Machine
+
+WAITING, EVICTING, HELD = "waiting", "evicting", "held"
+READY, UNKNOWN, NO_DATA = 0, 1, 2
+LINGER_S = 0.1
+"""How long a turn that all have left waits for ranks that have not been in: a switch for a late rank costs more."""
+
+
+class Turn:
+    """One group's turn."""
+
+    def __init__(self, turn_id: int, group: str, devices: frozenset[int], channels: tuple[str, ...]) -> None:
+        self.id = turn_id
+        self.group = group
+        self.devices = devices
+        self.channels = channels
+        self.state = WAITING
+        self.is_resumed = False
+        """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
+        self.asked: dict[str, tuple[int, float]] = {}
+        """client -> (seq, since): waiting to be let in."""
+        self.inside: set[str] = set()
+        self.entered: set[str] = set()
+        """Names of the ranks that have been in."""
+        self.linger_until_s: float | None = None
+        """All who came have left; until then the turn waits for ranks that have not come yet."""
+        self.lending: set[str] = set()
+        """Clients that were asked to lend and have not answered."""
+
+
+class LockService:
+    """Turns in order of arrival; who is resident where."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._turns: list[Turn] = []
+        self._next_turn = 1
+        self._resident: dict[str, frozenset[int]] = {}
+        """client -> devices on which it has memory."""
+        self._evicting: set[str] = set()
+        self._fits: list[frozenset[str]] = []
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "acquire": self._acquire,
+            "release": self._release,
+            "hurry": self._hurry,
+            "cancel": self._cancel,
+            "offloaded": self._offloaded,
+            "kept": self._kept,
+            "coreside": self._coreside,
+        }
+
+    def queries(self) -> dict[str, Callable[[Any], Any]]:
+        return {"turns": self._describe}
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def _acquire(self, client: str, seq: int, payload: Any) -> Any:
+        """[devices of this rank, channel names, resumed?]: answered with the turn's id when it is this group's turn."""
+        devices, channels, is_resumed = payload
+        group = group_of(client)
+        turn = self._find_turn(group, client, is_resumed)
+        if turn is None:
+            # A rank that comes again awaits nobody: its group's last turn is over.
+            self._turns = [t for t in self._turns if t.group != group or t.linger_until_s is None]
+            turn = Turn(self._next_turn, group, frozenset(devices), tuple(channels))
+            self._next_turn += 1
+            self._turns.append(turn)
+        turn.is_resumed = turn.is_resumed or is_resumed
+        turn.asked[client] = (seq, self._machine.now_s)
+        if turn.state == HELD:
+            self._let_in(turn)
+        self._advance()
+        return DEFERRED
+
+    def _find_turn(self, group: str, client: str, is_resumed: bool) -> Turn | None:
+        """The group's turn that this rank can join: one that waits, or one that others of the group are in.
+
+        A rank that lent its part may go back into a turn that others of its group have kept; one that left it may
+        come again while no other group waits for the devices.
+        """
+        for turn in self._turns:
+            if turn.group != group:
+                continue
+            if turn.inside and (is_resumed or not (turn.lending or self._is_wanted(turn))):
+                return turn
+            if name_of(client) not in turn.entered and not turn.lending:
+                return turn
+        return None
+
+    def _release(self, client: str, seq: int, turn_id: int) -> Any:
+        for turn in list(self._turns):
+            if turn.id == turn_id:
+                self._leave(turn, client)
+        self._advance()
+        return None
+
+    def _hurry(self, client: str, seq: int, payload: Any) -> Any:
+        """Another thread of a waiting process has work that needs no data."""
+        for turn in self._turns:
+            if client in turn.asked:
+                turn.is_resumed = True
+        self._advance()
+        return DEFERRED
+
+    def _cancel(self, client: str, seq: int, payload: Any) -> Any:
+        """A deadline passed: the wait is taken back, unless it was granted just now."""
+        for turn in list(self._turns):
+            if turn.asked.pop(client, None) is not None:
+                self._end_if_empty(turn)
+        self._advance()
+        return DEFERRED
+
+    def _offloaded(self, client: str, seq: int, payload: Any) -> Any:
+        """An evicted or lending process has given its memory back."""
+        self._resident.pop(client, None)
+        self._evicting.discard(client)
+        for turn in list(self._turns):
+            if client in turn.lending:
+                turn.is_resumed = True  # its ranks will come again with their data: nobody else is awaited
+                self._leave(turn, client)
+        self._advance()
+        return DEFERRED
+
+    def _kept(self, client: str, seq: int, payload: Any) -> Any:
+        """A process that was asked to lend works again already."""
+        for turn in self._turns:
+            turn.lending.discard(client)
+        self._evicting.discard(client)
+        self._advance()
+        return DEFERRED
+
+    def _coreside(self, client: str, seq: int, groups: list[str]) -> Any:
+        """These groups fit on their devices together: they need no turns among themselves."""
+        self._fits.append(frozenset(groups))
+        self._advance()
+        return None
+
+    # --- what else happens --------------------------------------------------------------------------------
+
+    def next_due_s(self) -> float | None:
+        """When `tick` is wanted."""
+        return min((t.linger_until_s for t in self._turns if t.linger_until_s is not None), default=None)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        for turn in list(self._turns):
+            if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
+                self._turns.remove(turn)
+        self._advance()
+
+    def members_changed(self) -> None:
+        self._advance()
+
+    def channel_changed(self, name: str) -> None:
+        """Data came or went, or somebody began to wait: it may be another group's turn."""
+        if any(turn.state == WAITING for turn in self._turns):
+            self._advance()
+
+    def end_client(self, client: str) -> None:
+        self._resident.pop(client, None)
+        self._evicting.discard(client)
+        for turn in list(self._turns):
+            turn.asked.pop(client, None)
+            self._leave(turn, client)
+            self._end_if_empty(turn)
+            turn.entered.discard(name_of(client))  # relaunched, it joins its group's turn again
+        self._advance()
+
+    # --- whose turn it is ---------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        while self._advance_once():
+            pass
+
+    def _advance_once(self) -> bool:
+        for turn in self._turns:
+            if turn.state == EVICTING and not self._residents_in_the_way(turn):
+                turn.state = HELD
+                self._let_in(turn)
+                return True
+        membership = self._machine.membership
+        waiting = [t for t in self._turns if t.state == WAITING and membership.is_seated(t.group)]
+        for turn in waiting:
+            turn.devices |= membership.devices_of(turn.group)
+        for wanted in (READY, UNKNOWN):
+            reserved: list[Turn] = []
+            for turn in waiting:
+                if self._readiness(turn) != wanted:
+                    continue
+                holders = [t for t in self._turns if t.state != WAITING and self._conflict(turn, t)]
+                if not holders and not any(self._conflict(turn, earlier) for earlier in reserved):
+                    self._begin(turn)
+                    return True
+                reserved.append(turn)
+                for holder in holders:
+                    self._ask_to_lend(holder, turn)
+        return False
+
+    def _begin(self, turn: Turn) -> None:
+        turn.state = EVICTING
+        for client in self._residents_in_the_way(turn):
+            if client not in self._evicting:
+                self._evicting.add(client)
+                self._machine.push(client, "evict", {"for": turn.group, "turn": 0})
+
+    def _let_in(self, turn: Turn) -> None:
+        for client, (seq, _) in turn.asked.items():
+            turn.inside.add(client)
+            turn.entered.add(name_of(client))
+            turn.linger_until_s = None
+            self._resident[client] = self._devices_of_client(client) or turn.devices
+            self._machine.reply(client, seq, turn.id)
+        turn.asked = {}
+
+    def _leave(self, turn: Turn, client: str) -> None:
+        turn.inside.discard(client)
+        turn.lending.discard(client)
+        self._end_if_empty(turn)
+
+    def _end_if_empty(self, turn: Turn) -> None:
+        if turn.inside or turn.asked or turn not in self._turns:
+            return
+        num_missing = self._machine.membership.world_size(turn.group) - len(turn.entered)
+        if turn.state == HELD and num_missing > 0 and not turn.is_resumed:
+            turn.linger_until_s = self._machine.now_s + LINGER_S
+        else:
+            self._turns.remove(turn)
+
+    def _ask_to_lend(self, holder: Turn, wanting: Turn) -> None:
+        """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
+        if holder.state != HELD or holder.lending or holder.asked or not holder.inside:
+            return
+        blocked_on = self._machine.broker.view.blocked_on()
+        if not all(client in blocked_on for client in holder.inside):
+            return
+        waited = set().union(*(blocked_on[client] for client in holder.inside))
+        if not any(self._works_on(wanting, channel) for channel in waited):
+            return
+        holder.lending = set(holder.inside)
+        for client in sorted(holder.inside):
+            self._machine.push(client, "evict", {"for": wanting.group, "turn": holder.id})
+
+    # --- what is known ------------------------------------------------------------------------------------
+
+    def _readiness(self, turn: Turn) -> int:
+        if turn.is_resumed or not turn.channels:
+            return READY
+        roles = [self._machine.broker.view.role_of(turn.group, channel) for channel in turn.channels]
+        inputs = [role for role in roles if not role.is_producer]
+        if not inputs or any(role.has_data for role in inputs):
+            return READY
+        if any(role.is_consumer or role.has_other_producers for role in inputs):
+            return NO_DATA
+        return UNKNOWN
+
+    def _is_wanted(self, turn: Turn) -> bool:
+        """Whether another group waits for devices of this turn."""
+        others = [t for t in self._turns if t.state == WAITING and t.group != turn.group]
+        return any(self._conflict(other, turn) for other in others)
+
+    def _works_on(self, turn: Turn, channel: str) -> bool:
+        role = self._machine.broker.view.role_of(turn.group, channel)
+        return channel in turn.channels or role.is_producer or role.is_consumer
+
+    def _conflict(self, one: Turn, other: Turn) -> bool:
+        if one.group == other.group:
+            return True
+        return bool(one.devices & other.devices) and not self._fit(one.group, other.group)
+
+    def _fit(self, one: str, other: str) -> bool:
+        return any(one in groups and other in groups for groups in self._fits)
+
+    def _residents_in_the_way(self, turn: Turn) -> list[str]:
+        return sorted(
+            client
+            for client, devices in self._resident.items()
+            if group_of(client) != turn.group
+            and devices & turn.devices
+            and not self._fit(group_of(client), turn.group)
+        )
+
+    def _devices_of_client(self, client: str) -> frozenset[int]:
+        return self._machine.membership.devices_of_client(client)
+
+    def _describe(self, _payload: Any) -> Any:
+        return [
+            {
+                "turn": turn.id,
+                "group": turn.group,
+                "state": turn.state,
+                "devices": sorted(turn.devices),
+                "channels": list(turn.channels),
+                "inside": sorted(name_of(client) for client in turn.inside),
+                "waiting": {client: since_s for client, (_, since_s) in turn.asked.items()},
+                "behind": [t.group for t in self._turns if t.state != WAITING and self._conflict(turn, t)]
+                if turn.state == WAITING
+                else [],
+                "has_data": self._readiness(turn) == READY,
+            }
+            for turn in self._turns
+        ]

@@ -1,0 +1,303 @@
+"""The hub: the one control-plane process of a cluster. Registry, channel broker and device locks live in it.
+
+Started and supervised by the cluster: `python -m rill.runtime.hub.server --session-dir DIR --endpoint ipc://…`. No
+payload passes through it; what it handles is small and stays small as payloads grow. It may be killed at any moment and
+started again with the same arguments: nothing is lost and nobody needs to be told.
+
+    clients ──▶ ROUTER ──▶ drain all that has arrived ──▶ apply to the Machine ──▶ one journal write ──▶ send outboxes
+                              ▲                                                                            │
+                              └── pidfd of every client on this machine: a death is an event like any other ◀──┘
+
+Guarantees:
+- A request is applied exactly once and in its client's order; every reply and push arrives exactly once and in order,
+  across any number of hub restarts (hub_machine.py has the numbering, hub_client.py the other end).
+- Nothing leaves before the events that caused it are in the journal (write-ahead; a killed process loses nothing that
+  was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
+- A client that dies is noticed within milliseconds on the hub's machine, elsewhere when the cluster reports it
+  (`registry.died`) or after SILENCE_S without a heartbeat.
+
+How a process talks to it (`HubClient`, thread-safe):
+
+    hub = HubClient(endpoint, "rollout[0]#0")              # group[rank]#launch: never used twice
+    hub.call("registry", "register", {"group": "rollout", "rank": 0, "world_size": 2, "devices": [0]}, timeout_s=10)
+    hub.call("registry", "publish", ["my/key", value, True], 10)     # True: goes away with this process
+    hub.fetch("my/key", 60)                                           # waits until somebody publishes it
+    hub.call("registry", "died", ["actor[1]#0", "exit code -9"], 10)  # the supervisor reports a death
+    hub.query("registry", "members", None, 10)                        # {identity: what it told}
+    hub.on("peer_died", lambda note: ...)                  # {"identity", "name", "reason", "info"}; on the hub's thread
+    hub.notify("actor[1]#0", "topic", payload)             # best effort, client to client ("*": everybody)
+    hub.close()
+
+What a worker should register for channels and locks to know it: group, rank, world_size, node_id, devices (global ids).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from rill.runtime.hub.client import HubClient
+from rill.runtime.hub.journal import HubJournal
+from rill.runtime.hub.state import Machine
+from rill.runtime.hub.watch import ProcessWatch
+from rill.runtime.process.session_key import SessionKey
+from rill.runtime.transfer.segments import unlink
+
+__all__ = ["Hub", "HubClient", "hub_command", "main"]
+
+SILENCE_S = 60.0
+"""A client on another machine that says nothing for so long is taken for dead; heartbeats come every second."""
+_MAX_MESSAGES_PER_ROUND = 256
+_POLL_MS = 500
+
+
+def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None) -> list[str]:
+    """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"; it
+    needs the session's key in the session's folder."""
+    command = [sys.executable, "-m", "rill.runtime.hub.server", "--session-dir", str(session_dir)]
+    command += ["--endpoint", endpoint, "--parent-pid", str(os.getpid())]
+    if tcp:
+        command += ["--tcp", tcp]
+    if shm_dir is not None:
+        command += ["--shm-dir", str(shm_dir)]
+    return command
+
+
+class Hub:
+    """One ROUTER socket over a Machine."""
+
+    def __init__(
+        self,
+        session_dir: Path,
+        endpoint: str,
+        *,
+        tcp: str = "",
+        shm_dir: Path | None = None,
+        parent_pid: int = 0,
+    ) -> None:
+        self._shm_dir = shm_dir
+        self._journal = HubJournal(session_dir)
+        self._machine: Machine = self._journal.recover(Machine)
+        self._sent: dict[str, int] = {}
+        self._heard_s: dict[str, float] = {}
+        self._watch = ProcessWatch()
+        self._parent_pid = parent_pid
+        if parent_pid:
+            self._watch.add("parent", parent_pid)
+        for client, info in self._machine.membership.members.items():
+            self._watch_client(client, info)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(endpoint)
+        if tcp:
+            SessionKey.read(session_dir).guard(self._socket)
+            self._socket.bind(tcp)
+        self._decoder = msgspec.msgpack.Decoder()
+        self._encoder = msgspec.msgpack.Encoder()
+        self.is_stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop or until the parent is gone."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        while not self.is_stopping:
+            self._watch.register_with(poller)
+            ready = dict(poller.poll(self._poll_ms()))
+            if self._socket in ready:
+                self._drain()
+            self._bury(self._watch.find_dead(poller, ready))
+            self._tick()
+            self._journal.commit()
+            self._send_all()
+            self._unlink()
+            if self._journal.is_grown:
+                self._journal.compact(self._machine)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self._journal.close()
+
+    def _poll_ms(self) -> int:
+        due_s = self._machine.next_due_s()
+        return (
+            _POLL_MS if due_s is None else max(0, min(_POLL_MS, 1 + int(1000 * (due_s - time.monotonic()))))
+        )
+
+    def _tick(self) -> None:
+        due_s, now_s = self._machine.next_due_s(), time.monotonic()
+        if due_s is not None and due_s <= now_s:
+            self._journal.append_tick(now_s)
+            self._machine.tick(now_s)
+
+    # --- in -----------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        for _ in range(_MAX_MESSAGES_PER_ROUND):
+            try:
+                identity, raw = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            client = identity.decode()
+            now_s = time.monotonic()
+            self._heard_s[client] = now_s
+            message = self._decoder.decode(raw)
+            kind = message[0]
+            if kind == "s":
+                self._take_requests(client, raw, message, now_s)
+            elif kind == "q":
+                self._answer(client, message)
+            elif kind == "n":
+                self._forward(client, message)
+            elif kind == "p":
+                self._answer_ping(client, message)
+
+    def _take_requests(self, client: str, raw: bytes, message: list[Any], now_s: float) -> None:
+        _, first_seq, ack_out, requests = message
+        machine = self._machine
+        if client in machine.streams:
+            machine.streams[client].confirm(ack_out)
+        if machine.is_news(client, first_seq, len(requests)):
+            self._journal.append(client, raw, now_s)
+            machine.apply(client, first_seq, requests, now_s)
+            if first_seq == 1 and client in machine.membership.members:
+                self._watch_client(client, machine.membership.members[client])
+        if client in machine.ended:
+            self._send(client, ["x"])
+        elif first_seq > machine.expected(client):
+            self._send(client, ["g", machine.expected(client)])
+        else:
+            machine.touched.add(client)
+
+    def _answer_ping(self, client: str, message: list[Any]) -> None:
+        _, ack_out, next_seq = message
+        machine = self._machine
+        if client in machine.ended:
+            self._send(client, ["x"])
+            return
+        if client in machine.streams:
+            machine.streams[client].confirm(ack_out)
+            self._sent[client] = ack_out  # whatever it lacks goes out again
+            machine.touched.add(client)
+        if next_seq > machine.expected(
+            client
+        ):  # messages keep their order: the rest was lost with an earlier hub
+            self._send(client, ["g", machine.expected(client)])
+
+    def _answer(self, client: str, message: list[Any]) -> None:
+        _, query_id, method, payload = message
+        try:
+            body = self._machine.query(method, payload)
+        except (KeyError, TypeError, ValueError) as error:
+            self._send(client, ["a", query_id, False, f"{method} failed: {error!r}"])
+            return
+        self._send(client, ["a", query_id, True, body])
+
+    def _forward(self, client: str, message: list[Any]) -> None:
+        _, to, topic, payload = message
+        targets = [c for c in self._machine.streams if c != client] if to == "*" else [to]
+        for target in targets:
+            self._send(target, ["n", client, topic, payload])
+
+    # --- deaths -------------------------------------------------------------------------------------------
+
+    def _watch_client(self, client: str, info: dict[str, Any]) -> None:
+        if info.get("machine") == ProcessWatch.machine_id():
+            self._watch.add(client, info["pid"])
+
+    def _bury(self, dead: list[str]) -> None:
+        now_s = time.monotonic()
+        for client in dead:
+            if client == "parent":
+                self._end_session()
+            else:
+                self._end(client, "its process is gone", now_s)
+        for client, heard_s in list(self._heard_s.items()):
+            if now_s - heard_s > SILENCE_S and not self._watch.is_watched(client):
+                self._end(client, f"nothing heard for {SILENCE_S:.0f} s", now_s)
+
+    def _end(self, client: str, reason: str, now_s: float) -> None:
+        self._heard_s.pop(client, None)
+        self._sent.pop(client, None)
+        if client in self._machine.streams:
+            self._journal.append_end(client, reason, now_s)
+            self._machine.end_client(client, reason, now_s)
+
+    def _end_session(self) -> None:
+        """The driver is gone: its workers end by themselves; what they leave behind is ours to remove."""
+        self.is_stopping = True
+        deadline_s = time.monotonic() + 2.0
+        while self._watch.num_alive() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        if self._shm_dir is not None:
+            shutil.rmtree(self._shm_dir, ignore_errors=True)
+        shutil.rmtree(self._journal.session_dir, ignore_errors=True)
+
+    # --- out ----------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        machine = self._machine
+        for client in machine.touched:
+            stream = machine.streams.get(client)
+            if stream is None:
+                continue
+            sent = self._sent.get(client, 0)
+            news = []
+            for entry in reversed(stream.outbox):
+                if entry[0] <= sent:
+                    break
+                news.append(entry)
+            if news:
+                self._sent[client] = news[0][0]
+                news.reverse()
+            self._send(client, ["o", stream.expected, news])
+        machine.touched.clear()
+
+    def _send(self, client: str, message: list[Any]) -> None:
+        self._socket.send_multipart([client.encode(), self._encoder.encode(message)])
+
+    def _unlink(self) -> None:
+        orders, self._machine.unlinks = self._machine.unlinks, []
+        if self._shm_dir is not None:
+            for order in orders:
+                unlink(self._shm_dir, order)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m rill.runtime.hub.server`."""
+    parser = argparse.ArgumentParser(description="the control plane of one rill cluster")
+    parser.add_argument("--session-dir", type=Path, required=True)
+    parser.add_argument(
+        "--endpoint", default="", help="ipc://PATH; default: hub.sock in the session directory"
+    )
+    parser.add_argument("--tcp", default="", help="tcp://HOST:PORT for clients on other machines")
+    parser.add_argument("--shm-dir", type=Path, default=None)
+    parser.add_argument("--parent-pid", type=int, default=0)
+    args = parser.parse_args(argv)
+    endpoint = args.endpoint or f"ipc://{args.session_dir}/hub.sock"
+    hub = Hub(args.session_dir, endpoint, tcp=args.tcp, shm_dir=args.shm_dir, parent_pid=args.parent_pid)
+
+    def stop(_signum: int, _frame: object) -> None:
+        hub.is_stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the driver, and the driver ends the hub
+    hub.run()
+    hub.close()
+
+
+if __name__ == "__main__":
+    main()

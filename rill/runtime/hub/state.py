@@ -1,0 +1,172 @@
+"""The hub's state: reliable streams to every client, and the services behind them, as one deterministic machine.
+
+Owns everything the hub must not forget. `Hub` (hub.py) feeds it journaled events and sends what it puts into the
+outboxes; it never reads a clock, a socket or a file, so replaying the same events rebuilds the same state, down to
+the numbers of the messages that were going out. A snapshot is a pickle of the machine.
+
+    client ──seq 1,2,3…──▶ Stream.expected    every request is applied once and in the client's order
+    client ◀─out 1,2,3…── Stream.outbox       every reply and push is kept until the client has confirmed it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rill.runtime.hub.broker import Broker
+from rill.runtime.hub.locks import LockService
+from rill.runtime.hub.membership import Membership
+from rill.runtime.hub.service import DEFERRED, Handler, Service, ServiceError
+
+REPLY, FAILURE, PUSH = 0, 1, 2
+
+
+class Stream:
+    """Both directions of one client."""
+
+    __slots__ = ("expected", "next_out", "outbox")
+
+    def __init__(self) -> None:
+        self.expected = 1
+        self.next_out = 1
+        self.outbox: deque[tuple[int, int, Any, Any]] = deque()
+        """(out number, REPLY | FAILURE | PUSH, seq or topic, body), unconfirmed ones only."""
+
+    def confirm(self, out: int) -> None:
+        """The client has everything up to `out`."""
+        outbox = self.outbox
+        while outbox and outbox[0][0] <= out:
+            outbox.popleft()
+
+
+class Machine:
+    """Services and streams. Apply events in one order and the state is the same."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        """Time of the event being applied, by the journal's clock."""
+        self.num_events = 0
+        self.streams: dict[str, Stream] = {}
+        self.ended: set[str] = set()
+        """Clients that died or left. They are not let back in under the same identity."""
+        self.membership = Membership(self)
+        self.broker = Broker(self)
+        self.locks = LockService(self)
+        self._open()
+
+    def _open(self) -> None:
+        self.touched: set[str] = set()
+        """Clients with new output; the hub empties it when it sends."""
+        self.unlinks: list[Any] = []
+        """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
+        self._handlers: dict[str, Handler] = {}
+        self._queries: dict[str, Callable[[Any], Any]] = {}
+        services: dict[str, Service] = {
+            "registry": self.membership,
+            "broker": self.broker,
+            "locks": self.locks,
+        }
+        for prefix, service in services.items():
+            for name, handler in service.handlers().items():
+                self._handlers[f"{prefix}.{name}"] = handler
+            for name, question in service.queries().items():
+                self._queries[f"{prefix}.{name}"] = question
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for transient in ("touched", "unlinks", "_handlers", "_queries"):
+            del state[transient]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+        self.touched.update(self.streams)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def is_news(self, client: str, first_seq: int, num_requests: int) -> bool:
+        """Whether any request of such a batch would be applied now: only then is it worth a journal record."""
+        if client in self.ended:
+            return False
+        return first_seq <= self.expected(client) < first_seq + num_requests
+
+    def expected(self, client: str) -> int:
+        """The number of the client's next request."""
+        return self.streams[client].expected if client in self.streams else 1
+
+    def apply(self, client: str, first_seq: int, requests: list[list[Any]], now_s: float) -> None:
+        """Apply what is new of a batch of consecutive requests. Earlier ones were applied already."""
+        self.now_s = now_s
+        stream = self.streams.get(client)
+        if stream is None:
+            stream = self.streams[client] = Stream()
+        self.touched.add(client)
+        handlers = self._handlers
+        for method, payload in requests[stream.expected - first_seq :]:
+            seq = stream.expected
+            stream.expected = seq + 1
+            self.num_events += 1
+            try:
+                body = handlers[method](client, seq, payload)
+            except ServiceError as error:
+                self.fail(client, seq, error)
+                continue
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                self.fail(client, seq, ServiceError("RunError", f"{method} refused: {error!r}"))
+                continue
+            if body is not DEFERRED:
+                self.reply(client, seq, body)
+            if client in self.ended:
+                break
+        self.broker.settle()
+
+    def end_client(self, client: str, reason: str, now_s: float) -> None:
+        """The process behind `client` is gone: every service takes back what it held."""
+        if client in self.ended:
+            return
+        self.now_s = now_s
+        self.num_events += 1
+        self.ended.add(client)
+        self.streams.pop(client, None)
+        self.touched.discard(client)
+        self.membership.end_client(client, reason)
+        self.broker.end_client(client)
+        self.locks.end_client(client)
+        self.broker.settle()
+
+    def next_due_s(self) -> float | None:
+        """When a service wants `tick`."""
+        return self.locks.next_due_s()
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed: an event like any other."""
+        self.now_s = now_s
+        self.num_events += 1
+        self.locks.tick()
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    def reply(self, client: str, seq: int, body: Any) -> None:
+        self._out(client, REPLY, seq, body)
+
+    def fail(self, client: str, seq: int, error: ServiceError) -> None:
+        self._out(client, FAILURE, seq, [error.kind, error.message])
+
+    def push(self, client: str, topic: str, body: Any) -> None:
+        self._out(client, PUSH, topic, body)
+
+    def _out(self, client: str, kind: int, ref: Any, body: Any) -> None:
+        stream = self.streams.get(client)
+        if stream is None:
+            return  # it died while the answer was on its way
+        stream.outbox.append((stream.next_out, kind, ref, body))
+        stream.next_out += 1
+        self.touched.add(client)
+
+    # --- questions ----------------------------------------------------------------------------------------
+
+    def query(self, method: str, payload: Any) -> Any:
+        """A read-only question: not journaled, not ordered, safe to ask twice."""
+        return self._queries[method](payload)

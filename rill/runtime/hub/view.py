@@ -1,0 +1,104 @@
+"""What can be seen of the channels without changing them: for statistics, the planner, locks and stuck-run reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rill.runtime.hub.channel_state import HELD, LEASED, ChannelState
+from rill.runtime.hub.grants import ANY_EPOCH
+from rill.runtime.hub.service import group_of
+from rill.runtime.hub.shares import Shares
+
+if TYPE_CHECKING:
+    from rill.runtime.hub.state import Machine
+
+
+class Role(NamedTuple):
+    """What a group is to a channel."""
+
+    is_producer: bool
+    is_consumer: bool
+    has_other_producers: bool
+    has_data: bool
+    """It holds an item, or an epoch's end that the group has not seen."""
+
+
+class BrokerView:
+    """Reads the broker's channels."""
+
+    def __init__(self, machine: Machine, channels: dict[str, ChannelState], shares: Shares) -> None:
+        self._machine = machine
+        self._channels = channels
+        self._shares = shares
+
+    def queries(self) -> dict[str, Callable[[Any], Any]]:
+        return {"peek": self._peek, "stats": self._stats, "graph": self._graph, "waits": self._waits}
+
+    def _peek(self, payload: Any) -> Any:
+        """[channel, max items]: [version, [[id, weight, key, bytes]…]]."""
+        name, max_items = payload
+        channel = self._channels[name]
+        items, _ = channel.front(ANY_EPOCH, max_items, None)
+        return [channel.version, [[i.id, i.weight, i.key, i.num_bytes] for i in items]]
+
+    def _stats(self, name: str) -> Any:
+        channel = self._channels[name]
+        states = [item.state for item in channel.items.values()]
+        return {
+            "name": name,
+            "depth": channel.num_queued,
+            "queued_bytes": channel.queued_bytes,
+            "leased": states.count(LEASED),
+            "held": states.count(HELD),
+            "epoch": channel.epoch,
+            "epochs_drained": channel.num_drained,
+            "granularity": channel.granularity,
+            "waiting_producers": len(channel.puts),
+            "waiting_consumers": len(channel.takes),
+            "num_redelivered": channel.num_redelivered,
+            "is_closed": channel.is_closed,
+            "producers": channel.producers,
+            "consumers": channel.consumers,
+        }
+
+    def _graph(self, _payload: Any) -> Any:
+        """What flowed: {channel: {"producers": {name: [items, bytes, last]}, "consumers": {...}}}."""
+        return {
+            name: {"producers": channel.producers, "consumers": channel.consumers}
+            for name, channel in self._channels.items()
+        }
+
+    def _waits(self, _payload: Any) -> Any:
+        """Who waits on which channel: [client, channel, "put" | "take", since]."""
+        waits = []
+        for name, channel in self._channels.items():
+            waits += [[w.client, name, "take", w.since_s] for w in channel.takes]
+            waits += [[w.client, name, "put", w.since_s] for w in channel.puts]
+        waits += [[client, what, "take_share", since_s] for client, what, since_s in self._shares.waiting()]
+        return waits
+
+    # --- for the device locks -----------------------------------------------------------------------------
+
+    def role_of(self, group: str, name: str) -> Role:
+        """What a group is to a channel, as far as traffic has shown."""
+        channel = self._channels.get(name)
+        if channel is None:
+            return Role(False, False, False, False)
+        producers = {group_of(producer) for producer in channel.producers}
+        consumers = [consumer for consumer in channel.consumer_epoch if group_of(consumer) == group]
+        is_behind = any(channel.consumer_epoch[consumer] < channel.epoch for consumer in consumers)
+        has_data = channel.num_queued > 0 or channel.is_closed or is_behind
+        if not consumers and channel.epoch:
+            first_seen = self._machine.membership.first_seen.get(group, 0)
+            has_data = has_data or channel.epochs_drained_before(first_seen) < channel.epoch
+        return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
+
+    def blocked_on(self) -> dict[str, set[str]]:
+        """client -> channels on which it waits."""
+        blocked: dict[str, set[str]] = {}
+        for name, channel in self._channels.items():
+            clients = [wait.client for wait in channel.takes] + [wait.client for wait in channel.puts]
+            for client in clients:
+                blocked.setdefault(client, set()).add(name)
+        return blocked

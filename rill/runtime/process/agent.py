@@ -1,0 +1,322 @@
+"""The agent of one node: the process that starts, watches and ends every other process of a session there.
+
+    driver ──socketpair──▶ agent ──fork, exec──▶ hub, workers …
+           ◀──exit events──      ◀──SIGCHLD────
+
+One agent per node, started by `local.LocalNode` (directly, or inside a Ray actor on a remote node). It runs one
+single-threaded loop that wakes for a request, for a child's end and once a second.
+
+Guarantees:
+- When the driver's end of the socket closes, or the driver's process is gone, every process of the session is
+  killed, with all that it started, and the session's folders are removed. kill -9 of the driver included.
+- When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG).
+- A child's process group ends with the child. What escapes from the group is adopted (PR_SET_CHILD_SUBREAPER)
+  and ends with the session.
+- A child marked `restart` (the hub, a store server) is started again, with the same arguments, whenever it ends, unless
+  it ends again and again.
+
+The worker's main is imported once, here, and workers are forked from this process with it in place: they start in
+milliseconds and share its memory. It pulls in nothing that reads the environment when it is loaded (no numpy, no
+torch), so a worker's environment is complete before those are imported. `preload` names more modules to share; they
+are imported after the hub has been started and before the first worker. A worker whose environment speaks to the
+loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rill.runtime.process.agent_protocol import (
+    AgentSpec,
+    Event,
+    Exited,
+    Kill,
+    Shutdown,
+    Start,
+    Started,
+    receive_message,
+    send_message,
+)
+from rill.runtime.process.session import hold_session, remove_session
+from rill.runtime.process.threads import loading_for_workers
+
+TICK_S = 1.0
+MAX_RESTARTS_PER_MINUTE = 120
+LOG_TAIL_BYTES = 4096
+
+WORKER_MAIN = "rill.runtime.process.worker_main"
+NEEDS_FRESH_PROCESS = ("LD_", "PYTHON", "MALLOC_")
+"""Variables that are read before Python code runs."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: a run has some per worker. Children inherit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _prctl_name(name: str) -> None:
+    """What `ps` and `top` show for this process; the kernel keeps 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def bootstrap(entry: str, fd: int, sys_path: list[str]) -> list[str]:
+    """The command line of a fresh interpreter that calls `entry` with the bytes waiting in `fd`."""
+    module, _, function = entry.partition(":")
+    code = f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({fd})"
+    return [sys.executable, "-c", code]
+
+
+def read_all(fd: int) -> bytes:
+    """The content of an inherited memory file, which is closed."""
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+# --- the agent --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Child:
+    request: Start
+    pid: int
+    starts_s: list[float] = field(default_factory=list)
+
+
+class Agent:
+    """The loop."""
+
+    def __init__(self, spec: AgentSpec, control: socket.socket) -> None:
+        self.spec = spec
+        self.control = control
+        self.children: dict[int, _Child] = {}
+        self.parent_pid = os.getppid()
+        self.wake_read, self.wake_write = os.pipe()
+        for fd in (self.wake_read, self.wake_write):
+            os.set_blocking(fd, False)
+
+    def run(self) -> None:
+        """Until the driver says so or is gone."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.set_wakeup_fd(self.wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+        self._import_once([WORKER_MAIN])
+        while os.getppid() == self.parent_pid:
+            watched: list[socket.socket | int] = [self.control, self.wake_read]
+            readable, _, _ = select.select(watched, [], [], TICK_S)
+            if self.wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+            self._reap()
+            if self.control in readable:
+                try:
+                    request = receive_message(self.control)
+                except EOFError:
+                    break
+                if isinstance(request, Shutdown):
+                    break
+                self._handle(request)
+        self._end()
+
+    def _import_once(self, modules: Sequence[str]) -> None:
+        """For the processes that are forked from here on."""
+        if all(module in sys.modules for module in modules):
+            return
+        with loading_for_workers():
+            for module in modules:
+                importlib.import_module(module)
+        # What is imported now is never garbage: leave its pages untouched, and so shared, in the workers.
+        gc.collect()
+        gc.freeze()
+
+    def _handle(self, request: object) -> None:
+        if isinstance(request, Start):
+            if not request.restart:  # services need none of it, and workers wait for them
+                self._import_once(self.spec.preload)
+            self._start(request, [])
+        elif isinstance(request, Kill):
+            for child in self.children.values():
+                if child.request.key == request.key:
+                    _kill_child(child.pid, request.signal_number)
+
+    def _start(self, request: Start, starts_s: list[float]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become(request)
+        self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
+        self._tell(Started(key=request.key, pid=pid))
+
+    def _become(self, request: Start) -> None:
+        """In the child: take the request's surroundings, then exec, or run the entry in this interpreter."""
+        exit_code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            parent_pid = os.getppid()
+            die_with_parent(parent_pid)
+            _redirect(request.log_path)
+            os.environ.update(request.env)
+            if request.argv:
+                os.execv(request.argv[0], request.argv)
+            if any(name.startswith(NEEDS_FRESH_PROCESS) for name in request.env):
+                fd = os.memfd_create("rill-start", 0)
+                os.write(fd, request.payload)
+                os.lseek(fd, 0, os.SEEK_SET)
+                command = bootstrap(request.entry, fd, self.spec.sys_path)
+                os.execv(command[0], command)
+            self.control.close()
+            os.close(self.wake_read)
+            os.close(self.wake_write)
+            _prctl_name(request.key)
+            module, _, function = request.entry.partition(":")
+            getattr(importlib.import_module(module), function)(request.payload)
+            exit_code = 0
+        except SystemExit as ending:
+            exit_code = ending.code if isinstance(ending.code, int) else 1
+        except BaseException:  # noqa: BLE001  the boundary of a forked child: it must never return into the agent's loop
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(exit_code)
+
+    def _reap(self) -> None:
+        for pid, status in _ended_children():
+            child = self.children.pop(pid, None)
+            if child is None:
+                continue  # an adopted process
+            _kill_group(pid, signal.SIGKILL)
+            exit_code = os.waitstatus_to_exitcode(status)
+            recent = [start for start in child.starts_s if time.monotonic() - start < 60.0]
+            restart = child.request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
+            if restart:
+                self._start(child.request, recent)
+            tail = _tail(child.request.log_path)
+            self._tell(
+                Exited(
+                    key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart
+                )
+            )
+
+    def _tell(self, event: Event) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send_message(self.control, event)
+
+    def _end(self) -> None:
+        """Kill every process of the session, remove its folders, exit."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for pid in self.children:
+            _kill_child(pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 5.0
+        while time.monotonic() < deadline_s:
+            for pid in _own_children():  # includes what was adopted
+                _kill_group(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.005)
+            except ChildProcessError:
+                break
+        remove_session(Path(self.spec.session_dir), Path(self.spec.shm_dir))
+        os._exit(0)
+
+
+def main(fd: int) -> None:
+    """Entry of the agent's process; `fd` is its end of the socketpair, the first message its spec."""
+    control = socket.socket(fileno=fd)
+    control.set_inheritable(False)
+    spec = receive_message(control)
+    assert isinstance(spec, AgentSpec)
+    allow_many_files()
+    with hold_session(Path(spec.session_dir), Path(spec.shm_dir)):
+        Agent(spec, control).run()
+
+
+def _redirect(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _own_children() -> list[int]:
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(pid) for pid in text.split()]
+
+
+def _kill_child(pid: int, signal_number: int) -> None:
+    """A child that is not waited for yet, and what it has started. Just forked, it has no group of its own so far."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            os.killpg(pid, signal_number)
+        except ProcessLookupError:
+            os.kill(pid, signal_number)
+
+
+def _kill_group(pid: int, signal_number: int) -> None:
+    """What a child that may be gone has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal_number)
+
+
+def _tail(log_path: str) -> str:
+    try:
+        with open(log_path, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""The node that this process runs on: its agent, started as a child.
+
+`Cluster` uses one for the local backend; the Ray backend runs one inside an actor on every node. Requests go to
+the agent over a socketpair; its events come back through `on_event`, called from this object's reader thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from rill.errors import RunError
+from rill.runtime.device.device import Node
+from rill.runtime.process.agent import bootstrap
+from rill.runtime.process.agent_protocol import (
+    AgentSpec,
+    Event,
+    Exited,
+    Kill,
+    Request,
+    Shutdown,
+    Start,
+    Started,
+    receive_message,
+    send_message,
+)
+
+CLOSE_WAIT_S = 10.0
+
+
+class NodeClient(Protocol):
+    """What a cluster needs from a node, wherever it is."""
+
+    node: Node
+    session_dir: str
+    """The session's folders on that node."""
+    shm_dir: str
+
+    def start(self, request: Start) -> None:
+        """Start a process; Started and Exited events follow."""
+
+    def kill(self, key: str, signal_number: int) -> None:
+        """Send a signal to a process and its group."""
+
+    def close(self) -> None:
+        """End every process of the session on this node. Safe to call twice."""
+
+
+class LocalNode:
+    """A NodeClient for this machine."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        session_id: str,
+        session_dir: str,
+        shm_dir: str,
+        preload: tuple[str, ...],
+        on_event: Callable[[Event], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.node = node
+        self.session_dir = session_dir
+        self.shm_dir = shm_dir
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._closing = False
+        self._control, theirs = socket.socketpair()
+        command = bootstrap("rill.runtime.process.agent:main", theirs.fileno(), list(sys.path))
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+        spec = AgentSpec(
+            session_id=session_id,
+            session_dir=session_dir,
+            shm_dir=shm_dir,
+            sys_path=list(sys.path),
+            preload=preload,
+        )
+        send_message(self._control, spec)
+        self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
+        self._reader.start()
+
+    @property
+    def agent_pid(self) -> int:
+        return self._process.pid
+
+    def start(self, request: Start) -> None:
+        self._send(request)
+
+    def kill(self, key: str, signal_number: int) -> None:
+        self._send(Kill(key=key, signal_number=signal_number))
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(RunError):
+            self._send(Shutdown())
+        try:
+            self._process.wait(CLOSE_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(CLOSE_WAIT_S)
+        self._control.close()
+
+    def _send(self, request: Request) -> None:
+        with self._lock:
+            try:
+                send_message(self._control, request)
+            except OSError as error:
+                raise RunError(f"the agent of {self.node.node_id} is gone ({error})") from error
+
+    def _read_events(self) -> None:
+        while True:
+            try:
+                event = receive_message(self._control)
+            except (EOFError, OSError):
+                break
+            assert isinstance(event, (Started, Exited))
+            self._on_event(event)
+        if not self._closing:
+            self._on_lost(f"the agent of {self.node.node_id} (pid {self.agent_pid}) is gone")

@@ -1,0 +1,278 @@
+"""The stuck-run report: when a wait passes its deadline, who waits for whom on what, across the cluster.
+
+`stuck(context, what, limit_s)` asks every process for its waits and stacks (waits.py) and the hub for its channels and
+turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) and `stuck-<n>.svg` (the picture) into a
+folder that outlives the session, and gives the StuckError to raise. Processes that do not answer within ASK_S are named
+as silent, which says something too.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rill.errors import RillError, StuckError
+from rill.runtime.hub.service import group_of, name_of
+from rill.runtime.process.waits import DUMP, DUMPED, dump, waiting
+
+if TYPE_CHECKING:
+    from rill.runtime.context import RuntimeContext
+
+__all__ = ["Edge", "Report", "collect", "explain", "stuck", "waiting"]
+
+ASK_S = 2.0
+REPORT_FROM_S = 10.0
+"""Shorter deadlines are polls, and not worth asking every process what it is doing."""
+REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
+_lock = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`waiter` cannot go on without `needed`."""
+
+    waiter: str
+    needed: str
+    why: str
+    wait_s: float
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that was found out."""
+
+    edges: list[Edge] = field(default_factory=list)
+    stacks: dict[str, dict[str, str]] = field(default_factory=dict)
+    silent: list[str] = field(default_factory=list)
+    channels: dict[str, Any] = field(default_factory=dict)
+
+    def cycle(self) -> list[str]:
+        """Names that wait for each other in a ring, empty when there is none."""
+        needs: dict[str, list[str]] = {}
+        for edge in self.edges:
+            needs.setdefault(edge.waiter, []).append(edge.needed)
+        for start in needs:
+            path = _find_ring(start, needs)
+            if path:
+                return path
+        return []
+
+    def table(self) -> str:
+        """The edges as a Markdown table."""
+        rows = ["| who | waits for | on | since |", "|---|---|---|---|"]
+        rows += [f"| {e.waiter} | {e.needed} | {e.why} | {e.wait_s:.1f} s |" for e in self.edges]
+        return "\n".join(rows)
+
+    def summary(self) -> str:
+        """A few lines for the error message."""
+        lines = [f"  {e.waiter} waits for {e.needed} on {e.why} ({e.wait_s:.1f} s)" for e in self.edges[:12]]
+        ring = self.cycle()
+        if ring:
+            lines.append("  ring: " + " -> ".join([*ring, ring[0]]))
+        if self.silent:
+            lines.append("  no answer from: " + ", ".join(self.silent))
+        return "\n".join(lines)
+
+    def markdown(self, title: str) -> str:
+        parts = [f"# {title}", "", self.table(), ""]
+        if self.cycle():
+            parts += ["Ring: " + " → ".join([*self.cycle(), self.cycle()[0]]), ""]
+        if self.silent:
+            parts += ["No answer within the deadline from: " + ", ".join(self.silent), ""]
+        for name, row in sorted(self.channels.items()):
+            parts.append(f"- channel `{name}`: {row}")
+        for process, stacks in sorted(self.stacks.items()):
+            parts += ["", f"## {process}"]
+            for thread, text in stacks.items():
+                parts += [f"### thread {thread}", "```", text.rstrip(), "```"]
+        return "\n".join(parts) + "\n"
+
+    def svg(self) -> str:
+        """The edges as a picture: who waits stands left of what it waits for, as far as there is no ring."""
+        return _draw(self.edges, set(self.cycle()))
+
+
+def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
+    """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
+    me = context.address.name
+    message = f"{me} waited {limit_s:g} s for {what}"
+    if limit_s < REPORT_FROM_S:
+        return StuckError(message)
+    return StuckError(explain(context, message, Edge(me, what, what, limit_s)))
+
+
+def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
+    """`message` about a passed deadline, with the report written and its summary added."""
+    try:
+        report = collect(context, own)
+        path = write(context, report, message)
+    except (RillError, OSError) as error:
+        return f"{message} (no report: {error})"
+    return f"{message}; {path} has the whole picture:\n{report.summary()}"
+
+
+def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
+    """Ask everybody."""
+    hub = context.hub
+    answers: dict[str, Any] = {context.address.identity: dump()}
+    members = hub.query("registry", "members", None, ASK_S)
+    everybody = {client for client in members if client != hub.identity}
+    arrived = threading.Event()
+
+    def take(sender: str, payload: Any) -> None:
+        answers[sender] = payload
+        if everybody <= answers.keys():
+            arrived.set()
+
+    with _lock:
+        hub.on_note(DUMPED, take)
+        hub.notify("*", DUMP, None)
+        if everybody:
+            arrived.wait(ASK_S)
+    graph = hub.query("broker", "graph", None, ASK_S)
+    turns = hub.query("locks", "turns", None, ASK_S)
+    channel_waits = hub.query("broker", "waits", None, ASK_S)
+    report = Report(silent=sorted(name_of(client) for client in everybody - answers.keys()))
+    report.stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
+    report.channels = {name: hub.query("broker", "stats", name, ASK_S) for name in graph}
+    report.edges = _edges(answers, graph, turns, channel_waits)
+    if own is not None and not any(edge.waiter == own.waiter for edge in report.edges):
+        report.edges.insert(0, own)
+    return report
+
+
+def write(context: RuntimeContext, report: Report, title: str) -> Path:
+    """Write both files; gives the path of the text."""
+    folder = report_folder(context)
+    stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    (folder / f"{stem}.svg").write_text(report.svg(), encoding="utf-8")
+    path = folder / f"{stem}.md"
+    path.write_text(report.markdown(title) + f"\n![who waits for whom]({stem}.svg)\n", encoding="utf-8")
+    return path
+
+
+def report_folder(context: RuntimeContext) -> Path:
+    """A folder that outlives the session: what the variable names, else the run's logs, else the user's own in the
+    temporary directory (also where the run's logs are not reachable from this node)."""
+    chosen = os.environ.get(REPORT_DIR_VARIABLE) or context.report_dir
+    if chosen is not None:
+        folder = Path(chosen)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        except OSError as error:
+            _log.warning("%s cannot be made (%s): the report goes elsewhere", folder, error)
+    folder = Path(tempfile.gettempdir()) / f"rill-reports-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+# --- the graph --------------------------------------------------------------------------------------------
+
+
+def _edges(answers: dict[str, Any], graph: Any, turns: Any, channel_waits: Any) -> list[Edge]:
+    now_s = time.monotonic()
+    edges: list[Edge] = []
+    for client, channel, kind, since_s in channel_waits:
+        sides = graph.get(channel, {"producers": {}, "consumers": {}})
+        other = sides["consumers" if kind == "put" else "producers"]
+        others = sorted(other) or ["nobody yet"]
+        why = f"{kind} on channel {channel}"
+        edges += [Edge(name_of(client), needed, why, now_s - since_s) for needed in others]
+    for turn in turns:
+        for client, since_s in turn["waiting"].items():
+            holders = [w for t in turns if t["group"] in turn["behind"] for w in t["inside"]]
+            if not holders:
+                holders = ["data" if not turn["has_data"] else "other groups' offload"]
+            why = f"devices {turn['devices']}"
+            edges += [Edge(name_of(client), holder, why, now_s - since_s) for holder in holders]
+    known = {(edge.waiter, edge.why) for edge in edges}
+    for client, answer in answers.items():
+        for what, on, wait_s, thread in answer["waits"]:
+            # A rank that shares its process is known by its thread; each client of the process tells of all of them.
+            waiter = thread if thread.startswith(f"{group_of(client)}[") else name_of(client)
+            if not on.startswith(("channel:", "locks:")) and (waiter, what) not in known:
+                known.add((waiter, what))
+                edges.append(Edge(waiter, on, what, wait_s))
+    return edges
+
+
+def _find_ring(start: str, needs: dict[str, list[str]]) -> list[str]:
+    path: list[str] = []
+    seen: set[str] = set()
+
+    def walk(name: str) -> bool:
+        if name in path:
+            del path[: path.index(name)]
+            return True
+        if name in seen:
+            return False
+        seen.add(name)
+        path.append(name)
+        if any(walk(needed) for needed in needs.get(name, ())):
+            return True
+        path.pop()
+        return False
+
+    return path if walk(start) else []
+
+
+# --- the picture ------------------------------------------------------------------------------------------
+
+_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 170, 34, 150, 26
+
+
+def _draw(edges: list[Edge], ring: set[str]) -> str:
+    columns = _columns(edges)
+    place = {}
+    for x, column in enumerate(columns):
+        for y, name in enumerate(column):
+            place[name] = (20 + x * (_BOX_W + _GAP_X), 20 + y * (_BOX_H + _GAP_Y))
+    width = 40 + len(columns) * (_BOX_W + _GAP_X)
+    height = 40 + max((len(column) for column in columns), default=1) * (_BOX_H + _GAP_Y)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12"><defs><marker id="a" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+        '<path d="M0,0 L8,4 L0,8 z"/></marker></defs><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for edge in edges:
+        (x1, y1), (x2, y2) = place[edge.waiter], place[edge.needed]
+        is_back = x2 <= x1
+        start = (x1 + (_BOX_W if not is_back else _BOX_W / 2), y1 + (_BOX_H / 2 if not is_back else _BOX_H))
+        end = (x2 if not is_back else x2 + _BOX_W / 2, y2 + (_BOX_H / 2 if not is_back else _BOX_H))
+        bend = max(start[1], end[1]) + 40 if is_back else (start[1] + end[1]) / 2
+        colour = "#c0392b" if edge.waiter in ring and edge.needed in ring else "#555"
+        middle = ((start[0] + end[0]) / 2, bend)
+        parts.append(
+            f'<path d="M{start[0]},{start[1]} Q{middle[0]},{middle[1]} {end[0]},{end[1]}" fill="none" '
+            f'stroke="{colour}" marker-end="url(#a)"/>'
+            f'<text x="{middle[0]}" y="{middle[1] - 4}" text-anchor="middle" fill="{colour}">'
+            f"{html.escape(edge.why)} · {edge.wait_s:.1f} s</text>"
+        )
+    for name, (x, y) in place.items():
+        colour = "#fdecea" if name in ring else "#eef3fa"
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{_BOX_W}" height="{_BOX_H}" rx="6" fill="{colour}" stroke="#333"/>'
+            f'<text x="{x + _BOX_W / 2}" y="{y + 22}" text-anchor="middle">{html.escape(name)}</text>'
+        )
+    return "".join(parts) + "</svg>\n"
+
+
+def _columns(edges: list[Edge]) -> list[list[str]]:
+    """Names by how far they are from somebody for whom nobody waits; rings are cut where they close."""
+    names = list(dict.fromkeys(name for edge in edges for name in (edge.waiter, edge.needed)))
+    depth = dict.fromkeys(names, 0)
+    for _ in names:
+        for edge in edges:
+            if depth[edge.needed] <= depth[edge.waiter] < len(names) - 1:
+                depth[edge.needed] = depth[edge.waiter] + 1
+    used = sorted(set(depth.values()))
+    return [[name for name in names if depth[name] == d] for d in used]

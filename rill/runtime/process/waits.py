@@ -1,0 +1,77 @@
+"""What this process waits for, by thread, and what its threads are doing: the raw material of a stuck-run report.
+
+Every wait that can last says its name with `waiting(what, on)`. When somebody asks (a note on the topic "dump"), the
+process answers with its open waits and the Python stacks of all its threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rill.runtime.hub.client import HubClient
+
+DUMP, DUMPED = "dump", "dumped"
+
+
+class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it stands in every call's way
+    """Name the wait that this thread, or a task in it, is about to enter."""
+
+    __slots__ = ("_since_s", "on", "what")
+
+    def __init__(self, what: str, on: str | Callable[[], str]) -> None:
+        """`what` for people: "take from channel 'prompts'". `on` for the graph: "channel:prompts", "locks:…", or a
+        worker's name; a function is asked when somebody wants to know."""
+        self.what = what
+        self.on = on
+        self._since_s = time.monotonic()
+
+    def __enter__(self) -> None:
+        _open.setdefault(threading.get_ident(), []).append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ident = threading.get_ident()
+        waits = _open[ident]
+        if waits[-1] is self:
+            waits.pop()
+        else:  # tasks of an event loop share a thread, and end in any order
+            waits.remove(self)
+        if not waits:
+            del _open[ident]
+
+    def row(self, now_s: float) -> list[Any]:
+        """As a dump holds it."""
+        return [self.what, self.on if isinstance(self.on, str) else self.on(), now_s - self._since_s]
+
+
+_open: dict[int, list[waiting]] = {}
+
+
+def dump() -> dict[str, Any]:
+    """This process's waits and stacks, ready to travel."""
+    now_s = time.monotonic()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {}
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, str(ident))
+        if not name.startswith("rill-hub"):
+            stacks[name] = "".join(traceback.format_stack(frame)[-12:])
+    waits = [
+        [*wait.row(now_s), names.get(ident, str(ident))]
+        for ident, of_thread in list(_open.items())
+        for wait in list(of_thread)
+    ]
+    return {"waits": waits, "stacks": stacks}
+
+
+def answer_dumps(hub: HubClient) -> None:
+    """Have `hub`'s process answer when its waits are asked for."""
+    hub.on_note(DUMP, lambda sender, _: hub.notify(sender, DUMPED, dump()))
