@@ -29,7 +29,7 @@ class Echo(Worker):
         if fail_on_rank == self.rank:
             raise ValueError(f"rank {self.rank} cannot start")
 
-    def add(self, number: int) -> int:
+    def plus(self, number: int) -> int:
         return self.base + number
 
     def echo(self, value: Any) -> Any:
@@ -98,14 +98,17 @@ class Echo(Worker):
     def start_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
+    def fetch(self, key: str) -> Any:
+        return current().hub.fetch(key, 60)
+
     def keep(self, other: WorkerGroup[Echo]) -> None:
         self.kept = other
 
     def call_kept(self, number: int) -> list[int]:
-        return self.kept.add(number).wait(10)
+        return self.kept.plus(number).wait(10)
 
     def call_other(self, other: WorkerGroup[Echo], number: int) -> list[int]:
-        return other.add(number).wait(timeout_s=10)
+        return other.plus(number).wait(timeout_s=10)
 
     def close(self) -> None:
         if self.marker is not None:
