@@ -211,10 +211,8 @@ def test_the_store_server_does_not_answer_strangers(hub: HubProcess, tmp_path: P
 def test_an_answer_that_another_made_is_not_unpickled(hub: HubProcess, tmp_path: Path) -> None:
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
     there = context_of(hub, tmp_path / "there", "n1", "producer")
-    there.site = replace(
-        there.site, key=SessionKey.new()
-    )  # it stands for somebody who answers in the place of a store server
-    here.key = KEY
+    # It stands for somebody who answers in the place of a store server.
+    there.site = replace(there.site, key=SessionKey.new())
     ref = there.store.write(encode({"x": np.ones(1000)}))
     server = zmq.Context.instance().socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")

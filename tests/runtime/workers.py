@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
@@ -100,6 +102,12 @@ class Echo(Worker):
 
     def fetch(self, key: str) -> Any:
         return current().hub.fetch(key, 60)
+
+    def take_one(self, channel: Channel) -> Any:
+        return channel.take(20)
+
+    def hold_the_interpreter(self, seconds: float) -> None:
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # without letting go of the lock
 
     def keep(self, other: WorkerGroup[Echo]) -> None:
         self.kept = other
@@ -242,3 +250,46 @@ class Peer(Worker):
     def meet(self) -> tuple[str, int, int]:
         met = self.rendezvous(timeout_s=10)
         return met.init_method, met.rank, met.world_size
+
+
+class Mover(Worker):
+    """Counts; takes its count along when it is moved."""
+
+    def __init__(self, refuse_device: int = -1) -> None:
+        self.count = 0
+        if refuse_device in [device.id for device in self.devices]:
+            raise ValueError(f"device {refuse_device} is too hot")
+        self.told: list[str] = []
+        self.given = threading.Event()
+
+    def increase(self, by: int) -> int:
+        self.count += by
+        return self.count
+
+    def where(self) -> tuple[int, tuple[int, ...], list[int], int]:
+        return self.rank, self.ranks, [device.id for device in self.devices], self.world_size
+
+    def work_until_noticed(self) -> str:
+        return "noticed" if self.given.wait(30) else "never"
+
+    def notice(self, notice_s: float) -> None:
+        self.given.set()
+
+    def state(self) -> dict[str, Any] | None:
+        return {"count": self.count, "pad": bytes(100_000)} if self.count else None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        return [{"count": sum(state["count"] for state in states), "pad": b""}] * size
+
+    def keep(self, other: WorkerGroup[Mover]) -> None:
+        self.other = other
+
+    def ask_kept(self) -> list[Any]:
+        return [self.other.ranks, self.other.increase(0).wait(10)]
+
+    def shrink_kept(self) -> None:
+        self.other.remove(0)
