@@ -13,9 +13,10 @@ entry of their own, without encryption: what arrives there is never unpickled, a
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import socket as sockets
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -69,10 +70,11 @@ class Mailbox:
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
-        self._stop_endpoint = f"inproc://stop-{id(self)}"
-        self._stop = self.context.socket(zmq.PAIR)
-        self._stop.bind(self._stop_endpoint)
-        self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
+        self._stop_word = os.urandom(16)
+        self._readers: list[tuple[threading.Thread, zmq.Socket[Any]]] = []
+        self._add_reader(self._inbox, self._read, "rill-inbox")
+        if self._raw_inbox is not None:
+            self._add_reader(self._raw_inbox, self._read_raw, "rill-raw-inbox")
 
     def on(self, kind: bytes, handler: Handler) -> None:
         """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
@@ -84,7 +86,8 @@ class Mailbox:
 
     def start(self) -> None:
         """Begin to read; handlers are in place."""
-        self._thread.start()
+        for thread, _ in self._readers:
+            thread.start()
 
     def post(self, endpoint: str, frames: Sequence[Any]) -> None:
         """Send without waiting; the frames may be changed afterwards. To a peer that is gone it does nothing: its
@@ -119,15 +122,17 @@ class Mailbox:
             self._closed = True
             peers = list(self._peers.values())
             self._peers.clear()
-        if self._thread.is_alive():
-            self._stop.send(b"")
-            self._thread.join(5.0)
-        else:
-            self._close_inboxes()
+        for thread, stop in self._readers:
+            if thread.is_alive():
+                stop.send(self._stop_word)
+                thread.join(5.0)
+            stop.close(linger=0)
+        self._inbox.close(linger=0)
+        if self._raw_inbox is not None:
+            self._raw_inbox.close(linger=0)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
-        self._stop.close(linger=0)
-        if self._thread is not threading.current_thread():
+        if threading.current_thread() not in [thread for thread, _ in self._readers]:
             self.context.term()
 
     def _peer(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
@@ -145,53 +150,54 @@ class Mailbox:
 
     # --- the inbox thread ---------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        stop = self.context.socket(zmq.PAIR)
-        stop.connect(self._stop_endpoint)
-        poller = zmq.Poller()
-        for socket in (self._inbox, self._raw_inbox, stop):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        next_probe_s = 0.0
-        try:
-            while True:
-                ready = dict(poller.poll(_TICK_MS))
-                if stop in ready:
-                    return
-                # Drain before polling again: under load most messages then cost no poll.
-                with contextlib.suppress(zmq.Again):
-                    while self._inbox in ready:
-                        self._take(receive(self._inbox, zmq.NOBLOCK))
-                if self._raw_inbox is not None and self._raw_inbox in ready:
-                    frames = receive(self._raw_inbox)
-                    for handler in self._raw_handlers:
-                        self._guarded(handler, frames, "raw")
-                now_s = time.monotonic()
-                if now_s >= next_probe_s:
-                    next_probe_s = now_s + _TICK_MS / 1000
-                    self._probe(now_s)
-        except zmq.ContextTerminated:
-            return
-        finally:
-            stop.close(linger=0)
-            self._close_inboxes()
+    def _add_reader(self, socket: zmq.Socket[Any], loop: Callable[[], None], name: str) -> None:
+        """A thread that reads `socket` until it is sent the stop word, which nobody else knows."""
+        endpoint = f"inproc://{name}-{id(self)}"
+        socket.bind(endpoint)
+        stop = self.context.socket(zmq.PUSH)
+        stop.connect(endpoint)
+        self._readers.append((threading.Thread(target=loop, name=name, daemon=True), stop))
 
-    def _take(self, frames: Frames) -> None:
-        header = Header.unpack(frames[0])
+    def _read(self) -> None:
+        self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
+        next_probe_s = 0.0
+        while True:
+            try:
+                frames = receive(self._inbox)
+                if frames[0] == self._stop_word:
+                    return
+                self._take(frames)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError:  # closed
+                return
+            now_s = time.monotonic()
+            if now_s >= next_probe_s:
+                next_probe_s = now_s + _TICK_MS / 1000
+                self._probe(now_s)
+
+    def _read_raw(self) -> None:
+        assert self._raw_inbox is not None
+        while (frames := receive(self._raw_inbox))[0] != self._stop_word:
+            for handler in self._raw_handlers:
+                self._guarded(handler, frames, "raw")
+
+    def _take(self, parts: Frames) -> None:
+        header, frames = _unpack(parts)
         confirmed = self._by_token.get(header.ack_token)
         if confirmed is not None:
             confirmed.confirm(header.ack)
         if not header.reply_to:
-            self._dispatch(frames[1:])
+            self._dispatch(frames)
             return
         peer = self._peers.get(header.reply_to) or self._peer(header.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
         if header.seq == 0:
-            self._answer(peer, confirmed, header, frames[1:])
+            self._answer(peer, confirmed, header, frames)
             return
-        if peer.incoming.is_next(header, sum(map(len, frames))):
-            self._dispatch(frames[1:])
+        if peer.incoming.is_next(header, sum(map(len, parts))):
+            self._dispatch(frames)
             if peer.incoming.must_tell():
                 peer.tell(_ACK)
         elif peer.incoming.must_ask(header.seq):
@@ -212,11 +218,6 @@ class Mailbox:
         for peer in peers:
             if peer.outgoing.must_probe(now_s):
                 peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
-
-    def _close_inboxes(self) -> None:
-        self._inbox.close(linger=0)
-        if self._raw_inbox is not None:
-            self._raw_inbox.close(linger=0)
 
     def _dispatch(self, frames: Frames) -> None:
         handler = self._handlers.get(bytes(frames[0]))
@@ -239,7 +240,7 @@ class _Peer:
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
     ) -> None:
-        self.outgoing = Outgoing()
+        self.outgoing: Outgoing[_Packed] = Outgoing()
         self.incoming = Incoming()
         self._context = context
         self._endpoint = endpoint
@@ -251,16 +252,15 @@ class _Peer:
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send and, where the other end can answer, keep until it has it."""
-        kept = [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
+        packed = _pack(frames)
         with self._lock:
-            seq = self.outgoing.number(kept) if self._reply_to else 0
-            self._write(seq, kept)
+            self._write(self.outgoing.number(packed) if self._reply_to else 0, packed)
 
     def send_again(self) -> None:
         """All that is not confirmed, in order."""
         with self._lock:
-            for seq, frames in self.outgoing.unconfirmed():
-                self._write(seq, frames)
+            for seq, packed in self.outgoing.unconfirmed():
+                self._write(seq, packed)
 
     def send_raw(self, frames: Sequence[Any]) -> None:
         with self._lock:
@@ -274,7 +274,7 @@ class _Peer:
     def tell(self, *frames: bytes) -> None:
         """A message that is not counted; like all others it says how much has arrived."""
         with self._lock:
-            self._write(0, frames)
+            self._write(0, _pack(frames))
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
@@ -282,13 +282,16 @@ class _Peer:
             if self._socket is not None:
                 self._socket.close(linger=linger_ms)
 
-    def _write(self, seq: int, frames: Sequence[Any]) -> None:
+    def _write(self, seq: int, packed: _Packed) -> None:
         if self._is_closed:
             return
         incoming = self.incoming
         ack = incoming.told() if incoming.token != NO_STREAM else 0
-        header = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack()
-        self._open().send_multipart([header, *frames], copy=False)
+        head = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack() + packed[0]
+        if len(packed) == 1:
+            self._open().send(head)
+        else:
+            self._open().send_multipart([head, *packed[1:]], copy=False)
 
     def _open(self) -> zmq.Socket[Any]:
         if self._socket is None:
@@ -305,15 +308,53 @@ class _Peer:
         return self._socket
 
 
-def receive(socket: zmq.Socket[Any], flags: int = 0) -> Frames:
-    """One message. Large frames come as writable memory of their own, without a copy by Python."""
+_Packed: TypeAlias = list[Any]
+"""Small frames joined, with their sizes before them, as one part; each large frame as another, in ZeroMQ's memory."""
+_COUNT = struct.Struct("<H")
+_SEPARATE = 0xFFFFFFFF
+
+
+def _pack(frames: Sequence[Any]) -> _Packed:
+    """Every part of a message costs ZeroMQ as much as a small message does: so small ones travel together."""
+    sizes, small, large = [], [], []
+    for frame in frames:
+        if isinstance(frame, bytes) and len(frame) < LARGE_FRAME_BYTES:
+            sizes.append(len(frame))
+            small.append(frame)
+        else:
+            sizes.append(_SEPARATE)
+            large.append(zmq.Frame(frame, copy=True))
+    head = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
+    return [b"".join((head, *small)), *large]
+
+
+def _unpack(parts: Frames) -> tuple[Header, Frames]:
+    """What `_pack` joined, with the header before it."""
+    data = parts[0]
+    header, at = Header.unpack(data)
+    (count,) = _COUNT.unpack_from(data, at)
+    at += _COUNT.size
+    sizes = struct.unpack_from(f"<{count}I", data, at)
+    at += 4 * count
+    separate = iter(parts[1:])
+    frames: Frames = []
+    for size in sizes:
+        if size == _SEPARATE:
+            frames.append(next(separate))
+        else:
+            frames.append(data[at : at + size])
+            at += size
+    return header, frames
+
+
+def receive(socket: zmq.Socket[Any]) -> Frames:
+    """The parts of one message. After the first, large ones are writable memory of their own, without a copy."""
     frames: Frames = []
     while True:
-        frame = socket.recv(flags, copy=False)
-        frames.append(frame.bytes if len(frame) < LARGE_FRAME_BYTES else frame.buffer)
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer if frames and len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
         if not frame.more:
             return frames
-        flags = 0  # the parts of one message arrive together
 
 
 def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
