@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import RunError
 
 if TYPE_CHECKING:
+    from rill.runtime.channels.ends import ChannelEnds
+    from rill.runtime.channels.recorder import Recorder
     from rill.runtime.hub.server import HubClient
     from rill.runtime.process.call import CallBook
     from rill.runtime.process.directory import Directory
@@ -103,7 +105,15 @@ class RuntimeContext:
     """What the hub is told about this rank when its line to the hub opens."""
     services: dict[str, Any] = field(default_factory=dict)
     """Doors that are opened at first use and closed with the process, by name."""
+    channels: dict[str, ChannelEnds] = field(default_factory=dict)
+    """The ends of channels that were used here, by name."""
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this process's calls do."""
+        recorder: Recorder = self._service("recorder", _open_recorder)
+        return recorder
 
     @property
     def hub(self) -> HubClient:
@@ -150,8 +160,9 @@ class RuntimeContext:
     def close(self) -> None:
         """Close the doors in the opposite order of their opening."""
         with self.lock:
-            opened = list(self.services.values())
+            opened = [*self.services.values(), *self.channels.values()]
             self.services.clear()
+            self.channels.clear()
         for service in reversed(opened):
             service.close()
 
@@ -176,6 +187,12 @@ def _open_hub(context: RuntimeContext) -> Any:
             "registry.register", context.registration
         )  # does not wait: the hub may still be starting
     return client
+
+
+def _open_recorder(context: RuntimeContext) -> Any:
+    from rill.runtime.channels.recorder import Recorder
+
+    return Recorder(context.address.group, context.address.rank, context.hub)
 
 
 def _open_store(context: RuntimeContext) -> Any:

@@ -9,7 +9,7 @@ Small values that processes want to agree on (endpoints, rendezvous) are publish
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
@@ -38,19 +38,19 @@ class Membership:
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> Mapping[str, Handler]:
         return {
-            "join": self._join,
-            "register": self._register,
-            "leave": self._leave,
-            "died": self._died,
-            "publish": self._publish,
-            "fetch": self._fetch,
-            "cancel_fetch": self._cancel_fetch,
-            "sync": lambda client, seq, payload: None,
+            "join": Handler(dict[str, Any], self._join),
+            "register": Handler(dict[str, Any], self._register),
+            "leave": Handler(None, self._leave),
+            "died": Handler(tuple[str, str], self._died),
+            "publish": Handler(tuple[str, Any, bool], self._publish),
+            "fetch": Handler(str, self._fetch),
+            "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
+            "sync": Handler(None, lambda client, seq, payload: None),
         }
 
-    def queries(self) -> dict[str, Callable[[Any], Any]]:
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
         return {
             "members": lambda _: self.members,
             "values": lambda prefix: {k: v for k, (v, _) in self._values.items() if k.startswith(prefix)},

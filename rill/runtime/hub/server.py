@@ -47,6 +47,18 @@ import zmq
 
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
+from rill.runtime.hub.protocol import (
+    Answer,
+    Expelled,
+    FromHub,
+    Gap,
+    Note,
+    Output,
+    Ping,
+    Query,
+    Requests,
+    ToHub,
+)
 from rill.runtime.hub.state import Machine
 from rill.runtime.hub.watch import ProcessWatch
 from rill.runtime.process.session_key import SessionKey
@@ -105,7 +117,7 @@ class Hub:
         if tcp:
             SessionKey.read(session_dir).guard(self._socket)
             self._socket.bind(tcp)
-        self._decoder = msgspec.msgpack.Decoder()
+        self._decoder: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
         self._encoder = msgspec.msgpack.Encoder()
         self.is_stopping = False
 
@@ -155,62 +167,56 @@ class Hub:
             now_s = time.monotonic()
             self._heard_s[client] = now_s
             message = self._decoder.decode(raw)
-            kind = message[0]
-            if kind == "s":
+            if isinstance(message, Requests):
                 self._take_requests(client, raw, message, now_s)
-            elif kind == "q":
+            elif isinstance(message, Query):
                 self._answer(client, message)
-            elif kind == "n":
+            elif isinstance(message, Note):
                 self._forward(client, message)
-            elif kind == "p":
+            else:
                 self._answer_ping(client, message)
 
-    def _take_requests(self, client: str, raw: bytes, message: list[Any], now_s: float) -> None:
-        _, first_seq, ack_out, requests = message
+    def _take_requests(self, client: str, raw: bytes, message: Requests, now_s: float) -> None:
+        first_seq, requests = message.first_seq, message.requests
         machine = self._machine
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
+            machine.streams[client].confirm(message.received_out)
         if machine.is_news(client, first_seq, len(requests)):
             self._journal.append(client, raw, now_s)
             machine.apply(client, first_seq, requests, now_s)
             if first_seq == 1 and client in machine.membership.members:
                 self._watch_client(client, machine.membership.members[client])
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
         elif first_seq > machine.expected(client):
-            self._send(client, ["g", machine.expected(client)])
+            self._send(client, Gap(machine.expected(client)))
         else:
             machine.touched.add(client)
 
-    def _answer_ping(self, client: str, message: list[Any]) -> None:
-        _, ack_out, next_seq = message
+    def _answer_ping(self, client: str, ping: Ping) -> None:
         machine = self._machine
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
             return
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
-            self._sent[client] = ack_out  # whatever it lacks goes out again
+            machine.streams[client].confirm(ping.received_out)
+            self._sent[client] = ping.received_out  # whatever it lacks goes out again
             machine.touched.add(client)
-        if next_seq > machine.expected(
-            client
-        ):  # messages keep their order: the rest was lost with an earlier hub
-            self._send(client, ["g", machine.expected(client)])
+        if ping.next_seq > machine.expected(client):
+            # Messages keep their order: the rest was lost with an earlier hub.
+            self._send(client, Gap(machine.expected(client)))
 
-    def _answer(self, client: str, message: list[Any]) -> None:
-        _, query_id, method, payload = message
+    def _answer(self, client: str, query: Query) -> None:
         try:
-            body = self._machine.query(method, payload)
+            is_ok, body = True, self._machine.query(query.method, query.payload)
         except (KeyError, TypeError, ValueError) as error:
-            self._send(client, ["a", query_id, False, f"{method} failed: {error!r}"])
-            return
-        self._send(client, ["a", query_id, True, body])
+            is_ok, body = False, f"{query.method} failed: {error!r}"
+        self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
 
-    def _forward(self, client: str, message: list[Any]) -> None:
-        _, to, topic, payload = message
-        targets = [c for c in self._machine.streams if c != client] if to == "*" else [to]
+    def _forward(self, client: str, note: Note) -> None:
+        targets = [c for c in self._machine.streams if c != client] if note.peer == "*" else [note.peer]
         for target in targets:
-            self._send(target, ["n", client, topic, payload])
+            self._send(target, Note(client, note.topic, note.payload))
 
     # --- deaths -------------------------------------------------------------------------------------------
 
@@ -263,10 +269,10 @@ class Hub:
             if news:
                 self._sent[client] = news[0][0]
                 news.reverse()
-            self._send(client, ["o", stream.expected, news])
+            self._send(client, Output(stream.expected, news))
         machine.touched.clear()
 
-    def _send(self, client: str, message: list[Any]) -> None:
+    def _send(self, client: str, message: FromHub) -> None:
         self._socket.send_multipart([client.encode(), self._encoder.encode(message)])
 
     def _unlink(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import UserError
-from rill.runtime.channels.ends import finish_call, settle_call
+from rill.runtime.channels.ends import fail_call, settle_call
 from rill.runtime.context import RuntimeContext, install_for_thread
 from rill.runtime.process.called import Answers
 from rill.runtime.worker import Seating, Worker, begin_call, build
@@ -71,15 +71,18 @@ class Rank:
         """Run `call` here and answer it."""
         timers = begin_call()
         started_s = time.perf_counter()
+        recorder = self.context.recorder
+        recorder.begin(call.method)
         try:
             with trace.span(f"{self._seating.group_name}.{call.method}", lane=self.name):
                 value = self._invoke(call)
             settle_call(self.context)
             call.answers.value(call.index, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  the boundary of user code: every exception goes to the caller
+            fail_call(error)
             call.answers.error(call.index, error, time.perf_counter() - started_s, timers)
         finally:
-            finish_call(self.context)
+            recorder.end()
 
     def close(self) -> None:
         """The worker's own `close`, after the calls before it."""
