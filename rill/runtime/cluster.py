@@ -29,6 +29,7 @@ from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
 from rill.runtime.device.device import Device, DeviceSpec, Node, number
 from rill.runtime.device.placement import Placement, resolve, share_processes
 from rill.runtime.group import ClassRef, WorkerGroup
+from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Event, Exited
@@ -129,6 +130,13 @@ class Cluster:
     def coreside(self, *groups: str) -> None:
         """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
         self.context.hub.call("locks", "coreside", list(groups), HUB_WAIT_S)
+
+    def history(self) -> list[CallRecord]:
+        """What the last calls of all workers took, put, held and waited for: the planner's material."""
+        records: list[CallRecord] = self.context.hub.query(
+            "history", "calls", None, HUB_WAIT_S, list[CallRecord]
+        )
+        return records
 
     # --- groups -------------------------------------------------------------------------------------------
 

@@ -204,6 +204,11 @@ class Stage(Worker):
         with self.device_lock:
             self.events.append("weights")
 
+    @concurrent
+    def take_beside(self, channel: Channel) -> int:
+        """Waits on a channel without the lock, beside whatever call is under way."""
+        return int(channel.take(timeout_s=30))
+
     def put_all(self, channel: Channel, count: int) -> None:
         with self.device_lock(channel):
             for n in range(count):

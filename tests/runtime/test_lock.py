@@ -405,6 +405,40 @@ def test_turns_survive_a_hub_restart() -> None:
 
 # --- with processes ---------------------------------------------------------------------------------------
 
+
+def test_a_thread_that_waits_beside_a_block_does_not_lend_it(cluster: Cluster, tmp_path: Path) -> None:
+    """While one thread computes in its block another waits for data of the very group that wants the devices."""
+    holder, other = launch(cluster, "2", tmp_path), launch(cluster, "2", tmp_path)
+    numbers = Channel.create(cluster, next(_names), timeout_s=WAIT_S)
+    holding = holder.hold(1.0)
+    waiting = holder.take_beside(numbers)
+    time.sleep(0.3)  # it holds, and waits
+    putting = other.put_all(numbers, 1)
+    began_s = holding.wait(timeout_s=WAIT_S)[0]
+    putting.wait(timeout_s=WAIT_S)
+    assert waiting.wait(timeout_s=WAIT_S) == [0]
+    events = holder.history().wait(timeout_s=WAIT_S)[0]
+    assert events == ["onload", "offload"]
+    ended = [r for r in cluster.history() if r.group == holder.name and r.method == "offload"]
+    assert ended and time.time() - ended[0].started_s < time.monotonic() - began_s - 0.9, (
+        "offloaded in the block"
+    )
+
+
+def test_the_history_tells_what_a_call_took_put_and_held(cluster: Cluster, tmp_path: Path) -> None:
+    rollout, actor = launch(cluster, "3", tmp_path), launch(cluster, "3", tmp_path)
+    run_figure_5(cluster, rollout, actor, actor_first=False)
+    records = cluster.history()
+    generate = [r for r in records if (r.group, r.method) == (rollout.name, "generate")]
+    train = [r for r in records if (r.group, r.method) == (actor.name, "train")]
+    assert len(generate) == len(train) == 3
+    (prompts,), (rollouts,) = generate[0].took, generate[0].put
+    assert generate[0].took[prompts].items == generate[0].put[rollouts].items > 0
+    assert list(train[0].took) == [rollouts] and train[0].took[rollouts].num_bytes > 0
+    assert [turn.devices for turn in train[0].turns] == [[3]]
+    assert any(r.method == "offload" and r.offload_s >= 0 for r in records)
+
+
 _names = (f"stage{n}" for n in itertools.count())
 
 
