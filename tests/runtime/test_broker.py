@@ -327,6 +327,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
         self.queues: list[deque[int]] = [deque()]
         self.leases: dict[int, dict[int, tuple[int, int]]] = {n: {} for n in range(self.CONSUMERS)}
         self.position = [0] * self.CONSUMERS
+        self.is_passing = [False] * self.CONSUMERS
         self.relayed: list[int] = []
         self.next_value = 0
 
@@ -357,6 +358,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
     @rule(n=st.integers(0, CONSUMERS - 1), count=st.integers(1, 3))
     def take(self, n: int, count: int) -> None:
         client, epoch = self.client(n), self.position[n]
+        self.is_passing[n] = False
         seq = self.hub.send(client, "broker.take", take(count))
         answer = self.hub.replies.get((client, seq))
         available = [
@@ -373,6 +375,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
         elif has_ended and all(self.unfinished_in(e) == 0 for e in range(epoch + 1)):
             assert answer.kind is GrantKind.EPOCH_END
             self.position[n] += 1
+            self.is_passing[n] = True
         else:
             assert answer is None
             self.hub.send(client, "broker.cancel", Cancel("c", seq))
@@ -407,6 +410,8 @@ class RelayAgainstModel(RuleBasedStateMachine):
     def kill(self, n: int) -> None:
         self.hub.kill(self.client(n))
         self.give_back(n, list(self.leases[n]))
+        self.position[n] -= self.is_passing[n]  # nobody heard of the end that it had met
+        self.is_passing[n] = False
         self.launch[n] += 1
         self.hub.join(self.client(n), group="w", rank=n, world_size=self.CONSUMERS)
 

@@ -194,6 +194,20 @@ def test_a_holder_that_waits_for_somebody_else_keeps_its_devices() -> None:
     assert not turns.is_asked_to_offload("rollout[0]")
 
 
+def test_a_holder_lends_to_the_group_that_feeds_it_through_another() -> None:
+    """first ──▶ prompts ──▶ second (elsewhere) ──▶ rollouts ──▶ third, which has the device and waits."""
+    turns = Turns(first=[[0]], second=[[1]], third=[[0]])
+    turns.ask("third[0]", "rollouts")
+    turns.take("third[0]", "rollouts")
+    turns.ask("second[0]", "prompts", "rollouts")
+    turns.take("second[0]", "prompts")
+    assert not turns.is_asked_to_offload("third[0]")
+    turns.ask("first[0]", "prompts")
+    assert turns.is_asked_to_offload("third[0]")
+    turns.offload("third[0]")
+    assert turns.is_in("first[0]")
+
+
 def test_a_dead_holder_frees_its_devices() -> None:
     turns = Turns(a=[[0]], b=[[0]])
     turns.ask("a[0]")

@@ -54,6 +54,7 @@ class Consumer:
         self._released: deque[int] = deque()
         self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
         self._released_s = 0.0
+        self._is_passing = False
         self._lock = threading.Lock()
         self._hub.add_ticker(self._tick)
 
@@ -138,6 +139,7 @@ class Consumer:
     def _accept(self, take: Take, grant: Grant) -> list[Item]:
         """Of what was granted the first are this chunk, the rest is read ahead."""
         if grant.kind is not GrantKind.ITEMS:
+            self._is_passing = grant.kind is GrantKind.EPOCH_END
             return []
         with self._lock:
             self._refilled_s = self._touched_s = time.monotonic()
@@ -212,6 +214,13 @@ class Consumer:
         """From a finalizer, where no lock may be taken: a lease that nobody finished."""
         self._dropped.append((ids, puts))
         self._hub.wake()
+
+    def pass_end(self) -> bool:
+        """A call ends well: should its process die now, the epoch's end that its loop met does not come again."""
+        is_passing, self._is_passing = self._is_passing, False
+        if is_passing:
+            self._hub.submit("broker.pass_end", self.name)
+        return is_passing
 
     def return_ahead(self) -> None:
         """A loop was left: what it had read ahead goes back."""

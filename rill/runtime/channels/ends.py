@@ -59,9 +59,11 @@ def settle_call(context: RuntimeContext) -> None:
     knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
     lost or delivered again."""
     end_holder(threading.get_ident(), None)
-    if context.channels and context.hub.has_unconfirmed:
+    channels = list(context.channels.values())
+    has_passed = [ends.consumer.pass_end() for ends in channels]
+    if any(has_passed) or (channels and context.hub.has_unconfirmed):
         context.hub.sync(HUB_S)
-        for ends in list(context.channels.values()):
+        for ends in channels:
             ends.producer.check()
 
 

@@ -54,6 +54,7 @@ class Broker:
             "settle": Handler(Settle, self._settle),
             "give_back": Handler(GiveBack, self._give_back),
             "end": Handler(str, self._end),
+            "pass_end": Handler(str, self._pass_end),
             "unend": Handler(str, self._unend),
             "close": Handler(str, self._close),
         }
@@ -165,6 +166,7 @@ class Broker:
 
     def _take(self, client: str, seq: int, take: Take) -> Any:
         channel = self._open_channel(take.channel)
+        channel.passing.discard(client)
         name = name_of(client)
         if name not in channel.consumer_epoch:
             first_seen = self._machine.membership.first_seen.get(group_of(client), 0)
@@ -269,9 +271,16 @@ class Broker:
                 self._end_epochs(channel)
                 self.grants.serve(channel)
 
+    def _pass_end(self, client: str, seq: int, name: str) -> Any:
+        """The call whose loop met the epoch's end has ended well."""
+        self._channel(name).passing.discard(client)
+        return DEFERRED
+
     def _unend(self, client: str, seq: int, name: str) -> Any:
         """The epoch's end came too late for the loop that waited for it: the consumer meets it again."""
-        self._channel(name).consumer_epoch[name_of(client)] -= 1
+        channel = self._channel(name)
+        channel.passing.discard(client)
+        channel.consumer_epoch[name_of(client)] -= 1
         return DEFERRED
 
     # --- deaths -------------------------------------------------------------------------------------------
@@ -287,6 +296,9 @@ class Broker:
             self._return(channel, leased)
         for channel in self.channels.values():
             channel.takes = [w for w in channel.takes if w.client != client]
+            if client in channel.passing:
+                channel.passing.discard(client)
+                channel.consumer_epoch[name_of(client)] -= 1
         self.ledger.end_owner(client, self._refs())
         for channel in self.channels.values():
             self.grants.serve(channel)

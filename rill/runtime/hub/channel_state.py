@@ -132,6 +132,8 @@ class ChannelState:
         self.put_in_epoch: dict[int, set[str]] = {}
         self.ended_by: dict[int, set[str]] = {}
         self.consumer_epoch: dict[str, int] = {}
+        self.passing: set[str] = set()
+        """Clients that were told of an epoch's end and have not said what came of it: dead, they meet it again."""
         self.puts: deque[PutWait] = deque()
         self.takes: list[TakeWait] = []
         self.producers: dict[str, Traffic] = {}

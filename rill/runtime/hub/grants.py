@@ -112,6 +112,7 @@ class Grants:
             return _Result.GRANTED
         if not found and last_epoch < channel.num_drained:
             channel.consumer_epoch[name] += 1
+            channel.passing.add(wait.client)
             channel.takes.remove(wait)
             self._machine.reply(wait.client, wait.seq, EPOCH_END)
             return _Result.GRANTED

@@ -7,7 +7,8 @@ of what both need. Groups that share no device, or that were declared to fit tog
                    ▲                                                                                  │
                    └────────────── regained when the awaited data has come ◀── lent: offloaded ◀──────┘
                                                                   its ranks all wait on a channel that a waiting
-                                                                  group works on: without the devices it never could
+                                                                  group works on, or feeds through others: without
+                                                                  the devices it never could
 
 Order follows the data. Among waiting groups, one whose input has data goes first, in order of arrival; one that is
 known to consume a channel without data does not get devices it could only hold idle; one of which nothing is known yet
@@ -290,7 +291,9 @@ class LockService:
         if not all(client in blocked_on for client in holder.inside):
             return
         waited = set().union(*(blocked_on[client] for client in holder.inside))
-        if not any(self._works_on(wanting, channel) for channel in waited):
+        if not any(self._works_on(wanting, channel) for channel in waited) and not self._feeds(
+            wanting, waited
+        ):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):
@@ -317,6 +320,28 @@ class LockService:
     def _works_on(self, turn: Turn, channel: str) -> bool:
         role = self._machine.broker.view.role_of(turn.group, channel)
         return channel in turn.channels or role.is_producer or role.is_consumer
+
+    def _feeds(self, turn: Turn, awaited: set[str]) -> bool:
+        """Whether what a group makes reaches one of these channels, through any number of other groups."""
+        view = self._machine.broker.view
+        named = {t.group: set(t.channels) for t in self._turns}
+        seen: set[str] = set()
+        frontier = list(awaited)
+        while frontier:
+            channel = frontier.pop()
+            if channel in seen:
+                continue
+            seen.add(channel)
+            may_put = {
+                g
+                for g, names in named.items()
+                if channel in names and not view.role_of(g, channel).is_consumer
+            }
+            for group in view.producers_of(channel) | may_put:
+                if group == turn.group:
+                    return True
+                frontier += view.taken_by(group) | named.get(group, set())
+        return False
 
     def _conflict(self, one: Turn, other: Turn) -> bool:
         if one.group == other.group:

@@ -81,6 +81,19 @@ class BrokerView:
             has_data = has_data or channel.epochs_drained_before(first_seen) < channel.epoch
         return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
 
+    def producers_of(self, name: str) -> set[str]:
+        """Groups that have put into a channel."""
+        channel = self._channels.get(name)
+        return set() if channel is None else {group_of(producer) for producer in channel.producers}
+
+    def taken_by(self, group: str) -> set[str]:
+        """Channels from which a group has asked for something."""
+        return {
+            name
+            for name, channel in self._channels.items()
+            if any(group_of(consumer) == group for consumer in channel.consumer_epoch)
+        }
+
     def blocked_on(self) -> dict[str, set[str]]:
         """client -> channels on which it waits."""
         blocked: dict[str, set[str]] = {}
