@@ -82,9 +82,9 @@ def test_a_payload_without_views_is_released_at_once(producer: Store, consumer: 
 def test_freed_slots_are_used_again(producer: Store) -> None:
     payload = encode(np.zeros(3_000_000, dtype=np.uint8))
     first = producer.write(payload)
-    producer.free([(first[2], first[3])])
+    producer.free([first.slot])
     second = producer.write(payload)
-    assert (second[2], second[3]) == (first[2], first[3])
+    assert second.slot == first.slot
     assert producer.stats()["num_segments"] == 1
 
 
@@ -99,7 +99,7 @@ def test_the_pool_does_not_grow_for_ever(
 ) -> None:
     monkeypatch.setattr(store_module, "POOL_BYTES", 10_000_000)
     refs = [producer.write(encode(np.zeros(2_000_000, dtype=np.uint8))) for _ in range(20)]
-    producer.free([(ref[2], ref[3]) for ref in refs])
+    producer.free([ref.slot for ref in refs])
     assert producer.stats()["free_bytes"] <= 10_000_000
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000_000
 
@@ -111,7 +111,7 @@ def test_the_pool_keeps_a_few_of_the_largest_payloads_and_not_of_huge_ones(
     monkeypatch.setattr(store_module, "_LARGEST_POOL_BYTES", 25_000_000)
     for num_bytes in (5_000_000, 20_000_000):
         refs = [producer.write(encode(np.zeros(num_bytes, dtype=np.uint8))) for _ in range(6)]
-        producer.free([(ref[2], ref[3]) for ref in refs])
+        producer.free([ref.slot for ref in refs])
         assert 20_000_000 <= producer.stats()["free_bytes"] <= 25_000_000
 
 
@@ -126,7 +126,7 @@ def test_full_shared_memory_says_what_to_do(producer: Store, monkeypatch: pytest
 
 def test_a_payload_that_is_gone_is_named(producer: Store, consumer: Store, tmp_path: Path) -> None:
     ref = producer.write(encode(np.zeros(10_000)))
-    (tmp_path / ref[2]).unlink()
+    (tmp_path / ref.segment).unlink()
     with pytest.raises(PeerDiedError, match=r"p\[0\]#0\.0"):
         consumer.read(ref, lambda: None)
 
@@ -193,7 +193,7 @@ def test_the_store_server_does_not_answer_strangers(hub: HubProcess, tmp_path: P
     server = StoreServer(there)
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(server.endpoint)
-    request = msgspec.msgpack.encode((ref[2], ref[3], 100, 0, b"n" * 16))
+    request = msgspec.msgpack.encode((*ref.slot, 100, 0, b"n" * 16))
     for frames in ([request], [request, SessionKey.new().mac(request)], [request, b""]):
         stranger.send_multipart(frames)
     assert not stranger.poll(300)
@@ -226,7 +226,7 @@ def test_an_answer_that_another_made_is_not_unpickled(hub: HubProcess, tmp_path:
     identity, raw, _code = server.recv_multipart()
     assert there.key is not None
     chunk = bytes(4096)
-    server.send_multipart([identity, b"1", there.key.mac(raw, b"1", chunk[: ref[4]]), chunk])
+    server.send_multipart([identity, b"1", there.key.mac(raw, b"1", chunk[: ref.header_bytes]), chunk])
     reader.join(timeout=10)
     assert len(failures) == 1 and "not sent by n1" in str(failures[0])
     server.close(linger=0)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rill.runtime.hub.answer import Pending
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.grants import EPOCH_END, ITEMS
+from rill.runtime.transfer.ref import Ref
 from rill.runtime.transfer.wire import decode
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class ConsumerPort:
             if isinstance(inline, bytes):
                 return decode(inline, (), device=self._device)
             return decode(inline[0], [bytearray(part) for part in inline[1:]], device=self._device)
-        return self._store.read(ref, lambda: self._release(item_id), device=self._device)
+        return self._store.read(Ref.of(ref), lambda: self._release(item_id), device=self._device)
 
     def finish(self, holder: object) -> None:
         """The holder is done with everything it has taken."""

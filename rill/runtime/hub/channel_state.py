@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from rill.runtime.transfer.ref import Ref
+
 QUEUED, LEASED, HELD = 0, 1, 2
 
 
@@ -47,7 +49,7 @@ class Item:
         key: Any,
         num_bytes: int,
         inline: Any,
-        ref: Any,
+        ref: Ref | None,
     ) -> None:
         self.id = item_id
         self.epoch = epoch
@@ -154,7 +156,8 @@ class ChannelState:
     def new_item(self, producer: str, descriptor: list[Any]) -> Item:
         weight, key, num_bytes, inline, ref = descriptor
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
-        item = Item(self.next_id, epoch, producer, weight, as_key(key), num_bytes, inline, ref)
+        where = None if ref is None else Ref.of(ref)
+        item = Item(self.next_id, epoch, producer, weight, as_key(key), num_bytes, inline, where)
         self.next_id += 1
         self.unfinished[epoch] = self.unfinished.get(epoch, 0) + 1
         return item

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.channel_state import Item
+from rill.runtime.transfer.ref import Ref
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -27,9 +28,10 @@ class PayloadLedger:
         """Tell the owner of the memory, or count down to the file's end when the owner is dead."""
         if ref is None:
             return
-        owner, segment = ref[1], ref[2]
+        ref = Ref.of(ref)
+        owner, segment = ref.owner, ref.segment
         if self._machine.membership.is_alive(owner):
-            self._free.setdefault(owner, []).append([segment, ref[3]])
+            self._free.setdefault(owner, []).append([segment, ref.offset])
         elif segment in self._orphans:
             self._orphans[segment] -= 1
             if self._orphans[segment] == 0:
@@ -48,8 +50,8 @@ class PayloadLedger:
         self._free.pop(client, None)
         kept: dict[str, int] = {}
         for item in items:
-            if item.ref is not None and item.ref[1] == client:
-                kept[item.ref[2]] = kept.get(item.ref[2], 0) + 1
+            if item.ref is not None and item.ref.owner == client:
+                kept[item.ref.segment] = kept.get(item.ref.segment, 0) + 1
         self._orphans.update(kept)
         self._unlink([client, sorted(kept)])
 

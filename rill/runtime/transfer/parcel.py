@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
+from rill.runtime.transfer.ref import Ref, aligned
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
@@ -68,7 +69,7 @@ class Parcels:
         if not is_shared:
             return pack_inline(encoded)
         ref = self._context.store.write(encoded)
-        slot = (ref[2], ref[3])
+        slot = ref.slot
         with self._lock:
             self._readers[slot] = len(readers)
             for reader in readers:
@@ -76,7 +77,7 @@ class Parcels:
             dead = {reader.process_identity for reader in readers} & self._dead
         for identity in dead:
             self.peer_died(identity)
-        place = (self._context.mailbox.endpoint, len(readers) > 1, list(ref))
+        place = (self._context.mailbox.endpoint, len(readers) > 1, ref)
         return [pickle.dumps(place)]
 
     def unpack(self, frames: Frames, *, device: str | None = None) -> Any:
@@ -85,7 +86,7 @@ class Parcels:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
         owner_endpoint, is_for_several, ref = pickle.loads(frames[0])
-        slot: Slot = (ref[2], ref[3])
+        slot: Slot = ref.slot
         if is_for_several:
             header, buffers = self._copy_out(ref)
             self._release(owner_endpoint, slot)
@@ -100,7 +101,7 @@ class Parcels:
         else:
             owner_endpoint, _, ref = pickle.loads(frames[0])
             header, buffers = self._copy_out(ref)
-            self._release(owner_endpoint, (ref[2], ref[3]))
+            self._release(owner_endpoint, ref.slot)
         return lambda device: wire.decode(header, [bytearray(buffer) for buffer in buffers], device=device)
 
     def peer_died(self, identity: str) -> None:
@@ -120,17 +121,16 @@ class Parcels:
         """Stop telling owners about releases; everything ends now."""
         self._released.put(None)
 
-    def _copy_out(self, ref: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
+    def _copy_out(self, ref: Ref) -> tuple[bytes, list[memoryview]]:
         import numpy as np
 
         from rill.runtime.transfer.memory_copy import copy_bytes
-        from rill.runtime.transfer.segments import aligned
 
-        _, _, name, offset, header_bytes, sizes, _ = ref
-        header = bytes(self._context.store.view(name, offset, header_bytes))
-        offset += aligned(header_bytes)
+        name, offset = ref.slot
+        header = bytes(self._context.store.view(name, offset, ref.header_bytes))
+        offset += aligned(ref.header_bytes)
         buffers = []
-        for num_bytes in sizes:
+        for num_bytes in ref.sizes:
             own = np.empty(num_bytes, np.uint8)
             copy_bytes(own, self._context.store.view(name, offset, num_bytes))
             buffers.append(own.data)

@@ -14,7 +14,6 @@ from typing import Any
 
 SLAB_BYTES = 4 * 1024 * 1024
 LARGEST_SLAB_SLOT = 1024 * 1024
-ALIGNMENT = 64
 _SMALLEST_SLOT = 8 * 1024
 
 
@@ -24,10 +23,6 @@ def slot_size(num_bytes: int) -> int:
         return _SMALLEST_SLOT
     step = max(4096, 1 << (num_bytes - 1).bit_length() >> 3)
     return (num_bytes + step - 1) // step * step
-
-
-def aligned(num_bytes: int) -> int:
-    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 class Segment:

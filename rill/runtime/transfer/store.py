@@ -9,7 +9,6 @@ more in page faults than the copy itself. A slot is used again only when the con
 in its process looks at the memory any more; nobody has to be careful. A consumer owns what it takes and may write to
 it; if it does and dies before it is done, the next consumer sees what it wrote.
 
-A reference (`Ref` on the wire): [node, owner, segment, offset, header bytes, [bytes of each buffer], slot bytes].
 Payloads of other nodes come over TCP in bounded chunks (store_server.py).
 """
 
@@ -22,19 +21,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rill.errors import PeerDiedError, StuckError
 from rill.runtime.transfer.memory_copy import copy_bytes
-from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, SLAB_BYTES, Segment, aligned, slot_size
+from rill.runtime.transfer.ref import Ref, aligned
+from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, SLAB_BYTES, Segment, slot_size
 from rill.runtime.transfer.wire import Encoded, decode
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
-
-Ref: TypeAlias = Sequence[Any]
 
 POOL_BYTES = 256 * 1024 * 1024
 """Free memory that a process keeps for its next payloads; more while it has more in use, or where they are large."""
@@ -79,9 +77,9 @@ class Store:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def write(self, encoded: Encoded, timeout_s: float = _FULL_WAIT_S) -> list[Any]:
+    def write(self, encoded: Encoded, timeout_s: float = _FULL_WAIT_S) -> Ref:
         """Copy a payload into shared memory; gives its reference. Waits while shared memory is full."""
-        sizes = [buffer.nbytes for buffer in encoded.buffers]
+        sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
         header_bytes = len(encoded.header)
         total = aligned(header_bytes) + sum(map(aligned, sizes))
         slot_bytes = slot_size(total)
@@ -92,7 +90,7 @@ class Store:
             if num_bytes:
                 copy_bytes(memoryview(segment.map)[place : place + num_bytes], chunk)
             place += aligned(num_bytes)
-        return [self._node_id, self._owner, segment.name, offset, header_bytes, sizes, slot_bytes]
+        return Ref(self._node_id, self._owner, segment.name, offset, header_bytes, sizes)
 
     def free(self, slots: Sequence[tuple[str, int]]) -> None:
         """The broker says that nobody needs these slots any more: [segment, offset]…"""
@@ -113,7 +111,7 @@ class Store:
     def pin(self, ref: Ref, keep: object) -> None:
         """Keep something alive for as long as this payload may be read: memory on a GPU, say."""
         with self._lock:
-            self._pinned[(ref[2], ref[3])] = keep
+            self._pinned[ref.slot] = keep
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -122,14 +120,12 @@ class Store:
 
         It may run on any thread, at any moment, so it must neither block nor take a lock.
         """
-        node_id, _, name, offset, header_bytes, sizes, _ = ref
-        if node_id != self._node_id:
+        if ref.node_id != self._node_id:
             return self._read_remote(ref, on_release, device)
-        segment = self._segment(name)
-        total = aligned(header_bytes) + sum(map(aligned, sizes))
-        root = np.frombuffer(segment.map, np.uint8, total, offset)
-        header = bytes(root[:header_bytes])
-        buffers = _cut(root, aligned(header_bytes), sizes)
+        segment = self._segment(ref.segment)
+        root = np.frombuffer(segment.map, np.uint8, ref.num_bytes, ref.offset)
+        header = bytes(root[: ref.header_bytes])
+        buffers = _cut(root, aligned(ref.header_bytes), ref.sizes)
         self._guard(root, on_release)
         del root
         return decode(header, buffers, device=device)
@@ -138,7 +134,8 @@ class Store:
         assert self._fetch is not None, "this store has no door to other nodes"
         data = np.frombuffer(self._fetch(ref), np.uint8)
         on_release()
-        return decode(bytes(data[: ref[4]]), _cut(data, aligned(ref[4]), ref[5]), device=device)
+        buffers = _cut(data, aligned(ref.header_bytes), ref.sizes)
+        return decode(bytes(data[: ref.header_bytes]), buffers, device=device)
 
     def view(self, name: str, offset: int, num_bytes: int) -> memoryview:
         """Bytes of a segment of this node, for a store server."""

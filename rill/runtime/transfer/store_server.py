@@ -18,12 +18,12 @@ import msgspec
 import zmq
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.transfer.segments import aligned, unlink
+from rill.runtime.transfer.segments import unlink
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
     from rill.runtime.process.session_key import SessionKey
-    from rill.runtime.transfer.store import Ref
+    from rill.runtime.transfer.ref import Ref
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _MAX_REQUEST_BYTES = 64 * 1024
@@ -96,8 +96,8 @@ class RemoteReader:
 
     def fetch(self, ref: Ref) -> bytearray:
         """The whole payload, laid out as in its slot."""
-        node_id, _, name, offset, header_bytes, sizes, _ = ref
-        total = aligned(header_bytes) + sum(map(aligned, sizes))
+        node_id, name, offset, header_bytes = ref.node_id, ref.segment, ref.offset, ref.header_bytes
+        total = ref.num_bytes
         key = key_of(self._context)
         socket = self._socket_to(node_id)
         data = bytearray(total)
