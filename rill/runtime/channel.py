@@ -88,14 +88,12 @@ class Channel:
         capacity_bytes: int | None = None,
         granularity: int = 1,
         producers: int | None = None,
-        offload: bool = True,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
         `granularity`: items that loops receive at a time; a plan sets it, worker code never mentions it.
-        `offload`: GPU tensors wait in host memory and arrive on their consumer's own device; False leaves them on the
-        GPU, for consumers that see the same one. `producers`: how many processes end an epoch (see above).
+        `producers`: how many processes end an epoch (see above).
         `timeout_s`: deadline of every wait that gives none of its own.
         """
         for what, value in (("capacity_items", capacity_items), ("capacity_bytes", capacity_bytes)):
@@ -112,13 +110,13 @@ class Channel:
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", [name, options], HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
-        return cls(ChannelSettings(name, is_bounded, offload, timeout_s))
+        return cls(ChannelSettings(name, is_bounded, timeout_s))
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = (
             self._settings
         )  # as plain values: handles travel with every call, and a dataclass is slow to pickle
-        return _rebuild, (settings.name, settings.is_bounded, settings.offload, settings.timeout_s)
+        return _rebuild, (settings.name, settings.is_bounded, settings.timeout_s)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -393,5 +391,5 @@ class Channel:
         return ends_of(self._settings, current())
 
 
-def _rebuild(name: str, is_bounded: bool, offload: bool, timeout_s: float) -> Channel:
-    return Channel(ChannelSettings(name, is_bounded, offload, timeout_s))
+def _rebuild(name: str, is_bounded: bool, timeout_s: float) -> Channel:
+    return Channel(ChannelSettings(name, is_bounded, timeout_s))

@@ -7,7 +7,8 @@ import pytest
 from rill.config import load_recipe, resolve
 from rill.errors import PlanError
 from rill.runtime.cluster import Cluster
-from rill.runtime.device.device import CPU, CUDA, Device
+from rill.runtime.device.accelerator import CPU, CUDA
+from rill.runtime.device.device import Device
 from rill.telemetry.run import Run
 from rill.weights import TransportConfig
 from rill.workflows import recipe_schema

@@ -21,7 +21,6 @@ from rill.runtime.device.lock import lock_of
 from rill.runtime.hub.answer import Pending
 from rill.runtime.hub.grants import EPOCH_END, ITEMS, NOTHING
 from rill.runtime.process.report import stuck, waiting
-from rill.runtime.transfer.gpu_payload import gpu_export
 from rill.runtime.transfer.wire import encode
 
 HUB_S = 30.0
@@ -34,7 +33,6 @@ class ChannelSettings:
 
     name: str
     is_bounded: bool
-    offload: bool
     timeout_s: float
     """The deadline of every wait that gives none of its own."""
 
@@ -67,18 +65,14 @@ class ChannelEnds:
 
     def descriptor(self, obj: Any, weight: float, key: Any, deadline_s: float) -> Descriptor:
         """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
-        export = None if self.settings.offload else gpu_export()
-        encoded = encode(obj, device_hook=export)
+        encoded = encode(obj)
         weight = float(weight)
-        is_on_gpu = export is not None and bool(export.kept)
-        if encoded.num_bytes <= INLINE_BYTES and not is_on_gpu:
+        if encoded.num_bytes <= INLINE_BYTES:
             inline: Any = encoded.header
             if encoded.buffers:
                 inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
             return [weight, key, encoded.num_bytes, inline, None]
         ref = self.context.store.write(encoded, max(0.0, deadline_s - time.monotonic()))
-        if export is not None and is_on_gpu:
-            self.context.store.pin(ref, export.kept)
         return [weight, key, encoded.num_bytes, None, ref]
 
     def put(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> None:

@@ -195,6 +195,11 @@ class _Decoding(threading.local):
 _decoding = _Decoding()
 
 
+def decoding_device() -> str | None:
+    """Where the decode that runs in this thread puts tensors that were not on the CPU; None: on the CPU."""
+    return _decoding.device
+
+
 def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cpu: bool) -> Any:
     import torch
 
