@@ -66,4 +66,6 @@ def test_tensors_that_the_receiver_cannot_open_go_through_the_host() -> None:
 
 def test_tensors_on_a_device_are_found_wherever_they_are() -> None:
     assert not has_device_tensors({"x": [torch.ones(3)], "y": "text"})
-    assert has_device_tensors({"x": [torch.ones(3), torch.ones(3, device="meta")]}) is False  # no memory at all
+    assert (
+        has_device_tensors({"x": [torch.ones(3), torch.ones(3, device="meta")]}) is False
+    )  # no memory at all

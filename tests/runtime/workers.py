@@ -199,18 +199,6 @@ class Peer(Worker):
         assert received == [(source, n) for n in range(count) for source in range(self.world_size)]
         return [last]
 
-    def send_large(self, num_objects: int, num_bytes: int) -> None:
-        import numpy as np
-
-        array = np.zeros(num_bytes, np.uint8)
-        for _ in range(num_objects):
-            self.send(array, self.group_name, 1, timeout_s=30)
-
-    def receive_large(self, num_objects: int) -> int:
-        for _ in range(num_objects):
-            self.recv(self.group_name, 0, timeout_s=30)
-        return num_objects
-
     def doubled(self, array: Any) -> Any:
         array *= 2
         return array

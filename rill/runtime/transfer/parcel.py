@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 
 def pack_inline(encoded: wire.Encoded) -> Frames:
     """The frames that carry `encoded` to anybody, any number of times."""
-    return [b"", *wire.frames_of(encoded)]
+    return [b"", encoded.header, *encoded.buffers]
 
 
 class Parcels:

@@ -1,8 +1,8 @@
 """Point to point: any object from any process of the run to any other, and from one to all ranks of a group.
 
-    send ──▶ WINDOW_BYTES unreceived per peer ──▶ peer's mailbox ──▶ arrivals by (group, rank, tag) ──▶ recv
-                 ▲                                                                                      │
-                 └─────────────────────────── receipt ◀──────────────────────────────────────────────────┘
+    send ──▶ peer's mailbox ──▶ arrivals by (group, rank, tag) ──▶ recv
+      ▲                                                              │
+      └── receipt, for what the receiver copies out of device memory ◀┘
 
 The route follows from where both ends and the data are:
 
@@ -13,9 +13,10 @@ The route follows from where both ends and the data are:
     two nodes                                       TCP from the store (tcp.py)     through the host
 
 Small objects travel inside the message. Objects from one peer with one tag arrive in the order they were sent; other
-tags and other peers never wait for them. A send returns when the object may be changed again; it waits while the peer
-is behind by more than the window. Every wait has a deadline. A peer's death ends every wait on it with an error that
-names it; what it had sent and nobody had received may be lost.
+tags and other peers never wait for them. A send returns when the object may be changed again: as soon as it is in the
+store, or has been copied from device to device. What nobody has received yet fills the store, and a full one makes
+senders wait; where a producer runs ahead of its consumer, use a channel with a capacity. Every wait has a deadline. A
+peer's death ends every wait on it with an error that names it; what it had sent and nobody had received may be lost.
 """
 
 from __future__ import annotations
@@ -46,8 +47,6 @@ T = TypeVar("T")
 
 SEND, RECEIPT = b"send", b"rcpt"
 DEFAULT_WAIT_S = 600.0
-WINDOW_BYTES = 256 * 1024 * 1024
-"""A sender runs ahead of its peer's receives by at most this much, or by one object."""
 _BROADCAST = "\0broadcast"
 
 Source: TypeAlias = tuple[str, int, str]
@@ -64,7 +63,7 @@ class _Envelope(NamedTuple):
     reply_to: str
     """The sender's mailbox."""
     number: int
-    """Of the sender's objects; the receipt names it."""
+    """What the receipt names; 0: nobody waits for one."""
 
 
 class PointToPoint:
@@ -78,8 +77,8 @@ class PointToPoint:
         self._arrivals: dict[Source, deque[Arrival]] = {}
         self._places: dict[Source, deque[Future[Arrival]]] = {}
         """Receives that wait, by whom they wait for."""
-        self._unreceived: dict[int, tuple[str, int]] = {}
-        """The peer's identity and the bytes of every object on its way, by number."""
+        self._unreceived: set[int] = set()
+        """Sends that wait for their receipt."""
         self._numbers = count(1)
         self._deaths: dict[str, str] = {}
         self._last: dict[Source, Future[Any]] = {}
@@ -144,7 +143,7 @@ class PointToPoint:
         peer = self._directory.find(group, rank, remaining_s(deadline_s))
         exporter = self._exporter_for(peer)
         encoded = wire.encode(obj, device_hook=exporter)
-        self._post([peer], tag, encoded, deadline_s, exported=exporter.kind if exporter is not None else "")
+        self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
 
     def _send_to_others(self, obj: Any, world_size: int, deadline_s: float) -> None:
         """To every other rank of the group. GPU tensors go to each by its own route."""
@@ -170,61 +169,39 @@ class PointToPoint:
         tag: str,
         encoded: wire.Encoded,
         deadline_s: float,
-        *,
         exported: str = "",
     ) -> None:
-        """One object to peers that are not this process, once each has room for it. `exported`: the kind of device on
-        which some of it stays until the (one) peer has copied it."""
+        """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
+        the (then only) peer has copied it."""
         context, me = self._context, self._me
-        numbers: dict[int, WorkerAddress] = {}
+        frames = context.parcels.pack(encoded, peers, remaining_s(deadline_s))
+        number = next(self._numbers) if exported else 0
         try:
+            if exported:
+                self._unreceived.add(number)
             for peer in peers:
-                numbers[self._enter(peer, encoded.num_bytes, deadline_s)] = peer
-            frames = context.parcels.pack(encoded, peers, remaining_s(deadline_s))
-            for number, peer in numbers.items():
                 envelope = _Envelope((me.group, me.rank, tag), me.endpoint_from(peer.node_id), number)
                 message = [SEND, pickle.dumps(tuple(envelope)), *frames]
                 context.mailbox.post(peer.endpoint_from(context.node_id), message)
                 near = "shared_memory" if peer.node_id == context.node_id else "tcp"
                 self._count(f"{exported}_ipc" if exported else near if frames[0] else "message")
             if exported:
-                # The receiver copies out of our device memory, which may change when the receipt is here.
-                (peer,) = peers
-                self._wait_until(
-                    lambda: not numbers.keys() & self._unreceived.keys(), peer, deadline_s, "to receive"
-                )
-        except BaseException:
-            with self._changed:
-                for number in numbers:
-                    self._unreceived.pop(number, None)
-                self._changed.notify_all()
-            raise
+                self._wait_received(number, peers[0], deadline_s)
+        finally:
+            self._unreceived.discard(number)
 
-    def _enter(self, peer: WorkerAddress, num_bytes: int, deadline_s: float) -> int:
-        """Wait until `num_bytes` more may be on their way to `peer`; gives the object's number."""
-
-        def has_room() -> bool:
-            ahead = [size for identity, size in self._unreceived.values() if identity == peer.identity]
-            return not ahead or sum(ahead) + num_bytes <= WINDOW_BYTES
-
-        with self._changed:
-            self._wait_until(has_room, peer, deadline_s, "to receive what was sent before")
-            number = next(self._numbers)
-            self._unreceived[number] = (peer.identity, num_bytes)
-            return number
-
-    def _wait_until(
-        self, is_ready: Callable[[], bool], peer: WorkerAddress, deadline_s: float, what: str
-    ) -> None:
+    def _wait_received(self, number: int, peer: WorkerAddress, deadline_s: float) -> None:
+        """Until the peer has copied what lies in our device memory, which may then change."""
         with self._changed, waiting(f"send to {peer.name}", peer.name):
             in_time = self._changed.wait_for(
-                lambda: peer.identity in self._deaths or is_ready(), remaining_s(deadline_s)
+                lambda: peer.identity in self._deaths or number not in self._unreceived,
+                remaining_s(deadline_s),
             )
             death = self._deaths.get(peer.identity)
         if death is not None:
             raise PeerDiedError(f"{self._me.name}: send to {peer.name}, which is gone: {death}")
         if not in_time:
-            raise StuckError(f"{self._me.name}: send waited for {peer.name} {what} until its deadline")
+            raise StuckError(f"{self._me.name}: send waited for {peer.name} to receive until its deadline")
 
     def _in_order(self, lane: Source, work: Callable[[], T], what: str) -> Future[T]:
         """Do it in a thread, after what was put into the same lane before and before what comes after."""
@@ -345,14 +322,14 @@ class PointToPoint:
             try:
                 return context.parcels.unpack(frames[1:], device=context.torch_device)
             finally:
-                receipt = pickle.dumps(envelope.number)
-                context.mailbox.post(envelope.reply_to, [RECEIPT, receipt])
+                if envelope.number:
+                    context.mailbox.post(envelope.reply_to, [RECEIPT, pickle.dumps(envelope.number)])
 
         self._deliver(envelope.source, arrival)
 
     def _on_receipt(self, frames: Frames) -> None:
         with self._changed:
-            self._unreceived.pop(pickle.loads(frames[0]), None)
+            self._unreceived.discard(pickle.loads(frames[0]))
             self._changed.notify_all()
 
     def _on_death(self, identity: str, reason: str) -> None:
@@ -360,8 +337,6 @@ class PointToPoint:
         group, _, rank = name.rstrip("]").rpartition("[")
         with self._changed:
             self._deaths[identity] = reason
-            for number in [n for n, (peer, _) in self._unreceived.items() if peer == identity]:
-                del self._unreceived[number]
             lost = [source for source in self._places if source[:2] == (group, int(rank))]
             waiting_for_it = [(source, place) for source in lost for place in self._places.pop(source)]
             self._changed.notify_all()
