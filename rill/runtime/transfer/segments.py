@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+FULL_WAIT_S = 600.0
+"""How long a full shared memory is waited for where nothing else is said."""
 SLAB_BYTES = 4 * 1024 * 1024
 LARGEST_SLAB_SLOT = 1024 * 1024
 _SMALLEST_SLOT = 8 * 1024

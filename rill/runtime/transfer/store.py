@@ -31,6 +31,7 @@ from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.transfer.memory_copy import copy_bytes
 from rill.runtime.transfer.ref import Ref, aligned
 from rill.runtime.transfer.segments import (
+    FULL_WAIT_S,
     LARGEST_SLAB_SLOT,
     SLAB_BYTES,
     Segment,
@@ -49,7 +50,6 @@ _ROTATION = 4
 """Large payloads that are under way at a time: making their memory anew for each would cost more than the copy."""
 _LARGEST_POOL_BYTES = 1024 * 1024 * 1024
 _CACHED_MAPS_BYTES = 4 * 1024 * 1024 * 1024
-FULL_WAIT_S = 600.0
 _LOOK_S = 0.2
 """Other processes free shared memory too, and do not tell: how often a full one is tried again."""
 _FETCH_WAIT_S = 120.0
