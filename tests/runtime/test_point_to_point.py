@@ -183,6 +183,14 @@ def test_a_receive_that_was_given_up_takes_nothing_from_the_next(
     assert transfer.recv("pair", 0, timeout_s=10) == "hello"
 
 
+def test_a_receive_that_was_cancelled_takes_nothing_from_the_next(cluster: Cluster) -> None:
+    transfer = cluster.context.transfer
+    given_up, next_one = (transfer.recv_async("driver", 0, tag="cancelled") for _ in range(2))
+    assert given_up.cancel()
+    transfer.send("first", "driver", 0, tag="cancelled")
+    assert next_one.result(10) == "first"
+
+
 def test_a_future_is_that_of_the_standard_library(cluster: Cluster) -> None:
     transfer = cluster.context.transfer
     receiving = transfer.recv_async("driver", 0, tag="future")

@@ -7,11 +7,13 @@ handle is, the accelerator knows (rill.runtime.device); weights between processe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rill.runtime.context import WorkerAddress
 from rill.runtime.device.accelerator import CPU, accelerator, accelerator_of
 from rill.runtime.transfer import wire
+
+if TYPE_CHECKING:
+    from rill.runtime.context import WorkerAddress
 
 
 def shares_a_device(me: WorkerAddress, peer: WorkerAddress) -> bool:

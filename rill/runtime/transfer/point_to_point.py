@@ -32,8 +32,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from rill.errors import PeerDiedError, StuckError, UserError
-from rill.runtime.context import WorkerAddress
-from rill.runtime.process.directory import Directory, remaining_s
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer import wire
@@ -41,7 +39,8 @@ from rill.runtime.transfer.device_ipc import Exporter, has_device_tensors, share
 from rill.runtime.transfer.future import in_thread
 
 if TYPE_CHECKING:
-    from rill.runtime.context import RuntimeContext
+    from rill.runtime.context import RuntimeContext, WorkerAddress
+    from rill.runtime.process.directory import Directory
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ class PointToPoint:
             self._count("reference")
             self._deliver((group, rank, tag), lambda: obj)
             return
-        peer = self._directory.find(group, rank, remaining_s(deadline_s))
+        peer = self._directory.find(group, rank, _left_s(deadline_s))
         exporter = self._exporter_for(peer)
         encoded = wire.encode(obj, device_hook=exporter)
         self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
@@ -149,11 +148,11 @@ class PointToPoint:
         """To every other rank of the group. GPU tensors go to each by its own route."""
         group = self._me.group
         ranks = [rank for rank in range(world_size) if rank != self._me.rank]
-        peers = [self._directory.find(group, rank, remaining_s(deadline_s)) for rank in ranks]
+        peers = [self._directory.find(group, rank, _left_s(deadline_s)) for rank in ranks]
         if any(map(self._exporter_for, peers)) and has_device_tensors(obj):
             sending = [self.send_async(obj, group, rank, tag=_BROADCAST) for rank in ranks]
             for rank, one in zip(ranks, sending, strict=True):
-                self._await(one, f"broadcast to {group}[{rank}]", remaining_s(deadline_s))
+                self._await(one, f"broadcast to {group}[{rank}]", _left_s(deadline_s))
         elif peers:
             self._post(peers, _BROADCAST, wire.encode(obj), deadline_s)
 
@@ -174,7 +173,7 @@ class PointToPoint:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
         the (then only) peer has copied it."""
         context, me = self._context, self._me
-        frames = context.parcels.pack(encoded, peers, remaining_s(deadline_s))
+        frames = context.parcels.pack(encoded, peers, _left_s(deadline_s))
         number = next(self._numbers) if exported else 0
         try:
             if exported:
@@ -195,7 +194,7 @@ class PointToPoint:
         with self._changed, waiting(f"send to {peer.name}", peer.name):
             in_time = self._changed.wait_for(
                 lambda: peer.identity in self._deaths or number not in self._unreceived,
-                remaining_s(deadline_s),
+                _left_s(deadline_s),
             )
             death = self._deaths.get(peer.identity)
         if death is not None:
@@ -250,8 +249,10 @@ class PointToPoint:
 
     def recv_async(self, group: str, rank: int, *, tag: str = "") -> Future[Any]:
         """A place in the line for the next object from a worker."""
-        place = self._line_up((group, rank, tag))
+        source = (group, rank, tag)
+        place = self._line_up(source)
         future: Future[Any] = Future()
+        future.add_done_callback(lambda done: self._leave(source, place) if done.cancelled() else None)
         place.add_done_callback(
             lambda _: in_thread(lambda: place.result()(), f"rill-recv from {group}[{rank}]", future)
         )
@@ -360,3 +361,7 @@ def _take_first(lines: dict[Source, deque[T]], source: Source) -> T:
     if not line:
         del lines[source]
     return first
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
