@@ -40,7 +40,7 @@ from rill.runtime.process.mailbox import Mailbox
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.supervisor import Supervisor, describe_exit
-from rill.runtime.transfer.broadcast import free_port
+from rill.runtime.transfer.collective import free_port
 from rill.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)

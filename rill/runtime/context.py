@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rill.runtime.process.mailbox import Inbox
     from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
-    from rill.runtime.transfer.transfer import Transfer
+    from rill.runtime.transfer.point_to_point import PointToPoint
 
 DRIVER_GROUP = "driver"
 
@@ -143,9 +143,9 @@ class RuntimeContext:
         return parcels
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> PointToPoint:
         """Point-to-point transfer between workers."""
-        transfer: Transfer = self._service("transfer", _open_transfer)
+        transfer: PointToPoint = self._service("transfer", _open_transfer)
         return transfer
 
     def open(self) -> None:
@@ -214,9 +214,9 @@ def _open_parcels(context: RuntimeContext) -> Any:
 
 
 def _open_transfer(context: RuntimeContext) -> Any:
-    from rill.runtime.transfer.transfer import Transfer
+    from rill.runtime.transfer.point_to_point import PointToPoint
 
-    return Transfer(context)
+    return PointToPoint(context)
 
 
 # --- the current one --------------------------------------------------------------------------------------

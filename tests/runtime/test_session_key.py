@@ -18,8 +18,7 @@ from rill.runtime.hub.server import HubClient, hub_command
 from rill.runtime.process.mailbox import Mailbox
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import KEY_NAME, SessionKey
-from rill.runtime.transfer.broadcast import free_port
-from rill.runtime.transfer.stream import Incoming
+from rill.runtime.transfer.collective import free_port
 from tests.runtime.hub_fakes import HubProcess
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,14 +80,6 @@ def test_what_comes_in_the_clear_never_reaches_a_handler_of_messages(inbox: Inbo
 def test_a_port_for_other_nodes_is_not_opened_without_a_key(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="needs a session key"):
         Mailbox(f"ipc://{tmp_path}/inbox", tcp_host="127.0.0.1")
-
-
-def test_chunks_that_do_not_fit_are_refused() -> None:
-    incoming = Incoming((), b"", [100])
-    with pytest.raises((ValueError, IndexError)):
-        incoming.take(0, 90, memoryview(bytes(20)))
-    with pytest.raises(IndexError):
-        incoming.take(1, 0, memoryview(bytes(20)))
 
 
 class TcpHub(HubProcess):
