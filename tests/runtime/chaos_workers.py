@@ -52,3 +52,14 @@ class PipelineStage(Worker):
                 outputs.put(item)
                 count += 1
         return count
+
+
+class Crowd(Worker):
+    """Ranks that are called while others of them die."""
+
+    def plus(self, number: int) -> int:
+        return self.rank + number
+
+    def echo_through(self, channel: Channel) -> int:
+        channel.put(self.rank)
+        return int(channel.take(timeout_s=WAIT_S))

@@ -21,7 +21,8 @@ from rill.errors import PeerDiedError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
-from tests.runtime.chaos_workers import WAIT_S, PipelineStage, Sharer
+from rill.runtime.handle import Handle
+from tests.runtime.chaos_workers import WAIT_S, Crowd, PipelineStage, Sharer
 from tests.runtime.leftovers import nothing_left
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,8 +80,36 @@ def _wait_for_turns_of_all(log_path: Path, groups: list[WorkerGroup[Sharer]]) ->
         time.sleep(0.01)
 
 
+def kill_members(num_kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    with nothing_left() as room, Cluster(devices="cpu:1") as cluster:
+        room.note_sessions()
+        group = Crowd.launch(cluster, name="crowd", placement="0:0-3")
+        channel = Channel.create(cluster, "c", timeout_s=WAIT_S)
+        for n in range(num_kills):
+            in_flight: list[Handle] = [group.plus(k) for k in range(20)]
+            victim = rng.randrange(4)
+            time.sleep(rng.uniform(0.0, 0.005))
+            kill(group.addresses()[victim].pid)
+            for k, handle in enumerate(in_flight):
+                for rank, outcome in enumerate(handle.outcomes(WAIT_S)):
+                    if outcome.error is None:
+                        assert outcome.value == rank + k
+                    else:
+                        assert rank == victim and isinstance(outcome.error, PeerDiedError)
+                        assert f"crowd[{rank}]" in str(outcome.error)
+            group.relaunch(victim)
+            assert group.plus(n).wait(WAIT_S) == [rank + n for rank in range(4)]
+            if n % 5 == 0:
+                assert sorted(group.echo_through(channel).wait(WAIT_S)) == list(range(4))
+
+
 def test_killed_lock_holders_free_the_device_and_nobody_shares_it(tmp_path: Path) -> None:
     kill_lock_holders(4, seed=0, folder=tmp_path)
+
+
+def test_a_killed_process_costs_only_its_own_calls() -> None:
+    kill_members(3, seed=0)
 
 
 @pytest.mark.slow
@@ -187,3 +216,9 @@ def test_a_pipeline_on_shared_devices_delivers_once_whoever_is_killed(tmp_path: 
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_two_hundred_kills_of_a_pipeline(tmp_path: Path, seed: int) -> None:
     kill_pipeline(40, seed=seed, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_killed_members() -> None:
+    kill_members(100, seed=1)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from rill import errors
 from rill.errors import RillError, RunError
 from rill.runtime.channels.lease import joined
-from rill.runtime.device.lock import lock_of
 from rill.runtime.hub.answer import Asked
 from rill.runtime.hub.messages import Cancel, Commit, Descriptor, Done, Puts
 from rill.runtime.process.report import stuck
@@ -183,7 +182,7 @@ class Producer:
 
 def came_while_lending(context: RuntimeContext, asked: Asked[Any], limit_s: float) -> bool:
     """Wait; a device lock held by this thread may be lent meanwhile, and is held again afterwards."""
-    lock = lock_of(context)
+    lock = context.device_lock
     if lock is None or not lock.is_held_here or asked.done():
         return asked.came(limit_s)
     with lock.lending():

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from rill.errors import RunError
-from rill.runtime.context import RuntimeContext, current, install_for_thread
+from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.answer import Asked
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.process.report import stuck, waiting
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from rill.runtime.device.device import Device
 
 _log = logging.getLogger(__name__)
-_SERVICE = "device_lock"
 DEFAULT_TIMEOUT_S = 3600.0
 """As a call's: the wait for a turn lasts as long as the work of the groups before."""
 ASK_S = 30.0
@@ -57,20 +56,12 @@ class Loadable(Protocol):
 
 
 def device_lock_of(worker: Loadable) -> DeviceLock:
-    """The lock of this worker; one per process (or per worker thread)."""
+    """The lock of this worker; one per process."""
     context = current()
     with context.lock:
-        if _SERVICE not in context.services:
-            hub = context.hub  # opened first, so that it is closed last
-            context.services[_SERVICE] = DeviceLock(worker, context)
-            assert hub is context.hub
-        lock: DeviceLock = context.services[_SERVICE]
-        return lock
-
-
-def lock_of(context: RuntimeContext) -> DeviceLock | None:
-    """The lock of this process if it has one."""
-    return context.services.get(_SERVICE)
+        if context.device_lock is None:
+            context.device_lock = DeviceLock(worker, context)
+        return context.device_lock
 
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
@@ -250,7 +241,6 @@ class DeviceLock:
     # --- the lock thread ----------------------------------------------------------------------------------
 
     def _serve_evictions(self) -> None:
-        install_for_thread(self._context)  # `offload` is user code
         while (order := self._evictions.get()) is not None:
             with self._gate:
                 is_lending = order.turn != 0

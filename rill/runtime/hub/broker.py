@@ -262,7 +262,7 @@ class Broker:
         return all(self._has_ended(group, ended) for group in groups)
 
     def _has_ended(self, group: str, ended: set[str]) -> bool:
-        return sum(group_of(name) == group for name in ended) >= self._machine.membership.world_size(group)
+        return all(f"{group}[{rank}]" in ended for rank in self._machine.membership.ranks(group))
 
     def members_changed(self) -> None:
         """A group has other ranks now: an epoch may have ended with those that left."""

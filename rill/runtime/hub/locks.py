@@ -94,7 +94,7 @@ class LockService:
             "cancel": Handler(None, self._cancel),
             "evicted": Handler(Evicted, self._evicted),
             "coreside": Handler(list[str], self._coreside),
-            "part": Handler(list[str], self._part),
+            "take_turns": Handler(list[str], self._take_turns),
         }
 
     def queries(self) -> Mapping[str, Callable[[Any], Any]]:
@@ -179,9 +179,9 @@ class LockService:
         self._advance()
         return None
 
-    def _part(self, client: str, seq: int, groups: list[str]) -> Any:
-        """These groups take turns again."""
-        self._fits = [fit for fit in self._fits if fit != frozenset(groups)]
+    def _take_turns(self, client: str, seq: int, groups: list[str]) -> Any:
+        """Undo `coreside` for these groups; the others of a grant still fit together."""
+        self._fits = [fit - frozenset(groups) for fit in self._fits]
         self._advance()
         return None
 
