@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from rill.runtime.device.device import CUDA, Device
+from rill.runtime.device.accelerator import CUDA
+from rill.runtime.device.device import Device
 from rill.runtime.device.placement import resolve
 from rill.weights import chosen_transport
 from rill.workflows.sections import SyncConfig

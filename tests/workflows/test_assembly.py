@@ -7,7 +7,8 @@ import pytest
 from rill.config import load_recipe, resolve
 from rill.errors import PlanError
 from rill.runtime.cluster import Cluster
-from rill.runtime.device.device import CPU, CUDA, Device
+from rill.runtime.device.accelerator import CPU, CUDA
+from rill.runtime.device.device import Device
 from rill.telemetry.run import Run
 from rill.weights import TransportConfig
 from rill.workflows import recipe_schema
@@ -45,7 +46,7 @@ def test_the_seed_of_a_recipe_decides_the_fresh_weights_of_every_part(recipe: st
     ("nodes", "kind", "stay", "rollout", "actor", "expected"),
     [
         ("aa", CPU, False, "0", "1", "shm"),
-        ("ab", CPU, False, "1", "0", "http"),
+        ("ab", CPU, False, "1", "0", "tcp"),
         ("aa", CUDA, True, "0", "0", "cuda_ipc"),
         ("aa", CUDA, False, "0", "0", "shm"),
         ("aa", CUDA, True, "1", "0", "shm"),

@@ -1,14 +1,13 @@
 """Messages between the processes of a run: one mailbox per process, one path for calls, answers and everything else.
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
-    any thread ──post_raw()──▶ PUSH ──tcp, in the clear──▶ PULL ──▶ inbox thread ──▶ the one handler of raw bytes
 
 A neighbour and a process of another node differ in the address only. Messages from one process to another arrive once
 and in order, also when the connection between them breaks (ack.py). The first frame names the handler; handlers run on
-the inbox thread and must not block. Raw bytes are not acknowledged: their sender waits for receipts of its own.
+the inbox thread and must not block.
 
-Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Raw bytes have an
-entry of their own, without encryption: what arrives there is never unpickled, and its handler must check it.
+Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Large payloads do
+not come here: they lie in their node's store (transfer/store_server.py).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[Frames], None]
 
 CLOSE_LINGER_MS = 500
-MAX_RAW_BYTES = 8 * 1024 * 1024
 LARGE_FRAME_BYTES = 65536
 HEARTBEAT_MS = 10_000
 """ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
@@ -55,15 +53,9 @@ class Mailbox:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(endpoint)
         self._key = key
-        self.tcp_endpoint = self.raw_endpoint = ""
-        self._raw_inbox: zmq.Socket[bytes] | None = None
+        self.tcp_endpoint = ""
         if tcp_host:
             self.tcp_endpoint = bind_tcp(self._inbox, tcp_host, key)
-            self._raw_inbox = self.context.socket(zmq.PULL)
-            self._raw_inbox.setsockopt(zmq.MAXMSGSIZE, MAX_RAW_BYTES)
-            self._raw_inbox.setsockopt(zmq.RCVHWM, 64)  # frames; more wait at the sender
-            self.raw_endpoint = bind_raw_tcp(self._raw_inbox, tcp_host)
-        self._raw_handlers: list[Handler] = []
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_token: dict[bytes, _Peer] = {}
@@ -73,16 +65,10 @@ class Mailbox:
         self._stop_word = os.urandom(16)
         self._readers: list[tuple[threading.Thread, zmq.Socket[Any]]] = []
         self._add_reader(self._inbox, self._read, "rill-inbox")
-        if self._raw_inbox is not None:
-            self._add_reader(self._raw_inbox, self._read_raw, "rill-raw-inbox")
 
     def on(self, kind: bytes, handler: Handler) -> None:
         """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
         self._handlers[kind] = handler
-
-    def on_raw(self, handler: Handler) -> None:
-        """Send what arrives in the clear to `handler`, which knows what is meant for it: anybody may have made it."""
-        self._raw_handlers.append(handler)
 
     def start(self) -> None:
         """Begin to read; handlers are in place."""
@@ -95,13 +81,6 @@ class Mailbox:
         peer = self._peers.get(endpoint) or self._peer(endpoint)
         if peer is not None:
             peer.send(frames)
-
-    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None:
-        """Send in the clear to another process's `raw_endpoint`. Lends the frames' memory to ZeroMQ until they are
-        sent: the caller must not change it."""
-        peer = self._peers.get(endpoint) or self._peer(endpoint, is_raw=True)
-        if peer is not None:
-            peer.send_raw(frames)
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
@@ -128,21 +107,19 @@ class Mailbox:
                 thread.join(5.0)
             stop.close(linger=0)
         self._inbox.close(linger=0)
-        if self._raw_inbox is not None:
-            self._raw_inbox.close(linger=0)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
         if threading.current_thread() not in [thread for thread, _ in self._readers]:
             self.context.term()
 
-    def _peer(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
+    def _peer(self, endpoint: str) -> _Peer | None:
         """None: it is gone, or this mailbox is closed."""
         with self._peers_lock:
             if self._closed or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 is_near = endpoint.startswith("ipc:")
-                key = None if is_raw or is_near else self._key
+                key = None if is_near else self._key
                 reply_to = self.endpoint if is_near else self.tcp_endpoint
                 peer = self._peers[endpoint] = _Peer(self.context, endpoint, reply_to, key)
                 self._by_token[peer.outgoing.token] = peer
@@ -175,12 +152,6 @@ class Mailbox:
             if now_s >= next_probe_s:
                 next_probe_s = now_s + _TICK_MS / 1000
                 self._probe(now_s)
-
-    def _read_raw(self) -> None:
-        assert self._raw_inbox is not None
-        while (frames := receive(self._raw_inbox))[0] != self._stop_word:
-            for handler in self._raw_handlers:
-                self._guarded(handler, frames, "raw")
 
     def _take(self, parts: Frames) -> None:
         header, frames = _unpack(parts)
@@ -261,11 +232,6 @@ class _Peer:
         with self._lock:
             for seq, packed in self.outgoing.unconfirmed():
                 self._write(seq, packed)
-
-    def send_raw(self, frames: Sequence[Any]) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._open().send_multipart(frames, copy=False)
 
     def confirm(self, num_received: int) -> None:
         with self._lock:
@@ -362,11 +328,6 @@ def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
     if key is None:
         raise RunError(f"a port on {host} that other nodes can reach needs a session key")
     key.guard(socket)
-    return bind_raw_tcp(socket, host)
-
-
-def bind_raw_tcp(socket: zmq.Socket[Any], host: str) -> str:
-    """Bind a free port that anybody can send to."""
     port = socket.bind_to_random_port(f"tcp://{host}")
     return f"tcp://{host}:{port}"
 
