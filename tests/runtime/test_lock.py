@@ -82,21 +82,6 @@ def test_groups_on_different_devices_never_wait_for_each_other() -> None:
     assert turns.is_in("a[0]") and turns.is_in("b[0]")
 
 
-def test_groups_that_fit_no_longer_take_turns_again() -> None:
-    turns = Turns(a=[[0]], b=[[0]], c=[[0]])
-    turns.hub.send("driver[0]#0", "locks.coreside", ["a", "b", "c"])
-    turns.hub.send("driver[0]#0", "locks.take_turns", ["b"])
-    turns.ask("a[0]")
-    turns.ask("b[0]")
-    turns.ask("c[0]")
-    assert turns.is_in("a[0]") and not turns.is_in("b[0]") and turns.is_in("c[0]")
-    for rank in ("a[0]", "c[0]"):
-        turns.leave(rank)
-        assert turns.is_asked_to_offload(rank)
-        turns.offload(rank)
-    assert turns.is_in("b[0]")
-
-
 def test_a_group_gets_all_its_devices_or_none() -> None:
     turns = Turns(a=[[0], [1]], b=[[1], [2]])
     turns.ask("a[0]")
