@@ -124,6 +124,12 @@ class Trajectory:
     stop_reason: StopReason = StopReason.EOS
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    rewards: Floats | None = None
+    """Where in the sequence the reward was given: sums to `reward`. None: all of it at the end."""
+    agent: str = "policy"
+    """Who wrote the trained tokens; each agent of a group has its own baseline."""
+    episode_id: str = ""
+    """Samples of one episode share it; "" is the trajectory's own id."""
     error: str | None = None
     """What failed, when the environment or the reward failed. Such a trajectory is data, not a crash."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -132,7 +138,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "routed_experts"):
+        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "rewards", "routed_experts"):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(

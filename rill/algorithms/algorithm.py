@@ -175,9 +175,11 @@ class Algorithm:
         batch = self._checked_batch(batch)
         weights = self.correction.weights(batch)
         low, high = self.correction.bounds
-        metrics = mismatch_metrics(
-            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.mask_N, low=low, high=high
-        )
+        metrics: dict[str, Metric] = {}
+        if batch.knows_old:
+            metrics = mismatch_metrics(
+                batch.old_logprobs_N, batch.rollout_logprobs_N, batch.mask_N, low=low, high=high
+            )
         token_loss = self.loss(batch)
         loss_N = weights.weights_N * token_loss.loss_N
         metrics |= weights.metrics | token_loss.metrics

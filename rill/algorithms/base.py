@@ -60,6 +60,9 @@ class TokenBatch:
     advantages_N: Tensor
     old_logprobs_N: Tensor
     """log π_old; equal to logprobs_N.detach() when there is one optimizer step per batch."""
+    knows_old: bool = True
+    """False: old_logprobs_N only repeats the current policy, which has moved since the batch began; no mismatch is
+    measured from it."""
     rollout_logprobs_N: Tensor
     """log μ as the engine reported it. For corrections and mismatch metrics only."""
     ref_logprobs_N: Tensor | None = None

@@ -139,6 +139,7 @@ class World:
         return box[0]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
+        """Summed over data ranks; a host tensor comes back as one, whatever device the ranks talk by."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max_over_data(self, values: Tensor) -> Tensor:
@@ -161,9 +162,11 @@ class World:
             dist.destroy_process_group()
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
-        if self.mesh is not None:
-            dist.all_reduce(values, op=op, group=self.mesh.get_group("data"))
-        return values
+        if self.mesh is None:
+            return values
+        moved = values.to(self.device)  # NCCL knows no host memory
+        dist.all_reduce(moved, op=op, group=self.mesh.get_group("data"))
+        return moved.to(values.device)
 
 
 def _make_current(device: torch.device) -> None:

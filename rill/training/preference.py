@@ -69,7 +69,12 @@ class PairTrainer(Trainer):
 
     def update(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """One optimizer step on a batch of pairs, of which this rank brings its part. Metrics are over all ranks."""
-        self._begin()
+        self._forget()
+        with self._working():
+            self._accumulate(pairs)
+        return self._apply()
+
+    def _accumulate(self, pairs: Sequence[PreferencePair]) -> None:
         own = self._fitting(self._checked(pairs), lambda p: p.num_tokens, lambda p: True)
         kept = self._dealt_out(own, lambda p: [len(p.chosen.token_ids), len(p.rejected.token_ids)])
         for batch, inside in self._passes(kept):
@@ -82,7 +87,6 @@ class PairTrainer(Trainer):
                 self._count_pass(batch, loss.numerator, loss.denominator)
             self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         self._count(samples=len(kept))
-        return self._apply()
 
     def evaluate(self, pairs: Sequence[PreferencePair]) -> dict[str, float]:
         """The loss's metrics on held-out pairs over all ranks; nothing is trained."""

@@ -45,11 +45,11 @@ class ReasoningWorkflow:
         def _inference_has_work(self) -> ReasoningWorkflow.Config:
             if (
                 self.placement.inference is not None
-                and self.trainer.num_epochs * self.trainer.mini_batches == 1
+                and self.trainer.num_epochs * self.trainer.num_mini_batches == 1
             ):
                 raise ValueError(
                     "placement.inference has nothing to do: with one optimizer step per batch (trainer.num_epochs and "
-                    "trainer.mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
+                    "trainer.num_mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
                 )
             return self
 

@@ -19,7 +19,7 @@ STEPS = 8
 INVARIANT = "rollout.engine.batch_invariant=true"
 CORRECTED = "algorithm.correction=tis"
 """Makes the loss depend on the engine's log-probabilities, to the last bit."""
-EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED, "trainer.mini_batches=2")
+EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED, "trainer.num_mini_batches=2")
 """With two optimizer steps a batch, so that log π_old is a pass of its own."""
 
 

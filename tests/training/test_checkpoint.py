@@ -25,7 +25,7 @@ def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
     [
         {},
         {"compute_dtype": "bfloat16"},
-        {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "mini_batches": 2},
+        {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "num_mini_batches": 2},
         {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3}, "compute_dtype": "bfloat16"},
         {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3, "offload_state": True}},
         {"lora": {"rank": 2}, "schedule": {"type": "linear", "total_steps": 9}},

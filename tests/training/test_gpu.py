@@ -48,7 +48,9 @@ def gpu_trainer(rendezvous: Rendezvous | None = None, **values: Any) -> PolicyTr
 def test_the_fast_path_has_the_gradient_of_float32(values: dict[str, Any]) -> None:
     samples = make_samples()
     exact, fast = gpu_trainer(compute_dtype="float32"), gpu_trainer(**values)
+    exact.begin()
     exact.accumulate(samples)
+    fast.begin()
     fast.accumulate(samples)
     wanted, found = exact.engine.gradients(), fast.engine.gradients()
     error = torch.stack([(found[n] - g).norm() for n, g in wanted.items()]).norm()

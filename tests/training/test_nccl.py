@@ -52,11 +52,12 @@ def test_a_sharded_trainer_trains_saves_and_exports_like_one_that_is_not(
     alone, sharded = gpu_trainer(**values), sharded_trainer(world, monkeypatch, **values)
     assert all(isinstance(s.template, DTensor) for s in sharded.engine.slots)
     for t in (alone, sharded):
+        t.begin()
         t.accumulate(make_samples())
     wanted, found = alone.engine.gradients(), sharded.engine.gradients()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 0.02 * gradient.norm() + 1e-6, name
-    metrics = [t.apply() for t in (alone, sharded)]
+    metrics = [t.finish() for t in (alone, sharded)]
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.02)
 
     staged = [checkpoint._to_host(value) for value in sharded.engine.state().values()]

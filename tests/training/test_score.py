@@ -46,6 +46,7 @@ def test_distillation_over_the_vocabulary_has_the_gradient_of_the_plain_kl() -> 
     samples = make_samples()
     t = distilling(micro_batch_tokens=48)
     t.set_teachers([(ScoreModel(ScoreModel.Config(model=TEACHER)), 1.0)])
+    t.begin()
     t.accumulate(samples)
     found = {n.removeprefix("lm."): g for n, g in t.engine.gradients().items()}
     student, teacher = (load_model(m, dtype=torch.float32) for m in (MODEL, TEACHER))
@@ -60,7 +61,7 @@ def test_distillation_over_the_vocabulary_has_the_gradient_of_the_plain_kl() -> 
         (policy + 0.5 * kl)[mask].sum().backward()
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=2e-3, rtol=2e-3, msg=name)
-    assert t.apply()["distillation/kl"] > 0
+    assert t.finish()["distillation/kl"] > 0
 
 
 def test_a_student_comes_nearer_to_its_teacher() -> None:
