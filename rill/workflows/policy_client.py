@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from rill.errors import RequestError
+from rill.errors import RequestError, UnsupportedError
 from rill.inference.base import Completion, Engine, Request
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
@@ -119,18 +119,21 @@ def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> N
 
 
 class EpisodePolicy:
-    """rill.envs.base.Policy for one trajectory: numbers its turns and seeds them."""
+    """rill.envs.base.Policy for one episode: names its requests and seeds them. An answer from before is found by the
+    name, which stands for the tokens that it continues."""
 
     def __init__(self, client: PolicyClient, trajectory_id: str, answers: dict[str, Completion]) -> None:
         self._client = client
         self._trajectory_id = trajectory_id
         self._answers = answers
-        self._num_calls = 0
 
-    async def generate(self, token_ids: TokenIds, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+    ) -> Completion:
         """Raises CancelledError where the episode is put back."""
-        request_id = f"{self._trajectory_id}#{self._num_calls}"
-        self._num_calls += 1
+        if model is not None:
+            raise UnsupportedError(f"this run has one model: an agent cannot use {model!r}")
+        request_id = f"{self._trajectory_id}#{name}"
         before = self._answers.get(request_id)
         if before is not None and before.stop_reason is not StopReason.ABORTED:
             return before

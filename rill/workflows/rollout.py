@@ -26,6 +26,7 @@ from pydantic import Field
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import Config, OneOf, PartConfig
 from rill.envs.base import ENVIRONMENTS, open_environment
+from rill.envs.episode import run_episode
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
@@ -215,13 +216,15 @@ class RolloutWorker(Worker):
         answers: dict[str, Completion],
         sampling: SamplingParams,
     ) -> Trajectory:
-        return await self.env.rollout(
+        episode = await run_episode(
+            self.env,
             job.prompt,
             policy.episode(trajectory_id, answers),
-            trajectory_id=trajectory_id,
+            episode_id=trajectory_id,
             group_id=job.id,
             sampling=sampling,
         )
+        return episode.samples[-1]
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_indexed, prompts_of
 from rill.envs.base import ENVIRONMENTS, Environment, open_environment
+from rill.envs.episode import run_episode
 from rill.inference.base import ENGINES, Engine
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Prompt, SamplingParams, TokenIds
@@ -82,13 +83,13 @@ async def rewards_of(
     async def one(group: str, prompt: Prompt, sample: int) -> float:
         nonlocal num_done
         name = f"{group}/{sample}"
-        trajectory = await environment.rollout(
-            prompt, policy.episode(name), trajectory_id=name, group_id=group, sampling=sampling
+        episode = await run_episode(
+            environment, prompt, policy.episode(name), episode_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
             on_done(num_done, len(numbered) * num_samples)
-        return trajectory.reward
+        return episode.reward
 
     flat = await asyncio.gather(
         *(one(f"eval/{number}", prompt, n) for number, prompt in numbered for n in range(num_samples))
