@@ -248,10 +248,12 @@ class Sample:
     teacher_logprobs: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None
+    energies: Floats | None = None
+    """1 − 2π(a) + Σ_v π(v)² under the old policy, for optimal-token baselines."""
 
     def __post_init__(self) -> None:
         length = self.trajectory.num_tokens
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns"):
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns", "energies"):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(

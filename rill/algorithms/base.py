@@ -39,6 +39,7 @@ class Need(StrEnum):
     REF_LOGPROBS = "ref_logprobs"
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"
+    ENERGIES = "energies"  # the squared gradient of log π_old in the logits, for each token
     GREEDY_BASELINE = "greedy_baseline"  # the reward of one greedy answer to each prompt
     ENTROPY = "entropy"
     FULL_VOCABULARY_TEACHER = "full_vocabulary_teacher"  # the teacher's last hidden states and head

@@ -9,7 +9,7 @@ contract:
   needs them (with AReaL's approximate proximal policy it does not, and no pass is made).
 - The sampler's log-probabilities reach the algorithm as `rollout_logprobs_N` only.
 
-A step is begin(), accumulate() for every chunk that arrives, and finish(); `update` is all three (see rill.training.step).
+A step is begin(), accumulate() for every chunk that arrives, and finish(), or `update` at once (rill.training.step).
 """
 
 from __future__ import annotations

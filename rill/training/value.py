@@ -1,7 +1,8 @@
 """ValueTrainer: the critic. V of the state before each trained token, on the same engine.
 
 Callers: the critic worker of a PPO workflow. `values` fills Sample.values; after advantages have been estimated from
-them, begin(), accumulate() and finish() (or `update` at once) fit Sample.returns with the algorithm's value loss, clipped around Sample.values.
+them, begin(), accumulate() and finish() (or `update` at once) fit Sample.returns with the algorithm's value loss,
+clipped around Sample.values.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from rill.weights import (
     open_publisher,
     take_part,
 )
-from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan, TrainedStep
 from rill.workflows.publishing import PublishingWorker
 from rill.workflows.sections import SyncConfig, WarmupConfig
@@ -102,9 +101,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
                 _, samples = take_share(rollouts, plan, self.trainer, whole_groups=not is_local)
             figures: dict[str, float] = {}
             if not is_local:
-                samples, figures = with_batch_advantages(
-                    samples, self.algorithm, self.trainer.world.sum_over_data
-                )
+                samples, figures = self.algorithm.advantages(samples, self.trainer.world.sum_over_data)
             with self.timer("update"):
                 figures |= self.trainer.update(samples, plan.version)
             self.algorithm.observe(figures, plan.num_samples)

@@ -15,7 +15,7 @@ from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.reward import RewardModel
-from rill.types import NOT_SAMPLED, Sample
+from rill.types import Sample
 from rill.workflows.jobs import StepPlan
 from rill.workflows.stages import put_all
 
@@ -77,14 +77,4 @@ def with_scores(
     ]
     if not algorithm.is_group_scoped:
         return rewarded  # the trainer or the critic computes them from the rewards
-    members: dict[str, list[int]] = {}
-    for index, sample in enumerate(rewarded):
-        members.setdefault(sample.trajectory.group_id, []).append(index)
-    for group in members.values():
-        found = [rewarded[index].trajectory for index in group]
-        lengths = [int(np.count_nonzero(t.versions != NOT_SAMPLED)) for t in found]
-        advantages = algorithm.group_advantages([t.reward for t in found], lengths)
-        for index, trajectory, advantage in zip(group, found, advantages, strict=True):
-            values = np.where(trajectory.loss_mask, advantage, 0.0).astype(np.float32)
-            rewarded[index] = replace(rewarded[index], advantages=values)
-    return rewarded
+    return algorithm.advantages(rewarded)[0]

@@ -34,7 +34,7 @@ from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
 from rill.types import Group, Prompt, Sample, SamplingParams, Trajectory
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
-from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
+from rill.workflows.groups import group_metrics, oldest_version, samples_of
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
 from rill.workflows.rollout_log import RolloutLog
@@ -192,10 +192,10 @@ class RolloutWorker(Worker):
 
     def _outcome(self, job: GroupJob, episodes: list[Trajectory]) -> tuple[Outcome, list[Sample]]:
         """The filter's verdict, and the samples of a group that is kept."""
-        trajectories = [shaped(trajectory, self.algorithm) for trajectory in episodes]
-        greedy = trajectories.pop().reward if len(trajectories) > job.group_size else None
+        trajectories = list(episodes)
+        greedy = trajectories.pop() if len(trajectories) > job.group_size else None
         group = Group(id=job.id, prompt=job.prompt, trajectories=tuple(trajectories))
-        verdict = self.algorithm.keep(group.rewards)
+        verdict = self.algorithm.keep(group.trajectories)
         self.log.write(group, dropped=verdict.reason)
         samples = samples_of(group, self.algorithm, greedy) if verdict.keep else []
         outcome = Outcome(

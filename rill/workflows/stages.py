@@ -25,7 +25,6 @@ from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
 from rill.types import Floats, PolicyVersion, Sample
 from rill.weights import SealedManifest, open_receiver
-from rill.workflows.batch_advantages import with_batch_advantages
 from rill.workflows.jobs import StepPlan
 from rill.workflows.sections import SyncConfig
 
@@ -141,9 +140,8 @@ class CriticWorker(LearningWorker):
         with self.device_lock(source, for_actor):
             keys, samples = take_share(source, plan, self.trainer, whole_groups=True)
             values = self.trainer.values(samples)
-            judged, figures = with_batch_advantages(
+            judged, figures = self.algorithm.advantages(
                 [replace(s, values=v) for s, v in zip(samples, values, strict=True)],
-                self.algorithm,
                 self.trainer.world.sum_over_data,
             )
             if self.trainer.world.leads:
