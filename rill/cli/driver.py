@@ -6,6 +6,7 @@ recorded anything, leaves no folder behind.
 
     Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
     Ctrl-C again, or before the first     the run ends at once
+    SIGTERM, SIGHUP                       as Ctrl-C: Slurm, Kubernetes and `timeout` send them before they kill
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
 from rill.workflows.checkpoints import step_of, whole_checkpoints
+from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
-from rill.workflows.sections import RecipeConfig
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BEFORE_ALL = -(1 << 31)
+"""Where a run that is resumed before its first checkpoint begins anew: no step is kept."""
 
 
 def carry_out(
@@ -90,25 +95,27 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals go to the main thread, which is somebody else's here
             return
-        before = signal.signal(signal.SIGINT, self._on_signal)
+        before = {each: signal.signal(each, self._on_signal) for each in STOP_SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_wished or not self._takes_steps:
             raise KeyboardInterrupt
         self._is_wished = True
-        self._progress.note("stopping: this step is finished and saved first (Ctrl-C again ends at once)")
+        self._progress.note("stopping: this step is finished and saved first (once more ends it at once)")
 
 
 def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
     sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
     metrics = MetricLog(run.path, sinks)
-    if checkpoints := whole_checkpoints(run):
-        metrics.rewind(step_of(checkpoints[-1]))
+    checkpoints = whole_checkpoints(run)
+    if checkpoints or has_something_to_keep(run):
+        metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
     watch = GuardWatch(run.path, config.guards())
     progress = Progress(Console())
     interrupts = Interrupts(progress)
@@ -131,6 +138,8 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     stall = StallWatch(progress.note)
     observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
     say(f"run folder: {run.path}")
+    if changed_config is not None and not checkpoints:
+        say("it has no whole checkpoint yet: it begins anew")
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()

@@ -23,7 +23,7 @@ from rill.training.preference import (
 )
 from rill.training.score import ScoreModel
 from rill.types import Prompt
-from rill.workflows.stages import rendezvous_of
+from rill.workflows.scorers import rendezvous_of
 from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, SupervisedWorkflow
 
 

@@ -1,6 +1,6 @@
 """The trainer's end of weight sync: whoever publishes brings the engines there, without the driver in between.
 
-    train ──▶ publish ──▶ update on every engine at once: pull, prove it ──▶ Synced: who did not come, a few figures
+    train ──▶ publish ──▶ update on every engine at once: pull, prove it ──▶ Synced: who did not come, a few metrics
 
 Manifests, proofs and the engines' answers stay between the trainer's first rank and the engines. The driver learns who
 failed, starts it again (fleet.py) and asks for `catch_up`.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Synced(NamedTuple):
     """How a sync ended, for the driver; a tuple, because there is one at every step."""
 
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     failed: Mapping[str, str]
     """Engines that did not come to the version, with the reason."""
 
@@ -97,14 +97,14 @@ class Engines:
     def bring_to(self, manifest: SealedManifest) -> Synced:
         self._manifest = manifest
         report = self._sync.distribute(manifest)
-        figures = {
+        metrics = {
             "sync/update_s": report.pull_s,
             "sync/bytes": float(report.num_bytes),
             "sync/engines": float(len(report.in_service)),
         }
         if report.canary:
-            figures["sync/canary"] = max(report.canary.values())
-        return Synced(figures, report.failed)
+            metrics["sync/canary"] = max(report.canary.values())
+        return Synced(metrics, report.failed)
 
     def catch_up(self, rollout: WorkerGroup[RolloutWorker], rank: int) -> None:
         self._group.rollout = rollout

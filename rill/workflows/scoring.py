@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_indexed, prompts_of
@@ -15,15 +15,17 @@ from rill.envs.episode import run_episode
 from rill.inference.base import ENGINES, Engine
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Prompt, SamplingParams, TokenIds
-from rill.workflows.policy_client import PolicyClient
-from rill.workflows.sections import SamplingConfig, as_table
+from rill.workflows.config import SamplingConfig, native_unless_named
+from rill.workflows.policy import EngineGate, PolicyClient
 
 
 class ScoringConfig(Config):
     """What to evaluate, on what, how."""
 
     model: ModelConfig
-    engine: Annotated[PartConfig, OneOf(ENGINES)]
+    engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)] = Field(
+        default_factory=dict, validate_default=True
+    )
     """Its model is the one above unless it names its own."""
     data: Annotated[PartConfig, OneOf(DATASETS)]
     split: Split = Split.HELD_OUT
@@ -34,13 +36,7 @@ class ScoringConfig(Config):
     """Completions per prompt."""
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _hand_down(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "model" in values:
-            engine = {"type": "native", "model": values["model"], **as_table(values.get("engine", {}))}
-            values = {**values, "engine": engine}
-        return values
+    handed_down = {"engine.model": "model"}
 
     @model_validator(mode="after")
     def _samples_differ(self) -> ScoringConfig:
@@ -77,19 +73,19 @@ async def rewards_of(
 ) -> list[list[float]]:
     """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
     to; ids of a user's rows may repeat."""
-    policy = PolicyClient(engine, seed=seed, decode=_never_cut)
+    policy = PolicyClient(EngineGate(engine), seed=seed, decode=_never_cut)
     num_done = 0
 
     async def one(group: str, prompt: Prompt, sample: int) -> float:
         nonlocal num_done
         name = f"{group}/{sample}"
         episode = await run_episode(
-            environment, prompt, policy.episode(name), episode_id=name, group_id=group, sampling=sampling
+            environment, prompt, policy.episode(name, {}), episode_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
             on_done(num_done, len(numbered) * num_samples)
-        return episode.reward
+        return episode.reward if episode.failure is None else float("nan")
 
     flat = await asyncio.gather(
         *(one(f"eval/{number}", prompt, n) for number, prompt in numbered for n in range(num_samples))
@@ -98,4 +94,4 @@ async def rewards_of(
 
 
 def _never_cut(token_ids: TokenIds) -> str:
-    raise AssertionError(f"an evaluation is never put back, but {len(token_ids)} tokens are to be continued")
+    raise AssertionError(f"an evaluation is never stopped, but {len(token_ids)} tokens are to be continued")

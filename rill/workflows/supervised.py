@@ -10,9 +10,9 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed
@@ -26,10 +26,10 @@ from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
 from rill.training.trainer import Trainer
 from rill.types import Prompt
-from rill.workflows.assembly import open_cluster, threads_of
 from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
+from rill.workflows.launch import open_cluster, threads_of
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
 
 LOADER_FILE = "loader.json"
 
@@ -65,18 +65,6 @@ class SupervisedConfig(RecipeConfig):
     cluster: ClusterConfig = ClusterConfig()
 
     handed_down = {"model.seed": "seed", "loader.seed": "seed", "trainer.model": "model"}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _hand_down(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "model" in values:
-            seed, model = values.get("seed", 0), values["model"]
-            if isinstance(model, dict):
-                model = {"seed": seed, **model}
-            trainer = {"model": model, **as_table(values.get("trainer", {}))}
-            loader = {"seed": seed, **as_table(values.get("loader", {}))}
-            values = {**values, "model": model, "trainer": trainer, "loader": loader}
-        return values
 
 
 class SupervisedWorker(Worker):
@@ -194,7 +182,7 @@ class SupervisedWorkflow:
             checkpoints = RunCheckpoints(
                 self.folder, {config.workflow: worker}, loop.keep_checkpoints, loop.timeout_s
             )
-            step = checkpoints.load_latest()
+            step = checkpoints.load_latest() or 0
             reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
             notes = [f"no evaluations: {reason}"] if reason else []
             while step < loop.steps:

@@ -23,6 +23,9 @@ class Done:
     def wait(self, timeout_s: float) -> list[Any]:
         return [None]
 
+    def done(self) -> bool:
+        return True
+
     def outcomes(self, timeout_s: float) -> list[Outcome]:
         return [Outcome(None, self._error, 0.0, {})]
 
@@ -36,6 +39,9 @@ class OneNumber:
     def save(self, folder: str) -> Done:
         Path(folder).mkdir(parents=True)
         (Path(folder) / "number").write_text(str(self.number))
+        return Done()
+
+    def wait_saved(self, timeout_s: float) -> Done:
         return Done()
 
     def load(self, folder: str) -> Done:
@@ -54,6 +60,7 @@ def saved(root: Path, *steps: int) -> tuple[Run, RunCheckpoints, OneNumber]:
     for step in steps:
         group.number = 10 * step
         checkpoints.save(step)
+    checkpoints.settle()
     return run, checkpoints, group
 
 
@@ -94,25 +101,28 @@ def test_one_that_a_group_cannot_read_is_passed_over_by_name(
     assert "step-000002" in caplog.text and "passed over" in caplog.text
 
 
-def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_step_0(tmp_path: Path) -> None:
+def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_none(tmp_path: Path) -> None:
     run, checkpoints, _ = saved(tmp_path, 1)
     (whole_checkpoints(run)[-1] / "one" / "number").unlink()
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints .* the newest: .*cannot be read"):
         checkpoints.load_latest()
     fresh = RunCheckpoints(Run.create("fresh", root=tmp_path), {}, 1, 1.0)
-    assert fresh.load_latest() == 0
+    assert fresh.load_latest() is None
 
 
 def test_what_is_saved_is_not_written_a_second_time(tmp_path: Path) -> None:
     """A kill in between would lose it, and with it perhaps the only one."""
     _, checkpoints, group = saved(tmp_path, 2)
     group.number = -1
-    assert (checkpoints.save(2) / "one" / "number").read_text() == "20"
+    checkpoints.save(2)
     run = checkpoints._run
+    number = run.checkpoints_dir / "step-000002" / "one" / "number"
+    assert number.read_text() == "20"
     again = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
     assert again.load_latest() == 2
     group.number = -1
-    assert (again.save(2) / "one" / "number").read_text() == "20"
+    again.save(2)
+    assert number.read_text() == "20"
 
 
 def test_what_is_saved_after_a_damaged_one_was_passed_over_is_the_newest(tmp_path: Path) -> None:
@@ -122,4 +132,14 @@ def test_what_is_saved_after_a_damaged_one_was_passed_over_is_the_newest(tmp_pat
     assert keeps_one.load_latest() == 10
     group.number = 120
     keeps_one.save(12)
+    keeps_one.settle()
     assert RunCheckpoints(run, {"one": group}, 1, 1.0).load_latest() == 12 and group.number == 120  # type: ignore[dict-item]
+
+
+def test_a_checkpoint_counts_once_its_files_are_written_behind_training(tmp_path: Path) -> None:
+    run, checkpoints, group = saved(tmp_path, 1)
+    group.number = 20
+    checkpoints.save(2)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [1]
+    checkpoints.settle_if_done()
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [1, 2]

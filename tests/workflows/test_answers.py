@@ -7,7 +7,7 @@ import pytest
 
 from rill.inference.base import Completion
 from rill.types import SamplingParams, StopReason, TokenIds
-from rill.workflows.partial_answers import continued, joined
+from rill.workflows.answers import continued, joined
 
 
 def said(text: str, version: int, reason: StopReason = StopReason.ABORTED, **more: object) -> Completion:

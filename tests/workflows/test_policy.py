@@ -12,7 +12,7 @@ import pytest
 from rill.errors import TooLongError
 from rill.inference.base import Completion, Request
 from rill.types import SamplingParams, StopReason
-from rill.workflows.policy_client import PolicyClient
+from rill.workflows.policy import EngineGate, PolicyClient
 
 PROMPT = np.array([1, 2, 3], np.int32)
 
@@ -29,11 +29,8 @@ class AbortingEngine:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.client: PolicyClient | None = None
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        assert self.client is not None
-        self.client.put_back()
         return [answered(request, self.num_tokens, StopReason.ABORTED) for request in requests]
 
 
@@ -54,11 +51,11 @@ def answered(request: Request, num_tokens: int, reason: StopReason) -> Future[Co
 
 def ask(engine: BrokenEngine | AbortingEngine, answers: dict[str, Completion]) -> Completion:
     async def work() -> Completion:
-        client = PolicyClient(engine, seed=0, decode=str)  # type: ignore[arg-type]
-        if isinstance(engine, AbortingEngine):
-            engine.client = client
+        client = PolicyClient(EngineGate(engine), seed=0, decode=str)  # type: ignore[arg-type]
         episode = client.episode("t", answers)
-        return await asyncio.wait_for(episode.generate(PROMPT, SamplingParams(max_new_tokens=4), name="a"), 10.0)
+        return await asyncio.wait_for(
+            episode.generate(PROMPT, SamplingParams(max_new_tokens=4), name="a"), 10.0
+        )
 
     return asyncio.run(work())
 
@@ -79,9 +76,11 @@ class PickyEngine:
 
 def test_a_prompt_that_does_not_fit_costs_its_own_episode_alone() -> None:
     async def work() -> list[Completion | BaseException]:
-        client = PolicyClient(PickyEngine(), seed=0, decode=str)  # type: ignore[arg-type]
+        client = PolicyClient(EngineGate(PickyEngine()), seed=0, decode=str)  # type: ignore[arg-type]
         prompts = [PROMPT, np.ones(9, np.int32), PROMPT]
-        asked = (client.episode(f"t{n}").generate(p, SamplingParams(), name="a") for n, p in enumerate(prompts))
+        asked = (
+            client.episode(f"t{n}", {}).generate(p, SamplingParams(), name="a") for n, p in enumerate(prompts)
+        )
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
 
     first, second, third = asyncio.run(work())
@@ -100,3 +99,45 @@ def test_an_answer_stopped_with_its_last_token_is_whole() -> None:
     answers: dict[str, Completion] = {}
     completion = ask(AbortingEngine(4), answers)
     assert completion.stop_reason is StopReason.LENGTH and list(answers.values()) == [completion]
+
+
+def test_an_answer_is_only_found_again_for_the_same_prompt() -> None:
+    """Its name is made from the prompt's tokens: a tool that answers otherwise the second time gets a fresh answer."""
+    answers: dict[str, Completion] = {}
+
+    async def say(name: str) -> Completion:
+        client = PolicyClient(EngineGate(PickyEngine()), seed=0, decode=str)  # type: ignore[arg-type]
+        return await client.episode("t", answers).generate(PROMPT, SamplingParams(), name=name)
+
+    first = asyncio.run(say("policy/5f0c"))
+    assert asyncio.run(say("policy/5f0c")) is first
+    assert asyncio.run(say("policy/77aa")) is not first and len(answers) == 2
+
+
+class PatientEngine:
+    """Says nothing until it is aborted."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Future[Completion]] = {}
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        self.running |= {request.id: Future() for request in requests}
+        return [self.running[request.id] for request in requests]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            request = Request(id=name, token_ids=PROMPT)
+            self.running.pop(name).set_result(answered(request, 1, StopReason.ABORTED).result())
+
+
+def test_a_stop_ends_what_runs_and_what_is_asked_later_of_that_epoch_and_nothing_of_the_next() -> None:
+    engine = PatientEngine()
+    gate = EngineGate(engine)  # type: ignore[arg-type]
+    (running,) = gate.submit([Request(id="a", token_ids=PROMPT)], epoch=4)
+    gate.stop(4)
+    assert len(running.result(1.0).token_ids) == 1
+    (late,) = gate.submit([Request(id="b", token_ids=PROMPT)], epoch=4)
+    assert late.result(1.0).stop_reason is StopReason.ABORTED and len(late.result().token_ids) == 0
+    (following,) = gate.submit([Request(id="c", token_ids=PROMPT)], epoch=5)
+    gate.stop(4)
+    assert not following.done() and list(engine.running) == ["c"]
