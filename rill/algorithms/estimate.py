@@ -30,14 +30,20 @@ GREEDY_REWARD = "greedy_reward"
 
 
 def as_samples(
-    trajectories: Sequence[Trajectory], filters: FilterConfig, greedy: Trajectory | None
+    trajectories: Sequence[Trajectory],
+    filters: FilterConfig,
+    greedy: Trajectory | None,
+    max_tokens: int | None,
 ) -> list[Sample]:
-    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt."""
+    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt; what is longer
+    than `max_tokens` is not trained on, and counts in its group's baseline all the same."""
     samples = []
     greedy_reward = None if greedy is None else greedy.reward + _penalty(greedy, filters)
     for trajectory in trajectories:
         if filters.train_failed and trajectory.error is not None:
             trajectory = replace(trajectory, loss_mask=trajectory.versions != NOT_SAMPLED)
+        if max_tokens is not None and trajectory.num_tokens > max_tokens:
+            trajectory = replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
         if greedy_reward is not None:
             trajectory = replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: greedy_reward})
         samples.append(Sample(trajectory=trajectory, advantages=_zeros(trajectory)))

@@ -290,33 +290,33 @@ class RLSetup:
 
     def launch_reference(self, placement: str) -> Stage:
         """A frozen copy of the policy as RL begins."""
-        model = ScoreModel.Config(model=self.initial_model(), temperature=self.config.trainer.temperature)
+        trainer = self.config.trainer
+        model = ScoreModel.Config(model=self.initial_model(), temperature=trainer.temperature)
+        model = model.following(trainer)
         return self.launch(ReferenceWorker, "reference", placement, config=model).score
 
     def launch_teacher(self, placement: str) -> Stage:
         """The teacher of distillation on the advantage."""
         (teacher,) = self.config.teachers
-        model = scoring_config(teacher, self.config.trainer.temperature)
+        model = scoring_config(teacher, self.config.trainer.temperature).following(self.config.trainer)
         return self.launch(TeacherWorker, "teacher", placement, config=model).score
 
     def launch_reward(self, placement: str) -> Stage:
         """The reward model."""
         config = self.config
         group = self.launch(
-            RewardModelWorker, "reward", placement, config=config.reward_model, algorithm=config.algorithm
+            RewardModelWorker,
+            "reward",
+            placement,
+            config=config.reward_model and config.reward_model.following(config.trainer),
+            algorithm=config.algorithm,
         )
         return group.score
 
     def launch_inference(self, placement: str) -> Stage:
         """A group that recomputes the policy's log-probabilities in place of the trainer, as the trainer would."""
         trainer = self.config.trainer
-        model = ScoreModel.Config(
-            model=self.config.model,
-            dtype=trainer.compute_dtype,
-            temperature=trainer.temperature,
-            micro_batch_tokens=trainer.micro_batch_tokens,
-            compile=trainer.compile,
-        )
+        model = ScoreModel.Config(model=self.config.model, temperature=trainer.temperature).following(trainer)
         group = self.launch(InferenceWorker, "inference", placement, config=model, sync=self.sync)
         return lambda source, target, plan: group.score(source, target, plan, self._manifest())
 

@@ -109,6 +109,7 @@ class LearningWorker(Worker):
     def save(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.save(folder)
+        self.trainer.wait_saved()
         save_algorithm(self, self.algorithm, folder)
 
     def load(self, folder: str) -> None:
