@@ -176,8 +176,8 @@ class Algorithm:
     ) -> list[Sample]:
         """One sample to each trajectory; advantages() fills them in, here or after what it needs has been computed.
 
-        `greedy` is the greedy answer to their prompt (Need.GREEDY_BASELINE); `max_tokens` what the trainer takes at most
-        where its on_too_long is "skip".
+        `greedy` is the greedy answer to their prompt (Need.GREEDY_BASELINE); `max_tokens` what the trainer takes at
+        most where its on_too_long is "skip".
         """
         return as_samples(trajectories, self.config.filters, greedy, max_tokens)
 

@@ -156,8 +156,8 @@ class PolicyTrainer(StepTrainer):
             return self._with_old_logprobs(samples)
         if not has_plain_logits(self.engine.module.lm):
             raise UnsupportedError(
-                f"{self.engine.module.lm.config.model_type}: its logits are scaled, capped or biased, which the energies "
-                "of optimal-token baselines leave out: use another advantage"
+                f"{self.engine.module.lm.config.model_type}: its logits are scaled, capped or biased, which the "
+                "energies of optimal-token baselines leave out: use another advantage"
             )
         squares = functools.partial(squared_probabilities, temperature=self.config.temperature)
 

@@ -127,14 +127,14 @@ def test_sequences_too_long_to_train_on_are_skipped_by_all_that_score_them() -> 
 
 
 def score_on_a_rank(rendezvous: Rendezvous, settings: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 scores seven of eight samples, rank 1 one; then a teacher beside a sharded student; then whole sequences."""
+    """Rank 0 scores seven of eight samples, rank 1 one; then with other weights; then whole sequences."""
     samples = make_samples(8)
     model = ScoreModel(
         ScoreModel.Config(model=MODEL, micro_batch_tokens=64, **settings), rendezvous=rendezvous
     )
     share = (samples[:7], samples[7:])[model.world.data_rank] if model.world.data_size == 2 else samples
     result: dict[str, Any] = {"logprobs": model.logprobs(share), "ids": [s.id for s in share]}
-    whole = ScoreModel(ScoreModel.Config(model=dataclasses_seed(9)))
+    whole = ScoreModel(ScoreModel.Config(model=seeded(9)))
     model.load_weights((n, p.detach()) for n, p in whole.module.lm.named_parameters())
     result["moved"] = model.logprobs(share)
     judge = FrozenModel(
@@ -148,7 +148,7 @@ def score_on_a_rank(rendezvous: Rendezvous, settings: dict[str, Any]) -> dict[st
     return result
 
 
-def dataclasses_seed(seed: int) -> ModelConfig:
+def seeded(seed: int) -> ModelConfig:
     return MODEL.model_copy(update={"seed": seed})
 
 
@@ -171,7 +171,7 @@ def test_a_model_cut_over_ranks_gives_the_numbers_of_a_whole_one(
 ) -> None:
     samples = make_samples(8)
     whole = ScoreModel(ScoreModel.Config(model=MODEL))
-    moved = ScoreModel(ScoreModel.Config(model=dataclasses_seed(9)))
+    moved = ScoreModel(ScoreModel.Config(model=seeded(9)))
     judge = FrozenModel(FrozenModel.Config(model=MODEL), with_head, device=torch.device("cpu"))
     wanted = dict(zip([s.id for s in samples], whole.logprobs(samples), strict=True))
     later = dict(zip([s.id for s in samples], moved.logprobs(samples), strict=True))
