@@ -253,7 +253,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         length = self.trajectory.num_tokens
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns", "energies"):
+        for name in (
+            "advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns", "energies"
+        ):  # fmt: skip
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(

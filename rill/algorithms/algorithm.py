@@ -168,10 +168,18 @@ class Algorithm:
         return group_verdict(trajectories, self.config.filters, min_samples=self.advantage.min_samples)
 
     def as_samples(
-        self, trajectories: Sequence[Trajectory], greedy: Trajectory | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        greedy: Trajectory | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[Sample]:
-        """One sample to each trajectory; advantages() fills them in, here or after what it needs has been computed."""
-        return as_samples(trajectories, self.config.filters, greedy)
+        """One sample to each trajectory; advantages() fills them in, here or after what it needs has been computed.
+
+        `greedy` is the greedy answer to their prompt (Need.GREEDY_BASELINE); `max_tokens` what the trainer takes at
+        most where its on_too_long is "skip".
+        """
+        return as_samples(trajectories, self.config.filters, greedy, max_tokens)
 
     def advantages(
         self, samples: Sequence[Sample], reduce: Reduce = one_rank

@@ -30,14 +30,20 @@ GREEDY_REWARD = "greedy_reward"
 
 
 def as_samples(
-    trajectories: Sequence[Trajectory], filters: FilterConfig, greedy: Trajectory | None
+    trajectories: Sequence[Trajectory],
+    filters: FilterConfig,
+    greedy: Trajectory | None,
+    max_tokens: int | None,
 ) -> list[Sample]:
-    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt."""
+    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt; what is
+    longer than `max_tokens` is not trained on, and counts in its group's baseline all the same."""
     samples = []
     greedy_reward = None if greedy is None else greedy.reward + _penalty(greedy, filters)
     for trajectory in trajectories:
         if filters.train_failed and trajectory.error is not None:
             trajectory = replace(trajectory, loss_mask=trajectory.versions != NOT_SAMPLED)
+        if max_tokens is not None and trajectory.num_tokens > max_tokens:
+            trajectory = replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
         if greedy_reward is not None:
             trajectory = replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: greedy_reward})
         samples.append(Sample(trajectory=trajectory, advantages=_zeros(trajectory)))
@@ -110,18 +116,16 @@ def advantage_batch(
 
 def placed_rewards(trajectory: Trajectory, mask: Bits, penalty: float) -> Floats:
     """Each reward on the last trained token up to where it was given; what came before the first one is nobody's here.
-    The penalty, and a reward without a place, go to the last."""
+    The penalty, and what of the reward has no place, go to the last."""
     placed = _zeros(trajectory)
     trained = np.flatnonzero(mask)
     if not trained.size:
         return placed
-    if trajectory.rewards is None:
-        placed[trained[-1]] = trajectory.reward
-    else:
-        given = np.flatnonzero(trajectory.rewards)
-        owner = np.searchsorted(trained, given, side="right") - 1
-        np.add.at(placed, trained[owner[owner >= 0]], trajectory.rewards[given[owner >= 0]])
-    placed[trained[-1]] += penalty
+    given = trajectory.rewards if trajectory.rewards is not None else placed.copy()
+    places = np.flatnonzero(given)
+    owner = np.searchsorted(trained, places, side="right") - 1
+    np.add.at(placed, trained[owner[owner >= 0]], given[places[owner >= 0]])
+    placed[trained[-1]] += trajectory.reward - float(given.sum()) + penalty
     return placed
 
 

@@ -16,8 +16,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # --- a group is its own baseline ---
     # arXiv 2402.03300; the paper's KL term is kl.coefficient = 0.04, off here as in most of today's runs
     "grpo": {"advantage": {"type": "grpo"}, "loss": _CLIP, "aggregation": "seq-mean-token-mean"},
-    # Every token weighs the same in dr_grpo, rloo and remax, as in a sum over tokens, whose length max_grad_norm would cut
-    # at every step. For a constant divisor: aggregation = seq-mean-token-sum-norm, aggregation_constant = max_new_tokens
+    # Every token weighs the same in dr_grpo, rloo and remax, as in a sum over tokens, which max_grad_norm would cut at
+    # every step. With a constant divisor: seq-mean-token-sum-norm and aggregation_constant = max_new_tokens
     # arXiv 2503.20783
     "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": _CLIP, "aggregation": "token-mean"},
     # arXiv 2508.08221

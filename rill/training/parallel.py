@@ -145,17 +145,11 @@ class World:
     def max_over_data(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def host_group(self) -> Any:
-        """A gloo group over all ranks for host tensors and objects (checkpoints); None when alone."""
-        if self.mesh is None:
-            return None
-        if self._host_group is None:
-            self._host_group = dist.new_group(backend="gloo")
-        return self._host_group
-
     def barrier(self) -> None:
+        """Return when all ranks are here."""
         if self.mesh is not None:
-            dist.barrier(group=self.host_group())
+            self._host_group = self._host_group or dist.new_group(backend="gloo")
+            dist.barrier(group=self._host_group)
 
     def close(self) -> None:
         if self._owns_group and dist.is_initialized():

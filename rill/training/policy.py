@@ -25,6 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.algorithms import Algorithm, finish_metrics
+from rill.algorithms.advantages.optimal_token import squared_probabilities
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
@@ -33,7 +34,7 @@ from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
-from rill.training.packing import PackSequence, plan_micro_batches
+from rill.training.packing import Pack, PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
 from rill.training.step import StepTrainer
@@ -103,6 +104,8 @@ class PolicyTrainer(StepTrainer):
 
     @property
     def waits_for(self) -> str:
+        if self._is_frozen:
+            return ""
         if Need.STATISTICS in self.algorithm.needs:
             return "its loss reads figures over the whole batch"
         return super().waits_for
@@ -143,6 +146,31 @@ class PolicyTrainer(StepTrainer):
         if self.config.batch_invariant:
             return self._invariant_logprobs(samples, temperature, trained_only=trained_only)
         return self._recompute(samples, temperature, trained_only=trained_only)
+
+    def scored(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with what the algorithm wants of the policy before its loss: old_logprobs, and energies for
+        optimal-token baselines."""
+        for sample in samples:
+            self.batcher.check(sample.trajectory)
+        if Need.ENERGIES not in self.algorithm.needs:
+            return self._with_old_logprobs(samples)
+        if not has_plain_logits(self.engine.module.lm):
+            raise UnsupportedError(
+                f"{self.engine.module.lm.config.model_type}: its logits are scaled, capped or biased, which the "
+                "energies of optimal-token baselines leave out: use another advantage"
+            )
+        squares = functools.partial(squared_probabilities, temperature=self.config.temperature)
+
+        def compute(pack: Pack) -> tuple[Tensor, Tensor]:
+            output = self.engine.module(pack, self.config.temperature, squares)
+            return output.logprobs_K, 1 - 2 * output.logprobs_K.exp() + output.kl_K
+
+        sequences = [_sequence(s, None) for s in samples]
+        old, energies = self.batcher.per_token_columns(sequences, compute, num_columns=2)
+        return [
+            dataclasses.replace(s, old_logprobs=o, energies=e)
+            for s, o, e in zip(samples, old, energies, strict=True)
+        ]
 
     # --- inside -------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Trainer:
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=engine.module.vocab_size,
             share_prefixes=config.tree_packing,
+            skips_too_long=config.on_too_long == "skip",
         )
         self._checkpointer = Checkpointer(engine)
         self._tally = Tally()
@@ -98,12 +99,13 @@ class Trainer:
         """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
         return self.engine.named_weights()
 
-    def save(self, folder: str | Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
-        """Write `folder`/step-N, whole or not at all. With is_async the files are written behind training."""
-        return self._checkpointer.save(Path(folder), is_async=is_async, keep_last=keep_last)
+    def save(self, folder: str | Path, *, keep_last: int = 0) -> Path:
+        """Write `folder`/step-N, whole or not at all. Returns when the state is copied to host memory; the files are
+        written behind training, and wait_saved() tells when they are there."""
+        return self._checkpointer.save(Path(folder), keep_last=keep_last)
 
     def wait_saved(self, timeout_s: float = 600.0) -> None:
-        """Return when the last asynchronous save has finished; raise what it raised."""
+        """Return when the last save is whole; raise what went wrong with it."""
         self._checkpointer.wait(timeout_s)
 
     def load(self, folder: str | Path) -> PolicyVersion:

@@ -124,6 +124,7 @@ class SupervisedWorker(Worker):
 
     def save(self, folder: str) -> None:
         self.trainer.save(folder)
+        self.trainer.wait_saved()
         if self.trainer.world.leads:
             path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
             write_atomically(path, json.dumps(self.loader.state()))

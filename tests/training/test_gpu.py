@@ -99,6 +99,7 @@ def test_a_run_with_eight_bit_moments_resumes_bit_for_bit(tmp_path: Path) -> Non
     straight = gpu_trainer(**values)
     straight.update(make_samples())
     straight.save(tmp_path)
+    straight.wait_saved()
     resumed = gpu_trainer(**values)
     resumed.load(tmp_path)
     for t in (straight, resumed):
@@ -121,6 +122,7 @@ def test_state_on_the_host_changes_no_bit_and_takes_no_device_memory(kind: str, 
     for state in streamed.engine.optimizer.state_tensors().values():
         assert all(v.device.type == "cpu" and v.is_pinned() for v in state.values() if v.ndim > 0)
     streamed.save(tmp_path)
+    streamed.wait_saved()
     resumed = gpu_trainer(optimizer={**values, "offload_state": True})
     resumed.load(tmp_path)
     for t in (plain, resumed):

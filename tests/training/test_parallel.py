@@ -35,7 +35,7 @@ def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dic
     logprobs = t.logprobs(share)
     result = {"gradients": gradients, "metrics": metrics, "weights": weights, "logprobs": logprobs}
     if "save" in arguments:
-        t.save(arguments["save"], is_async=arguments.get("is_async", False))
+        t.save(arguments["save"])
         t.wait_saved()
         t.update(share)
         result["later"] = {name: w.float().numpy() for name, w in t.named_weights()}
@@ -107,7 +107,7 @@ def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tm
 def test_sharded_eight_bit_state_is_read_by_one_process(tmp_path: Path) -> None:
     optimizer = {"type": "adamw8bit", "learning_rate": 1e-3}
     save = tmp_path / "checkpoints"
-    arguments = {"config": {"optimizer": optimizer}, "save": str(save), "is_async": True}
+    arguments = {"config": {"optimizer": optimizer}, "save": str(save)}
     results = check(tmp_path, 2, arguments)
     t = trainer(optimizer=optimizer)
     assert t.load(save) == 1

@@ -57,3 +57,15 @@ class OptimalToken(TokenAdvantage):
         baseline_M = torch.where(is_alone_S.to(seq_M.device)[seq_M], 0.0, baseline_C[cell_M])
         found_M = (returns_M - baseline_M).to(rewards_N)
         return Advantages(advantages_N=torch.zeros_like(rewards_N).index_put((index_M,), found_M))
+
+
+@torch.no_grad()
+def squared_probabilities(
+    hidden_KD: Tensor, head_VD: Tensor, *, temperature: float, chunk_tokens: int = 1024
+) -> Tensor:
+    """Σ_v π(v)² at each position, from its last hidden state and the head; logits live for one chunk."""
+    found = [
+        torch.softmax((chunk_CD @ head_VD.T).float() / temperature, dim=-1).square().sum(-1)
+        for chunk_CD in torch.split(hidden_KD, chunk_tokens)
+    ]
+    return torch.cat(found) if found else hidden_KD.new_zeros(0, dtype=torch.float32)
