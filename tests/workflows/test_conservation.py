@@ -13,7 +13,7 @@ from rill.types import NOT_SAMPLED, Sample
 from rill.workflows.jobs import StepPlan
 from rill.workflows.policy_client import PolicyClient
 from tests.workflows.scene import SEED, Scene
-from tests.workflows.scripted_engine import script
+from tests.workflows.scripted_engine import request_of, script
 
 
 def check_conserved(scene: Scene) -> None:
@@ -25,12 +25,12 @@ def check_conserved(scene: Scene) -> None:
         for sample in samples:
             t = sample.trajectory
             groups.setdefault(t.group_id, []).append(sample)
-            tokens, logprobs = script(seeds.seed_of(f"{t.id}#0"), scene.max_new_tokens)
+            tokens, logprobs = script(seeds.seed_of(request_of(t)), scene.max_new_tokens)
             sampled = t.versions != NOT_SAMPLED
             assert np.array_equal(t.token_ids[sampled], tokens)
             assert np.array_equal(t.logprobs[sampled], logprobs)
             assert np.array_equal(t.loss_mask, sampled), "the prompt is not trained on, every answer token is"
-            assert t.versions[sampled].tolist() in [record["versions"] for record in said[f"{t.id}#0"]]
+            assert t.versions[sampled].tolist() in [record["versions"] for record in said[request_of(t)]]
             assert np.all(np.diff(t.versions[sampled]) >= 0), "a version never goes down"
             assert t.reward == float(int(tokens.sum()) % 3 == 0)
         assert list(groups) == plan.open().ids, "in batch order"

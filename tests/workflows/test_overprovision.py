@@ -16,6 +16,7 @@ from rill.types import NOT_SAMPLED
 from rill.workflows.rollout import Serving
 from rill.workflows.sections import LoopConfig
 from tests.workflows.scene import Scene
+from tests.workflows.scripted_engine import request_of
 from tests.workflows.test_conservation import check_once
 
 LONG_TAILED = {"tick_s": 0.004, "max_delay_ticks": 40}
@@ -30,7 +31,7 @@ def check_parts(scene: Scene) -> int:
     for _, samples in scene.trained():
         for sample in samples:
             t = sample.trajectory
-            parts = said[f"{t.id}#0"]
+            parts = said[request_of(t)]
             sampled = t.versions != NOT_SAMPLED
             assert t.token_ids[sampled].tolist() == [x for part in parts for x in part["tokens"]]
             assert t.versions[sampled].tolist() == [x for part in parts for x in part["versions"]]
@@ -43,7 +44,7 @@ def check_parts(scene: Scene) -> int:
             assert lengths == (num_prompt + before).tolist(), "each part was given what was said before it"
             assert np.count_nonzero(sampled) <= scene.max_new_tokens
             num_continued += sum(len(part["tokens"]) > 0 for part in parts) > 1
-            trained.add(f"{t.id}#0")
+            trained.add(request_of(t))
     left_over = {name.partition("/")[0] for name in set(said) - trained}
     assert len(left_over) == scene.counts()["dropped"], (
         "something was said that was neither trained on nor dropped"

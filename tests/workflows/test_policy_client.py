@@ -58,7 +58,9 @@ def ask(engine: BrokenEngine | AbortingEngine, answers: dict[str, Completion]) -
         if isinstance(engine, AbortingEngine):
             engine.client = client
         episode = client.episode("t", answers)
-        return await asyncio.wait_for(episode.generate(PROMPT, SamplingParams(max_new_tokens=4), name="a"), 10.0)
+        return await asyncio.wait_for(
+            episode.generate(PROMPT, SamplingParams(max_new_tokens=4), name="a"), 10.0
+        )
 
     return asyncio.run(work())
 
@@ -81,7 +83,9 @@ def test_a_prompt_that_does_not_fit_costs_its_own_episode_alone() -> None:
     async def work() -> list[Completion | BaseException]:
         client = PolicyClient(PickyEngine(), seed=0, decode=str)  # type: ignore[arg-type]
         prompts = [PROMPT, np.ones(9, np.int32), PROMPT]
-        asked = (client.episode(f"t{n}").generate(p, SamplingParams(), name="a") for n, p in enumerate(prompts))
+        asked = (
+            client.episode(f"t{n}").generate(p, SamplingParams(), name="a") for n, p in enumerate(prompts)
+        )
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
 
     first, second, third = asyncio.run(work())

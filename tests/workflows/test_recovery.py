@@ -20,6 +20,7 @@ from rill.workflows.sections import EvalConfig
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
+from tests.workflows.scripted_engine import request_of
 from tests.workflows.test_conservation import check_conserved, check_once
 
 SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
@@ -111,7 +112,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     back = by_process[pids[1]]
     assert all(record["at"] > killed_at for record in back)
     assert max(record["versions"][-1] for record in back) > 3, "with newer weights than those at the kill"
-    trained = {f"{s.trajectory.id}#0" for _, samples in scene.trained() for s in samples}
+    trained = {request_of(s.trajectory) for _, samples in scene.trained() for s in samples}
     assert any(record["id"] in trained for record in back), "what it said was trained on"
     scene.close()
 
