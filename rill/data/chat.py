@@ -18,9 +18,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rill.errors import DataError
 from rill.types import Message, Prompt, TokenIds
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 MARK = "rill9mark"
 """Stands in a rendered conversation for what the model sampled. No template changes it."""
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, AttributeError)
+"""What a template may raise that does not fit a conversation."""
 
 Tools = Sequence[Mapping[str, Any]]
 """As the OpenAI API has them: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -50,6 +55,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.template_arguments = dict(template_arguments or {})
         self._last: tuple[Prompt, TokenIds] | None = None
+        self._heard_roles: set[str] = set()
 
     def encode(self, prompt: Prompt) -> TokenIds:
         """The ids up to where the model starts to write. The members of a group ask one after the other: they share one
@@ -92,10 +98,8 @@ class PromptEncoder:
             text = self._after_call(said, new, tools, sampled_ids)
             if text is not None:
                 return self.encode_text(text, special=False)
-        # The assistant's turn without calls: templates that want the call before its result have refused above.
-        base = [_QUESTION, Message(role="assistant", content=MARK)]
-        ids = self.encode_text(self._after_mark([*base, *new], tools), special=False)
-        return ids[_num_shared(sampled_ids, ids) :]
+        ids = self.encode_text(self._after_mark([_QUESTION, _ANSWER, *new], tools), special=False)
+        return ids[self._num_said(sampled_ids, ids) :]
 
     def encode_text(self, text: str, *, special: bool) -> TokenIds:
         """`special`: let the tokenizer add its own start token; a rendered template holds it already."""
@@ -113,29 +117,70 @@ class PromptEncoder:
                 "the tokenizer has no chat template but the prompt has messages: use plain-text prompts "
                 '(form = "bare"), or a tokenizer with a template'
             )
-        from jinja2 import TemplateError
-
+        has_calls = any(message.tool_calls for message in messages)
         error: Exception | None = None
-        for as_text in (
-            False,
-            True,
-        ):  # of a call's arguments: most templates want a mapping, some the JSON text
+        for as_text in (False, True)[
+            : 1 + has_calls
+        ]:  # arguments: most templates want a mapping, some JSON text
             try:
-                text = self.tokenizer.apply_chat_template(
-                    [message_dict(message, arguments_as_text=as_text) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self.template_arguments,
+                return self._apply(
+                    messages,
+                    tools,
+                    add_generation_prompt,
+                    as_parts=self._reads_parts,
+                    arguments_as_text=as_text,
                 )
-                assert isinstance(text, str)
-                return text
-            except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as raised:
+            except _TEMPLATE_ERRORS as raised:
                 error = error or raised
-                if not any(message.tool_calls for message in messages):
-                    break
         roles = ", ".join(m.role for m in messages)
         raise DataError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Raises DataError where the template leaves out what a message of some role says."""
+        for role in {message.role for message in messages} - self._heard_roles:
+            base = () if role in ("system", "user", "developer") else (_QUESTION,)
+            said = self.render([*base, Message(role=role, content=MARK)], add_generation_prompt=False)
+            if MARK not in said:
+                raise DataError(f"the chat template says nothing of messages with the role {role!r}")
+            self._heard_roles.add(role)
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool, **style: bool
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            [message_dict(message, **style) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.template_arguments,
+        )
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads content as a list of parts alone (those of some vision models)."""
+        for as_parts in (False, True):
+            try:
+                if MARK in self._apply([_QUESTION, _ANSWER], (), False, as_parts=as_parts):
+                    return as_parts
+            except _TEMPLATE_ERRORS:
+                continue
+        return False
+
+    @cached_property
+    def _last_closing(self) -> int | None:
+        """The token that closes an answer with nothing behind it. Some templates close it otherwise in a history."""
+        _, _, tail = self.render([_QUESTION, _ANSWER], add_generation_prompt=False).partition(MARK)
+        ids = self.encode_text(tail, special=False)
+        return int(ids[0]) if ids.size else None
+
+    def _num_said(self, sampled_ids: TokenIds, ids: TokenIds) -> int:
+        """How many of the first ids the model has sampled already: usually the one that ends a turn, or none."""
+        for count in range(min(len(sampled_ids), len(ids), 4), 0, -1):
+            if np.array_equal(sampled_ids[-count:], ids[:count]):
+                return count
+        return int(len(sampled_ids) > 0 and len(ids) > 0 and int(sampled_ids[-1]) == self._last_closing)
 
     def _after_mark(self, messages: Sequence[Message], tools: Tools) -> str:
         _, mark, tail = self.render(messages, tools, add_generation_prompt=True).partition(MARK)
@@ -165,19 +210,15 @@ class PromptEncoder:
 
 
 _QUESTION = Message(role="user", content="?")
+_ANSWER = Message(role="assistant", content=MARK)
 
 
-def _num_shared(sampled_ids: TokenIds, ids: TokenIds) -> int:
-    """How many of the first ids the model has sampled already: usually the one that ends a turn, or none."""
-    for count in range(min(len(sampled_ids), len(ids), 4), 0, -1):
-        if np.array_equal(sampled_ids[-count:], ids[:count]):
-            return count
-    return 0
-
-
-def message_dict(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
+def message_dict(
+    message: Message, *, arguments_as_text: bool = False, as_parts: bool = False
+) -> dict[str, Any]:
     """A message in the OpenAI form, without its empty fields. Templates read a call's arguments as a mapping."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = [{"type": "text", "text": message.content}] if as_parts else message.content
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:

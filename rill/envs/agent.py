@@ -272,6 +272,7 @@ class Agent:
 
     def _place(self, messages: list[Message], schemas: list[dict[str, Any]], chains: list[bytes]) -> Node:
         """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
+        self._encoder.check_roles(messages)
         found = self.tree.find_reply(chains)
         if found is not None:
             node, position = found

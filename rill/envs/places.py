@@ -11,12 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import rill
-
 _PATHS = sysconfig.get_paths()
 _NOT_THE_USERS = tuple(
     f"{folder}/"
-    for folder in {_PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], str(Path(rill.__file__).parent)}
+    for folder in {_PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], str(Path(__file__).parents[1])}
 )
 
 
