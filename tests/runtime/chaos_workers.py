@@ -29,7 +29,7 @@ class Sharer(Worker):
 class Crowd(Worker):
     """Ranks that share processes."""
 
-    def add(self, number: int) -> int:
+    def plus(self, number: int) -> int:
         return self.rank + number
 
     def echo_through(self, channel: Channel) -> int:

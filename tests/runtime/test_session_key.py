@@ -15,10 +15,9 @@ import zmq
 
 from rill.errors import RunError, StuckError
 from rill.runtime.hub.server import HubClient, hub_command
-from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import KEY_NAME, SessionKey
-from rill.runtime.transfer.broadcast import free_port
 from rill.runtime.transfer.stream import Incoming
 from tests.runtime.hub_fakes import HubProcess
 

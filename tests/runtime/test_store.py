@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.context import RuntimeContext, WorkerAddress
+from rill.runtime.context import RuntimeContext, Site, WorkerAddress
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import store as store_module
 from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, slot_size, unlink
@@ -154,14 +155,17 @@ KEY = SessionKey.new()
 def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> RuntimeContext:
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
-    return RuntimeContext(
+    site = Site(
         session_id="s",
         session_dir=hub.session_dir,
         shm_dir=shm_dir,
         node_id=node_id,
-        address=WorkerAddress(group, 0, node_id, os.getpid(), ""),
         hub_endpoint=hub.endpoint,
         key=KEY,
+    )
+    return RuntimeContext(
+        site,
+        WorkerAddress(group, 0, node_id, os.getpid(), ""),
         mailbox=None,  # type: ignore[arg-type]
         calls=None,  # type: ignore[arg-type]
     )
@@ -207,8 +211,8 @@ def test_the_store_server_does_not_answer_strangers(hub: HubProcess, tmp_path: P
 def test_an_answer_that_another_made_is_not_unpickled(hub: HubProcess, tmp_path: Path) -> None:
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
     there = context_of(hub, tmp_path / "there", "n1", "producer")
-    there.key = SessionKey.new()  # it stands for somebody who answers in the place of a store server
-    here.key = KEY
+    # It stands for somebody who answers in the place of a store server.
+    there.site = replace(there.site, key=SessionKey.new())
     ref = there.store.write(encode({"x": np.ones(1000)}))
     server = zmq.Context.instance().socket(zmq.ROUTER)
     port = server.bind_to_random_port("tcp://127.0.0.1")

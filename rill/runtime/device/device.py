@@ -153,9 +153,9 @@ def visible_gpus() -> list[int]:
     return list(range(sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def number(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Give global ids in order."""
-    return tuple(replace(device, id=n) for n, device in enumerate(devices))
+def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
+    """Give global ids in order, from `first`."""
+    return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 
 
 def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:

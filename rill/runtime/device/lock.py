@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rill.errors import RunError
-from rill.runtime.context import RuntimeContext, current, install_for_thread
+from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.answer import Pending
 from rill.runtime.process.report import stuck, waiting
 from rill.telemetry import trace
@@ -224,7 +224,6 @@ class DeviceLock:
     # --- the lock thread ----------------------------------------------------------------------------------
 
     def _serve_evictions(self) -> None:
-        install_for_thread(self._context)  # `offload` is user code
         while (order := self._evictions.get()) is not None:
             with self._gate:
                 is_lending = order["turn"] != 0

@@ -29,7 +29,6 @@ import zmq
 from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.hub.answer import Pending, as_error, set_if_open
 from rill.runtime.hub.state import FAILURE, PUSH
-from rill.runtime.hub.watch import ProcessWatch
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.waits import answer_dumps
 
@@ -73,12 +72,12 @@ class HubClient:
         self._decoder = msgspec.msgpack.Decoder()
         self._is_awake = False
         self._is_closing = False
-        self._ended_reason = ""
+        self._ended_reason = self._abandoned = ""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
-        self.submit("registry.join", {"pid": os.getpid(), "machine": ProcessWatch.machine_id()})
+        self.submit("registry.join", {"pid": os.getpid()})
         answer_dumps(self)
         self._thread.start()
         atexit.register(self.close)
@@ -166,6 +165,11 @@ class HubClient:
         """Have the io thread look at its tickers now."""
         self._wake()
 
+    def abandon(self, reason: str) -> None:
+        """There will be no hub any more: every wait for it fails with `reason`, now and from now on."""
+        self._abandoned = reason
+        self._wake()
+
     def close(self) -> None:
         """Send what is queued, leave the run, end the thread. Bounded: a dead hub costs a second."""
         if self._is_closing:
@@ -221,6 +225,8 @@ class HubClient:
             if socket in ready:
                 self._receive(socket)
                 last_heard_s = time.monotonic()
+            if self._abandoned and not self._ended_reason:
+                self._fail_all(self._abandoned)
             now_s = time.monotonic()
             wait_s = min([_HEARTBEAT_S, *(ticker(now_s) for ticker in self._tickers)])
             if self._send(socket):

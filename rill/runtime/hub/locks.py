@@ -77,6 +77,7 @@ class LockService:
             "offloaded": self._offloaded,
             "kept": self._kept,
             "coreside": self._coreside,
+            "take_turns": self._take_turns,
         }
 
     def queries(self) -> dict[str, Callable[[Any], Any]]:
@@ -162,6 +163,12 @@ class LockService:
     def _coreside(self, client: str, seq: int, groups: list[str]) -> Any:
         """These groups fit on their devices together: they need no turns among themselves."""
         self._fits.append(frozenset(groups))
+        self._advance()
+        return None
+
+    def _take_turns(self, client: str, seq: int, groups: list[str]) -> Any:
+        """Undo `coreside` for these groups; the others of a grant still fit together."""
+        self._fits = [fit - frozenset(groups) for fit in self._fits]
         self._advance()
         return None
 

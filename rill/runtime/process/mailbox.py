@@ -1,12 +1,11 @@
-"""Messages between the processes of a run: ZeroMQ push and pull, one inbox per process.
+"""Messages between the processes of a run: one mailbox per process, one path for calls, answers and everything else.
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
     any thread ──post_raw()──▶ PUSH ──tcp, in the clear──▶ PULL ──▶ inbox thread ──▶ the one handler of raw bytes
 
-Ranks that share a process share its inbox: "endpoint#5" is rank 5's door of the inbox at "endpoint" (`Door`).
-A worker has a second inbox, `work`, which its main thread reads by itself: calls then run without a hop between
-threads. Messages from one process to one inbox arrive in order. The first frame names the handler; handlers run
-on the inbox thread and must not block.
+A neighbour and a process of another node differ in the address only. Messages from one process to another arrive once
+and in order, also when the connection between them breaks (ack.py). The first frame names the handler; handlers run on
+the inbox thread and must not block. Raw bytes are not acknowledged: their sender waits for receipts of its own.
 
 Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Raw bytes have an
 entry of their own, without encryption: what arrives there is never unpickled, and its handler must check it.
@@ -16,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket as sockets
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import zmq
 
 from rill.errors import RunError
+from rill.runtime.process.ack import NO_STREAM, Header, Incoming, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
@@ -30,22 +32,14 @@ Handler: TypeAlias = Callable[[Frames], None]
 
 CLOSE_LINGER_MS = 500
 MAX_RAW_BYTES = 8 * 1024 * 1024
+LARGE_FRAME_BYTES = 65536
+HEARTBEAT_MS = 10_000
+"""ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
+
+_PROBE, _ACK, _GAP = b"\0probe", b"\0ack", b"\0gap"
+_TICK_MS = 500
 
 _log = logging.getLogger(__name__)
-
-
-class Inbox(Protocol):
-    """What arrives for one rank, and the way out: a process's mailbox, or one rank's door of it."""
-
-    endpoint: str
-    tcp_endpoint: str
-    raw_endpoint: str
-
-    def on(self, kind: bytes, handler: Handler) -> None: ...
-    def on_raw(self, handler: Handler) -> None: ...
-    def post(self, endpoint: str, frames: Sequence[Any], *, copy: bool = True) -> None: ...
-    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None: ...
-    def forget(self, endpoint: str) -> None: ...
 
 
 class Mailbox:
@@ -71,6 +65,7 @@ class Mailbox:
         self._raw_handlers: list[Handler] = []
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
+        self._by_token: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
@@ -87,37 +82,30 @@ class Mailbox:
         """Send what arrives in the clear to `handler`, which knows what is meant for it: anybody may have made it."""
         self._raw_handlers.append(handler)
 
-    def door(self, rank: int) -> Door:
-        """An inbox of its own for a rank that shares this process."""
-        return Door(self, rank)
-
     def start(self) -> None:
         """Begin to read; handlers are in place."""
         self._thread.start()
 
-    def post(self, endpoint: str, frames: Sequence[Any], *, copy: bool = True) -> None:
-        """Send without waiting. To a peer that is gone it does nothing: its death is reported elsewhere.
-
-        copy=False lends the frames' memory to ZeroMQ until they are sent: the caller must not change it.
-        """
-        endpoint, _, rank = endpoint.partition("#")
-        if rank:
-            frames = [_kind_at(frames[0], rank), *frames[1:]]
-        peer = self._peers.get(endpoint) or self._connect(endpoint)
+    def post(self, endpoint: str, frames: Sequence[Any]) -> None:
+        """Send without waiting; the frames may be changed afterwards. To a peer that is gone it does nothing: its
+        death is reported elsewhere."""
+        peer = self._peers.get(endpoint) or self._peer(endpoint)
         if peer is not None:
-            peer.send(frames, copy)
+            peer.send(frames)
 
     def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None:
-        """Send in the clear to another process's `raw_endpoint`; lends the frames' memory as `post(copy=False)`."""
-        peer = self._peers.get(endpoint) or self._connect(endpoint, is_raw=True)
+        """Send in the clear to another process's `raw_endpoint`. Lends the frames' memory to ZeroMQ until they are
+        sent: the caller must not change it."""
+        peer = self._peers.get(endpoint) or self._peer(endpoint, is_raw=True)
         if peer is not None:
-            peer.send(frames, copy=False)
+            peer.send_raw(frames)
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
-        endpoint = endpoint.partition("#")[0]
         with self._peers_lock:
             peer = self._peers.pop(endpoint, None)
+            if peer is not None:
+                self._by_token.pop(peer.outgoing.token, None)
             if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
                 self._gone.add(endpoint)
         if peer is not None:
@@ -142,16 +130,20 @@ class Mailbox:
         if self._thread is not threading.current_thread():
             self.context.term()
 
-    def _connect(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
+    def _peer(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
+        """None: it is gone, or this mailbox is closed."""
         with self._peers_lock:
             if self._closed or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 is_near = endpoint.startswith("ipc:")
-                self._peers[endpoint] = _Peer(
-                    self.context, endpoint, None if is_raw or is_near else self._key
-                )
+                key = None if is_raw or is_near else self._key
+                reply_to = self.endpoint if is_near else self.tcp_endpoint
+                peer = self._peers[endpoint] = _Peer(self.context, endpoint, reply_to, key)
+                self._by_token[peer.outgoing.token] = peer
             return self._peers[endpoint]
+
+    # --- the inbox thread ---------------------------------------------------------------------------------
 
     def _read(self) -> None:
         stop = self.context.socket(zmq.PAIR)
@@ -160,24 +152,66 @@ class Mailbox:
         for socket in (self._inbox, self._raw_inbox, stop):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
+        next_probe_s = 0.0
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(_TICK_MS))
                 if stop in ready:
                     return
                 # Drain before polling again: under load most messages then cost no poll.
                 with contextlib.suppress(zmq.Again):
-                    while True:
-                        self._dispatch(receive(self._inbox, zmq.NOBLOCK))
+                    while self._inbox in ready:
+                        self._take(receive(self._inbox, zmq.NOBLOCK))
                 if self._raw_inbox is not None and self._raw_inbox in ready:
                     frames = receive(self._raw_inbox)
                     for handler in self._raw_handlers:
                         self._guarded(handler, frames, "raw")
+                now_s = time.monotonic()
+                if now_s >= next_probe_s:
+                    next_probe_s = now_s + _TICK_MS / 1000
+                    self._probe(now_s)
         except zmq.ContextTerminated:
             return
         finally:
             stop.close(linger=0)
             self._close_inboxes()
+
+    def _take(self, frames: Frames) -> None:
+        header = Header.unpack(frames[0])
+        confirmed = self._by_token.get(header.ack_token)
+        if confirmed is not None:
+            confirmed.confirm(header.ack)
+        if not header.reply_to:
+            self._dispatch(frames[1:])
+            return
+        peer = self._peers.get(header.reply_to) or self._peer(header.reply_to)
+        if peer is None:
+            return  # gone: what it still says is of no use to anybody
+        if header.seq == 0:
+            self._answer(peer, confirmed, header, frames[1:])
+            return
+        if peer.incoming.is_next(header, sum(map(len, frames))):
+            self._dispatch(frames[1:])
+            if peer.incoming.must_tell():
+                peer.tell(_ACK)
+        elif peer.incoming.must_ask(header.seq):
+            peer.tell(_GAP)
+
+    def _answer(self, peer: _Peer, confirmed: _Peer | None, header: Header, frames: Frames) -> None:
+        kind = frames[0]
+        if kind == _PROBE:
+            peer.incoming.follow(header.token)
+            is_whole = peer.incoming.num_received >= int.from_bytes(frames[1], "little")
+            peer.tell(_ACK if is_whole else _GAP)
+        elif kind == _GAP and confirmed is not None:
+            confirmed.send_again()
+
+    def _probe(self, now_s: float) -> None:
+        with self._peers_lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.outgoing.must_probe(now_s):
+                peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
 
     def _close_inboxes(self) -> None:
         self._inbox.close(linger=0)
@@ -194,56 +228,81 @@ class Mailbox:
     def _guarded(self, handler: Handler, frames: Frames, kind: str) -> None:
         try:
             handler(frames)
-        except Exception:  # noqa: BLE001  the inbox thread serves everybody: one bad message must not end it
+        except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
             _log.exception("the handler of a %r message failed", kind)
 
 
-class Door:
-    """One rank's inbox where several ranks share a process."""
-
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        self._mailbox = mailbox
-        self._rank = str(rank)
-        self.endpoint = f"{mailbox.endpoint}#{rank}"
-        self.tcp_endpoint = f"{mailbox.tcp_endpoint}#{rank}" if mailbox.tcp_endpoint else ""
-        self.raw_endpoint = mailbox.raw_endpoint
-        self.on_raw = mailbox.on_raw
-        self.post = mailbox.post
-        self.post_raw = mailbox.post_raw
-        self.forget = mailbox.forget
-
-    def on(self, kind: bytes, handler: Handler) -> None:
-        self._mailbox.on(_kind_at(kind, self._rank), handler)
-
-
-def _kind_at(kind: bytes, rank: str) -> bytes:
-    return b"%b#%b" % (kind, rank.encode())
-
-
 class _Peer:
-    """One PUSH socket; ZeroMQ sockets may be used by one thread at a time, hence the lock."""
+    """One other mailbox: a PUSH socket, made at the first message, and both directions' counts. ZeroMQ sockets may be
+    used by one thread at a time, hence the lock."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, key: SessionKey | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
+    ) -> None:
+        self.outgoing = Outgoing()
+        self.incoming = Incoming()
+        self._context = context
+        self._endpoint = endpoint
+        self._reply_to = reply_to
+        self._key = key
         self._lock = threading.Lock()
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        if key is not None:
-            key.present(self._socket)
-        self._socket.connect(endpoint)
+        self._socket: zmq.Socket[Any] | None = None
+        self._is_closed = False
 
-    def send(self, frames: Sequence[Any], copy: bool) -> None:
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send and, where the other end can answer, keep until it has it."""
+        kept = [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
         with self._lock:
-            if not self._socket.closed:
-                self._socket.send_multipart(frames, copy=copy)
+            seq = self.outgoing.number(kept) if self._reply_to else 0
+            self._write(seq, kept)
+
+    def send_again(self) -> None:
+        """All that is not confirmed, in order."""
+        with self._lock:
+            for seq, frames in self.outgoing.unconfirmed():
+                self._write(seq, frames)
+
+    def send_raw(self, frames: Sequence[Any]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._open().send_multipart(frames, copy=False)
+
+    def confirm(self, num_received: int) -> None:
+        with self._lock:
+            self.outgoing.confirm(num_received)
+
+    def tell(self, *frames: bytes) -> None:
+        """A message that is not counted; like all others it says how much has arrived."""
+        with self._lock:
+            self._write(0, frames)
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
-            self._socket.close(linger=linger_ms)
+            self._is_closed = True
+            if self._socket is not None:
+                self._socket.close(linger=linger_ms)
 
+    def _write(self, seq: int, frames: Sequence[Any]) -> None:
+        if self._is_closed:
+            return
+        incoming = self.incoming
+        ack = incoming.told() if incoming.token != NO_STREAM else 0
+        header = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack()
+        self._open().send_multipart([header, *frames], copy=False)
 
-LARGE_FRAME_BYTES = 65536
+    def _open(self) -> zmq.Socket[Any]:
+        if self._socket is None:
+            socket = self._socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, 20)
+            if not self._endpoint.startswith("ipc:"):
+                socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            if self._key is not None:
+                self._key.present(socket)
+            socket.connect(self._endpoint)
+        return self._socket
 
 
 def receive(socket: zmq.Socket[Any], flags: int = 0) -> Frames:
@@ -269,3 +328,11 @@ def bind_raw_tcp(socket: zmq.Socket[Any], host: str) -> str:
     """Bind a free port that anybody can send to."""
     port = socket.bind_to_random_port(f"tcp://{host}")
     return f"tcp://{host}:{port}"
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with sockets.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

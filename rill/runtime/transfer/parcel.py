@@ -14,7 +14,7 @@ import pickle
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rill.runtime.process.mailbox import Frames
@@ -34,7 +34,7 @@ class Reader(Protocol):
     """Whom a parcel is for."""
 
     @property
-    def process_identity(self) -> str: ...
+    def identity(self) -> str: ...
 
     @property
     def node_id(self) -> str: ...
@@ -72,8 +72,8 @@ class Parcels:
         with self._lock:
             self._readers[slot] = len(readers)
             for reader in readers:
-                self._lent.setdefault(reader.process_identity, Counter())[slot] += 1
-            dead = {reader.process_identity for reader in readers} & self._dead
+                self._lent.setdefault(reader.identity, Counter())[slot] += 1
+            dead = {reader.identity for reader in readers} & self._dead
         for identity in dead:
             self.peer_died(identity)
         place = (self._context.mailbox.endpoint, len(readers) > 1, list(ref))
@@ -92,19 +92,8 @@ class Parcels:
             return wire.decode(header, buffers, device=device)
         return self._context.store.read(ref, lambda: self._release(owner_endpoint, slot), device=device)
 
-    def opener(self, frames: Frames) -> Callable[[str | None], Any]:
-        """What builds the object anew at every call, on the device that it is given, for ranks that share this
-        process. Call once per message."""
-        if not frames[0]:
-            header, buffers = frames[1], frames[2:]
-        else:
-            owner_endpoint, _, ref = pickle.loads(frames[0])
-            header, buffers = self._copy_out(ref)
-            self._release(owner_endpoint, (ref[2], ref[3]))
-        return lambda device: wire.decode(header, [bytearray(buffer) for buffer in buffers], device=device)
-
     def peer_died(self, identity: str) -> None:
-        """Take back what a dead process had borrowed; `identity` is its first rank's."""
+        """Take back what a dead process had borrowed."""
         with self._lock:
             self._dead.add(identity)
             lent = self._lent.pop(identity, Counter())
