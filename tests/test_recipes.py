@@ -20,7 +20,7 @@ PROMISED = {
 }  # fmt: skip
 
 TWO_STEPS = ("loop.steps=2", "cluster.threads=1")
-SMALL_RL = (*TWO_STEPS, "warmup.steps=2", "loop.groups_per_step=4", "eval.num_prompts=4", "eval.every=0")
+SMALL_RL = (*TWO_STEPS, "sft.steps=2", "loop.prompts_per_step=4", "eval.num_prompts=4", "eval.every=0")
 SMALL_SUPERVISED = (*TWO_STEPS, "loop.batch_size=4", "loop.eval_examples=4")
 SMALL = {
     "demo": SMALL_RL,

@@ -40,7 +40,7 @@ from rill.workflows.config import SyncConfig, WarmStartConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import Advantages, LearningWorker
 from rill.workflows.publishing import PublishingWorker, Synced
-from rill.workflows.scorers import TeacherConfig, following, rendezvous_of, with_column
+from rill.workflows.scorers import TeacherConfig, rendezvous_of
 
 
 class TrainedStep(NamedTuple):
@@ -73,7 +73,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
         self.teachers: list[tuple[ScoreModel, float]] = []
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs:
             for teacher in teachers:
-                scoring = following(teacher.scoring(config.temperature), config)
+                scoring = teacher.scoring(config.temperature).following(config)
                 self.teachers.append((ScoreModel(scoring, device=self.device), teacher.weight))
             self.trainer.set_teachers(self.teachers)
         self.judges = not (has_critic or self.algorithm.is_group_scoped)
@@ -137,13 +137,11 @@ class ActorWorker(PublishingWorker, LearningWorker):
         return TrainedStep(metrics, synced, time.perf_counter() - trained_s)
 
     def score(self, source: Edge, target: Channel) -> Mapping[str, float]:
-        """Add the policy's own log-probabilities, where they are needed before the update: for a KL penalty in the
-        reward."""
+        """Add what advantages need of the policy itself: its log-probabilities, for a KL penalty in the reward."""
         for part in source.parts(self, self.trainer.world, cost=self.trainer.cost_model):
             with self.device_lock():
-                samples = part.samples()
-                logprobs = self.trainer.logprobs(samples, trained_only=True)
-            part.put(target, with_column(samples, "old_logprobs", logprobs))
+                scored = self.trainer.scored(part.samples())
+            part.put(target, scored)
         return {}
 
     # --- weights ------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class RunCheckpoints:
         self._unsettled = (step, [group.wait_saved(self._timeout_s) for group in self._groups.values()])
         self._newest_step = step
 
-    def settle(self) -> None:
+    def settle(self, timeout_s: float | None = None) -> None:
         """Wait for the files of the last `save`; from then on it counts."""
         if self._unsettled is None:
             return
@@ -69,7 +69,7 @@ class RunCheckpoints:
         folder = self._folder / f"step-{step:06d}"
         with self._told(step):
             for handle in handles:
-                handle.wait(timeout_s=self._timeout_s)
+                handle.wait(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
             write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
         self._drop_old()
 

@@ -85,7 +85,7 @@ class Controller(Worker):
     ) -> None:
         self.config = config
         self.evals = {name: (chosen, read_prompts(chosen)) for name, chosen in evals.items()}
-        self.state = Staleness(limits_of(config), prompts.open(), group_size=group_size)
+        self.groups = Staleness(limits_of(config), prompts.open(), group_size=group_size)
         self._changed = threading.Condition()
         self._is_open = False
         self._epoch = 0
@@ -120,33 +120,33 @@ class Controller(Worker):
         timeout_s = self.config.step_timeout_s
         with self._changed:
             self._is_open = True
-            self.state.open_batch()
+            self.groups.open_batch()
             self._advance()
-            if not self._changed.wait_for(lambda: self._failure or self.state.is_full, timeout_s):
-                raise StuckError(f"after {timeout_s:.0f} s {self.state.describe()}")
+            if not self._changed.wait_for(lambda: self._failure or self.groups.is_full, timeout_s):
+                raise StuckError(f"after {timeout_s:.0f} s {self.groups.describe()}")
             if self._failure is not None:
                 raise self._failure
-            batch, since, step = tuple(self._batch), self.state.since_last_batch(), self.state.version
+            batch, since, step = tuple(self._batch), self.groups.since_last_batch(), self.groups.version
             epoch = self._epoch
         if self.config.max_lag == 0:
             self._end_epoch()
         metrics = summarise(
             batch, since, PolicyVersion(step + 1)
         )  # version 0 is what engines load by themselves
-        if isinstance(self.state.source, CurriculumSource):
-            metrics |= self.state.source.metrics()
+        if isinstance(self.groups.source, CurriculumSource):
+            metrics |= self.groups.source.metrics()
         lengths = [length for outcome in batch for length in outcome.lengths]
         return Batch(num_samples=len(lengths), num_tokens=sum(lengths), epoch=epoch, metrics=metrics)
 
     def trained(self, num_trained: int) -> None:
         """So many steps are applied, and the engines have their weights: what is admitted now is made with them."""
         with self._changed:
-            if num_trained == self.state.version:
+            if num_trained == self.groups.version:
                 return
-            assert num_trained == self.state.version + 1, "steps are applied one by one"
+            assert num_trained == self.groups.version + 1, "steps are applied one by one"
             if self.config.max_lag == 0:
                 self._wait_for_stopped()
-            self.state.trained()
+            self.groups.trained()
             self._batch = []
             self._edges = {name: (edge, 0) for name, (edge, _) in self._edges.items()}
             self._advance()
@@ -162,7 +162,7 @@ class Controller(Worker):
     def counts(self) -> dict[str, int]:
         """Groups by state, and the steps that are applied."""
         with self._changed:
-            return self.state.counts()
+            return self.groups.counts()
 
     def evaluate(self) -> dict[str, float]:
         """Every evaluation set once, through the same channels as training. Where no epoch is open, this is one."""
@@ -201,7 +201,7 @@ class Controller(Worker):
         with self._changed:
             if not self._is_open:
                 self._wait_for_stopped()
-            state, untrained = self.state.state(), self.state.untrained()
+            state, untrained = self.groups.state(), self.groups.untrained()
         groups = pickle.dumps((untrained, self._copy_samples(untrained)))
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ class Controller(Worker):
                 f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
             )
         untrained, self._restored = pickle.loads(groups)
-        self.state.load_state(state, untrained)
+        self.groups.load_state(state, untrained)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Controller(Worker):
 
     def _collect(self, outcome: Outcome) -> bool:
         if outcome.purpose == TRAIN:
-            return self.state.collect(outcome)
+            return self.groups.collect(outcome)
         self._evaluated.setdefault(outcome.purpose, {})[outcome.index] = outcome
         return True
 
@@ -255,19 +255,19 @@ class Controller(Worker):
 
     def _advance(self) -> None:
         """Under the lock: what is kept may join the batch, and what left may make room for more."""
-        self._batch += self.state.choose()
+        self._batch += self.groups.choose()
         self._announce()
-        if self._is_open and (tasks := self.state.admit(self._epoch)):
+        if self._is_open and (tasks := self.groups.admit(self._epoch)):
             self._flows.tasks.put_many(tasks)
 
     def _announce(self) -> None:
         """Chunks that are complete, in the order in which their groups joined the batch."""
-        size = self.state.limits.batch
+        size = self.groups.limits.batch
         for name, (edge, told) in self._edges.items():
             while len(self._batch) - told >= min(edge.granularity, size - told) > 0:
                 groups = self._batch[told : told + edge.granularity]
                 number, told = told // edge.granularity, told + len(groups)
-                edge.announce(Chunk.of(groups, step=self.state.version, number=number, is_last=told == size))
+                edge.announce(Chunk.of(groups, step=self.groups.version, number=number, is_last=told == size))
             self._edges[name] = (edge, told)
 
     def _copy_samples(self, untrained: Sequence[Entry]) -> dict[str, Sample]:
@@ -293,8 +293,8 @@ class Controller(Worker):
         """Episodes have ended their epoch, so every outcome is on its way here: the next batch begins with what was
         stopped, and a checkpoint holds it."""
         timeout_s = self.config.step_timeout_s
-        num_running = self.state.num(State.RUNNING)
-        if not self._changed.wait_for(lambda: self._failure or self.state.num(State.RUNNING) == 0, timeout_s):
+        num_running = self.groups.num(State.RUNNING)
+        if not self._changed.wait_for(lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s):
             raise StuckError(f"{num_running} groups were not stopped within {timeout_s:.0f} s")
 
 

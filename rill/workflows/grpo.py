@@ -20,7 +20,6 @@ from rill.workflows.scorers import (
     ReferenceWorker,
     RewardModelWorker,
     TeacherWorker,
-    following,
 )
 from rill.workflows.workflow import Workflow
 
@@ -52,9 +51,9 @@ class GRPO(Workflow):
         config, needs = self.config, self.config.needs
         self.reward = self.inference = self.reference = self.teacher = None
         trainer = config.trainer
-        policy = following(ScoreModel.Config(model=config.model, temperature=trainer.temperature), trainer)
+        policy = ScoreModel.Config(model=config.model, temperature=trainer.temperature).following(trainer)
         if config.reward_model is not None:
-            judge = following(config.reward_model, trainer)
+            judge = config.reward_model.following(trainer)
             self.reward = launch(RewardModelWorker, "reward", config=judge, algorithm=config.algorithm)
         if config.placement.inference is not None:
             self.inference = launch(InferenceWorker, "inference", config=policy, sync=launch.sync)
@@ -62,7 +61,7 @@ class GRPO(Workflow):
             begun = policy.model_copy(update={"model": launch.initial_model(self.actor)})
             self.reference = launch(ReferenceWorker, "reference", config=begun)
         if Need.TEACHER_LOGPROBS in needs:
-            teacher = following(config.teachers[0].scoring(trainer.temperature), trainer)
+            teacher = config.teachers[0].scoring(trainer.temperature).following(trainer)
             self.teacher = launch(TeacherWorker, "teacher", config=teacher)
 
     def step(self, flow: Flow) -> None:

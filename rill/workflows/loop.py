@@ -37,6 +37,9 @@ from rill.workflows.flow import Flow
 TEND_S = 1.0
 """How often engines are looked after while the driver waits for them."""
 
+SETTLE_S = 30.0
+"""How long a run that fails waits for the files of its last checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
@@ -95,7 +98,7 @@ class Loop:
                 self._take_step()
         except Exception:
             with suppress(RillError):  # what goes wrong is told by the error that is under way
-                self._checkpoints.settle()
+                self._checkpoints.settle(SETTLE_S)
             raise
         self._ask(self._controller.trained(self.step))
         if fleet.is_open:

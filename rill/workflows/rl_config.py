@@ -141,6 +141,11 @@ class RLConfig(RecipeConfig):
                 "placement.inference has nothing to do: with one optimizer step per batch (trainer.num_epochs and "
                 "trainer.num_mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
             )
+        if self.placement.inference is not None and Need.ENERGIES in self.needs:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} needs more of the policy than log-probabilities, which only the "
+                "actor computes: leave placement.inference unset"
+            )
         return self
 
     @model_validator(mode="after")

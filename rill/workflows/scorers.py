@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from rill.algorithms import Algorithm, AlgorithmConfig
 from rill.errors import StaleWeightsError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
-from rill.training.engine_config import EngineConfig
 from rill.training.parallel import Rendezvous
 from rill.training.reward import RewardModel
 from rill.training.score import FrozenModel, ScoreModel
@@ -30,8 +29,6 @@ from rill.types import Floats, PolicyVersion, Sample
 from rill.weights import SealedManifest, open_receiver
 from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge, num_shares
-
-C = TypeVar("C", bound=FrozenModel.Config)
 
 PART = "model"
 """The score's name among the parts of a reward."""
@@ -99,7 +96,7 @@ class ReferenceWorker(ScoringWorker):
     column = "ref_logprobs"
 
     def __init__(self, *, config: ScoreModel.Config) -> None:
-        self.model = ScoreModel(config, device=self.device)
+        self.model = ScoreModel(config, rendezvous=rendezvous_of(self), device=self.device)
 
     def _scored(self, samples: list[Sample]) -> tuple[list[Sample], Mapping[str, float]]:
         logprobs = self.model.logprobs(samples, trained_only=True)
@@ -149,7 +146,7 @@ class RewardModelWorker(ScoringWorker):
     def __init__(self, *, config: RewardModelConfig, algorithm: AlgorithmConfig) -> None:
         self.config = config
         self.algorithm = Algorithm(algorithm)
-        self.model = RewardModel(config, device=self.device)
+        self.model = RewardModel(config, rendezvous=rendezvous_of(self), device=self.device)
 
     def _scored(self, samples: list[Sample]) -> tuple[list[Sample], Mapping[str, float]]:
         scores = self.model.scores([sample.trajectory.token_ids for sample in samples])
@@ -181,17 +178,6 @@ def with_scores(
 def with_column(samples: Sequence[Sample], name: str, values: Sequence[Floats]) -> list[Sample]:
     change: Any = replace  # the name of the column is a variable
     return [change(sample, **{name: value}) for sample, value in zip(samples, values, strict=True)]
-
-
-def following(config: C, trainer: EngineConfig) -> C:
-    """A frozen model's configuration with the trainer's precision and limits, where it has none of its own."""
-    own = config.model_fields_set
-    given = {
-        "dtype": trainer.compute_dtype,
-        "micro_batch_tokens": trainer.micro_batch_tokens,
-        "compile": trainer.compile,
-    }
-    return config.model_copy(update={name: value for name, value in given.items() if name not in own})
 
 
 def rendezvous_of(worker: Worker) -> Rendezvous | None:

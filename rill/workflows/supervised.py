@@ -21,7 +21,7 @@ from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.runtime.worker import Worker
+from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
 from rill.training.trainer import Trainer
@@ -124,10 +124,13 @@ class SupervisedWorker(Worker):
 
     def save(self, folder: str) -> None:
         self.trainer.save(folder)
-        self.trainer.wait_saved()
         if self.trainer.world.leads:
             path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
             write_atomically(path, json.dumps(self.loader.state()))
+
+    @concurrent
+    def wait_saved(self, timeout_s: float) -> None:
+        self.trainer.wait_saved(timeout_s)
 
     def load(self, folder: str) -> None:
         self.trainer.load(folder)
@@ -196,11 +199,13 @@ class SupervisedWorkflow:
                     self._report(step, figures, notes)
                 except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
                     checkpoints.save(step)
+                    checkpoints.settle()
                     raise
                 if step == loop.steps or (
                     loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
                 ):
                     checkpoints.save(step)
+            checkpoints.settle()
             worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
 
     def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:

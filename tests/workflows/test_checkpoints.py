@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rill.errors import CheckpointError, WorkerError
-from rill.runtime.process.call import Outcome
+from rill.runtime.handle import Outcome
 from rill.telemetry.run import Run
 from rill.workflows.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
 

@@ -20,7 +20,7 @@ from tests.workflows.scene import Scene
 from tests.workflows.test_conservation import check_once
 
 STEPS, GROUPS, SAVED_AT = 5, 3, 2
-LONG_TAILED = {"tick_s": 0.004, "max_delay_ticks": 40}
+LONG_TAILED = {"tick_s": 0.015, "max_delay_ticks": 40}
 
 
 def killed_after_its_checkpoint(
