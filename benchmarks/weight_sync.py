@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py --cuda --gigabytes 3  # cuda_ipc and shm from device tensors
 
 One JSON line per transport: bytes, seconds (median), GB/s of publish and of pull, and the same for a plain copy of
-the same tensors in the same run. The receiver of `shm`, `disk`, `http` and `cuda_ipc` is another process, as in a run.
+the same tensors in the same run. The receiver of `shm`, `disk`, `tcp` and `cuda_ipc` is another process, as in a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rill.types import PolicyVersion
 from rill.weights.base import TRANSPORTS, open_publisher, open_receiver
 from rill.weights.manifest import WeightManifest
 
-CPU_TRANSPORTS = ("inproc", "shm", "disk", "http")
+CPU_TRANSPORTS = ("inproc", "shm", "disk", "tcp")
 
 
 def make_weights(gigabytes: float, device: str) -> dict[str, torch.Tensor]:

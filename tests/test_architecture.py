@@ -403,7 +403,7 @@ PLANTED = [
     ),
     (imports_go_down, "rill/inference/engine.py", '"""."""\nfrom rill.inference.server.app import App\n'),
     (imports_go_down, "rill/inference/engine.py", '"""."""\nfrom rill.inference import server\n'),
-    (imports_go_down, "rill/weights/http.py", '"""."""\nimport rill.inference.server.app\n'),
+    (imports_go_down, "rill/weights/tcp.py", '"""."""\nimport rill.inference.server.app\n'),
     (imports_go_down, "rill/errors.py", '"""."""\nfrom rill import telemetry\n'),
     (imports_go_down, "rill/newroom/thing.py", '"""."""\n'),
     (strangers_stay_apart, "rill/training/step.py", '"""."""\nfrom rill.inference.base import Engine\n'),

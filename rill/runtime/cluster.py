@@ -29,6 +29,7 @@ from rill.runtime import context as runtime_context
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, Site, WorkerAddress
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
 from rill.runtime.group import Move, WorkerGroup
+from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Event, Exited
@@ -143,6 +144,13 @@ class Cluster:
         """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
         self.context.hub.call("locks", "take_turns", list(groups), HUB_WAIT_S)
 
+    def history(self) -> list[CallRecord]:
+        """What the last calls of all workers took, put, held and waited for: the planner's material."""
+        records: list[CallRecord] = self.context.hub.query(
+            "history", "calls", None, HUB_WAIT_S, list[CallRecord]
+        )
+        return records
+
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
         """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
         self._supervisor.launch(cls, options)
@@ -215,7 +223,6 @@ class Cluster:
             os.getpid(),
             mailbox.endpoint,
             mailbox.tcp_endpoint,
-            mailbox.raw_endpoint,
         )
         site = Site(
             session_id=session.session_id,

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from rill.errors import RunError
 
 if TYPE_CHECKING:
+    from rill.runtime.channels.ends import ChannelEnds
+    from rill.runtime.channels.recorder import Recorder
+    from rill.runtime.device.lock import DeviceLock
     from rill.runtime.hub.client import HubClient
     from rill.runtime.process.call import Calls
     from rill.runtime.process.directory import Directory
     from rill.runtime.process.mailbox import Mailbox
     from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
-    from rill.runtime.transfer.transfer import Transfer
+    from rill.runtime.transfer.point_to_point import PointToPoint
 
 DRIVER_GROUP = "driver"
 
@@ -38,8 +41,6 @@ class WorkerAddress:
     """The mailbox that processes of the same node send to (ipc)."""
     tcp_endpoint: str = ""
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
-    raw_endpoint: str = ""
-    """Where processes of other nodes send raw bytes, unencrypted. Empty where the run has one node."""
     incarnation: int = 0
     """Counts the launches of this rank, from 0."""
     gpus: tuple[int, ...] = ()
@@ -105,15 +106,18 @@ class RuntimeContext:
     """Of the GPUs that this process sees, those that are its own, by their numbers on the node."""
     registration: dict[str, Any] | None = None
     """What the hub is told about this rank when its line to the hub opens."""
-    services: dict[str, Any] = field(default_factory=dict)
-    """The ends of channels and the device lock, by name."""
+    channels: dict[str, ChannelEnds] = field(default_factory=dict)
+    """The ends of channels that were used here, by name."""
+    device_lock: DeviceLock | None = None
+    """This worker's turn on its devices, once it has asked for one."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _opened: list[Door] = field(default_factory=list)
     _hub: HubClient | None = None
     _store: Any = None
     _directory: Directory | None = None
     _parcels: Parcels | None = None
-    _transfer: Transfer | None = None
+    _transfer: PointToPoint | None = None
+    _recorder: Recorder | None = None
 
     @property
     def session_id(self) -> str:
@@ -142,6 +146,16 @@ class RuntimeContext:
     @property
     def report_dir(self) -> Path | None:
         return self.site.report_dir
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this process's calls do."""
+        with self.lock:
+            if self._recorder is None:
+                from rill.runtime.channels.recorder import Recorder
+
+                self._recorder = self._keep(Recorder(self.address.group, self.address.rank, self.hub))
+            return self._recorder
 
     @property
     def hub(self) -> HubClient:
@@ -186,13 +200,13 @@ class RuntimeContext:
             return self._parcels
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> PointToPoint:
         """Point-to-point transfer between workers."""
         with self.lock:
             if self._transfer is None:
-                from rill.runtime.transfer.transfer import Transfer
+                from rill.runtime.transfer.point_to_point import PointToPoint
 
-                self._transfer = self._keep(Transfer(self))
+                self._transfer = self._keep(PointToPoint(self))
             return self._transfer
 
     def open(self) -> None:
@@ -206,10 +220,12 @@ class RuntimeContext:
     def close(self) -> None:
         """Close what is open, in the opposite order of its opening."""
         with self.lock:
-            services, opened = list(self.services.values()), list(self._opened)
-            self.services.clear()
+            lock, self.device_lock = self.device_lock, None
+            doors: list[Door] = [*self.channels.values(), *([lock] if lock is not None else ())]
+            doors += reversed(self._opened)
+            self.channels.clear()
             self._opened.clear()
-        for door in (*reversed(services), *reversed(opened)):
+        for door in doors:
             door.close()
 
     def _keep(self, door: D) -> D:

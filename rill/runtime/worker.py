@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
@@ -18,14 +19,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from rill.errors import StuckError
 from rill.runtime.context import current
 from rill.runtime.device.device import Device
-from rill.runtime.transfer.broadcast import Rendezvous, broadcast, broadcast_async, rendezvous
+from rill.runtime.transfer.collective import Rendezvous, rendezvous
 from rill.telemetry import trace
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
     from rill.runtime.device.placement import Placement
     from rill.runtime.group import WorkerGroup
-    from rill.runtime.transfer.pending import Pending
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,27 +203,25 @@ class Worker:
         """Send `obj` to a worker; returns when `obj` may be changed again. Blocks while the peer is behind."""
         current().transfer.send(obj, group, rank, tag=tag, timeout_s=timeout_s)
 
-    def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Pending[None]:
-        """As `send`; `obj` must not be changed before the result says it is sent."""
+    def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Future[None]:
+        """As `send`; `obj` must not be changed before the future is done."""
         return current().transfer.send_async(obj, group, rank, tag=tag)
 
-    def recv(
-        self, group: str, rank: int, *, into: Any = None, tag: str = "", timeout_s: float = LAUNCH_WAIT_S
-    ) -> Any:
-        """The next object that the worker sent here with this tag; `into`: a tensor or array filled in place."""
-        return current().transfer.recv(group, rank, into=into, tag=tag, timeout_s=timeout_s)
+    def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S) -> Any:
+        """The next object that the worker sent here with this tag."""
+        return current().transfer.recv(group, rank, tag=tag, timeout_s=timeout_s)
 
-    def recv_async(self, group: str, rank: int, *, into: Any = None, tag: str = "") -> Pending[Any]:
-        """As `recv`, at once; the result waits."""
-        return current().transfer.recv_async(group, rank, into=into, tag=tag)
+    def recv_async(self, group: str, rank: int, *, tag: str = "") -> Future[Any]:
+        """As `recv`, at once; the future's `result(timeout)` waits."""
+        return current().transfer.recv_async(group, rank, tag=tag)
 
     def broadcast(self, obj: Any = None, *, source: int = 0, timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """Every rank of the group calls it; each gets what rank `source` gave."""
-        return broadcast(current(), obj, self.ranks, source=source, timeout_s=timeout_s)
+        return current().transfer.broadcast(obj, self.ranks, source=source, timeout_s=timeout_s)
 
-    def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Pending[Any]:
-        """As `broadcast`, at once; the result waits. `obj` must not be changed before the result is there."""
-        return broadcast_async(current(), obj, self.ranks, source=source)
+    def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Future[Any]:
+        """As `broadcast`, at once; `result(timeout)` waits. `obj` must not be changed before the future is done."""
+        return current().transfer.broadcast_async(obj, self.ranks, source=source)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
         """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""

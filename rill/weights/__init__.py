@@ -14,7 +14,6 @@ from rill.weights.base import (
 )
 from rill.weights.canary import Canary, CanaryProof, CanaryReport, Tolerance
 from rill.weights.manifest import SealedManifest, WeightManifest
-from rill.weights.resharding import ShardSpec
 from rill.weights.sync import (
     LocalTarget,
     Pulled,
@@ -43,7 +42,6 @@ __all__ = [
     "TRANSPORTS",
     "Publisher",
     "Receiver",
-    "ShardSpec",
     "TransportConfig",
     "Verify",
     "WeightManifest",

@@ -39,7 +39,7 @@ def chosen_transport(config: PartConfig, *, is_one_machine: bool, is_one_gpu: bo
     """
     if not isinstance(config, AutoTransport.Config):
         return config
-    name = "http" if not is_one_machine else "cuda_ipc" if is_one_gpu else "shm"
+    name = "tcp" if not is_one_machine else "cuda_ipc" if is_one_gpu else "shm"
     options = config.model_dump(exclude={"type"}, exclude_unset=True)
     chosen: PartConfig = TRANSPORTS.load(name).Config(**options)
     return chosen

@@ -16,7 +16,7 @@ Guarantees of every transport, kept by the two base classes:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple, Self
 
@@ -28,11 +28,18 @@ from rill.config import PartConfig
 from rill.errors import WeightSyncError
 from rill.registry import Registry
 from rill.types import PolicyVersion
-from rill.weights.buckets import NamedTensors, fill, layout, plan_buckets, start_all_finite, views_of
+from rill.weights.buckets import (
+    NamedTensors,
+    fill,
+    full_tensor,
+    layout,
+    plan_buckets,
+    start_all_finite,
+    views_of,
+)
 from rill.weights.checksum import start_checksum, start_sampled_checksum
 from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
-from rill.weights.resharding import ShardSpec, full_tensor, shard_of
 
 TRANSPORTS = Registry(
     "weight transport",
@@ -43,7 +50,7 @@ TRANSPORTS = Registry(
         "cuda_ipc": "rill.weights.cuda_ipc:CudaIpcTransport",
         "distributed": "rill.weights.distributed:DistributedTransport",
         "disk": "rill.weights.disk:DiskTransport",
-        "http": "rill.weights.http:HttpTransport",
+        "tcp": "rill.weights.tcp:TcpTransport",
     },
 )
 
@@ -205,13 +212,8 @@ class Receiver(ABC):
         self.settings = config
         self.version: PolicyVersion | None = None
 
-    def pull(
-        self, manifest: WeightManifest, shards: Mapping[str, ShardSpec] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the version, verified; `shards` cuts those it names to this rank's slice.
-
-        The receiver's version changes only when the last tensor has been taken.
-        """
+    def pull(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the version, verified. The receiver's version changes when the last one has been taken."""
         self._check_manifest(manifest)
         delivered: set[str] = set()
         buckets = (
@@ -221,7 +223,7 @@ class Receiver(ABC):
             self._require(is_same(), manifest, bucket)
             specs = manifest.in_bucket(bucket.index)
             for spec, whole in zip(specs, self.views(buffer_B, specs), strict=True):
-                yield spec.name, shard_of(spec.name, whole, shards or {})
+                yield spec.name, whole
                 delivered.add(spec.name)
             self.bucket_taken(manifest, bucket)
         missing = [spec.name for spec in manifest.tensors if spec.name not in delivered]

@@ -6,16 +6,30 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rill.weights.finite import start_is_finite
 from rill.weights.manifest import TensorSpec
-from rill.weights.resharding import full_tensor
 
 ALIGNMENT = 64
 """Tensors start at multiples of this inside a bucket, so that any dtype can be viewed in place."""
 
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered where it is sharded (FSDP, tensor-parallel): one at a time, so that no rank holds a
+    second copy of the model. Collective: every rank of the mesh must call it."""
+    if type(tensor) in (Tensor, Parameter):
+        return tensor  # also spares runs without sharding the import below, which takes seconds
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        whole = tensor.full_tensor()
+        assert isinstance(whole, Tensor)
+        return whole
+    return tensor
 
 
 def plan_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -47,7 +47,7 @@ def encode(new_B: Tensor, old_B: Tensor, *, width: int, block_bytes: int, codec:
     return payload + TAIL.pack(zlib.crc32(payload))
 
 
-def decode(payload: bytes, old_B: Tensor) -> Tensor:
+def decode(payload: bytes | bytearray, old_B: Tensor) -> Tensor:
     """A new buffer; old_B is left as it is."""
     payload, tail = payload[: -TAIL.size], payload[-TAIL.size :]
     if len(payload) < HEADER.size or TAIL.unpack(tail)[0] != zlib.crc32(payload):
@@ -93,7 +93,7 @@ def _compress(data: bytes, codec: Codec) -> bytes:
     return bytes(_zstandard().ZstdCompressor(level=1, threads=-1).compress(data))
 
 
-def _expand(data: bytes, codec: Codec) -> bytes:
+def _expand(data: bytes | bytearray, codec: Codec) -> bytes:
     if codec is Codec.ZLIB:
         try:
             return zlib.decompress(data)

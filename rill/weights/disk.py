@@ -36,7 +36,7 @@ from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_s
 
 
 class FileConfig(TransportConfig):
-    """What the disk and http transports share."""
+    """What the disk and tcp transports share."""
 
     delta: bool = False
     """Send differences to the version before instead of whole weights, where the layout has not changed."""
@@ -170,7 +170,7 @@ class DiskReceiver(Receiver):
         self._held: list[Tensor] = []
         self._held_version: PolicyVersion | None = None
 
-    def fetch(self, location: str, name: str) -> bytes:
+    def fetch(self, location: str, name: str) -> bytes | bytearray:
         """The bytes of one file of the transfer."""
         path = Path(location) / name
         try:
@@ -214,10 +214,10 @@ class DiskReceiver(Receiver):
         return _unpack(data, manifest, bucket)
 
 
-def _unpack(data: bytes, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
+def _unpack(data: bytes | bytearray, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
     where = f"version {manifest.version}, {bucket.source}"
     try:
-        tensors = load(data)
+        tensors = load(bytes(data))
     except (SafetensorError, ValueError, KeyError) as error:
         raise WeightSyncError(f"{where}: not a whole safetensors file: {error}") from error
     buffer_B = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
@@ -240,17 +240,19 @@ def manifest_to_json(manifest: WeightManifest) -> str:
     fields = asdict(manifest)
     for bucket in fields["buckets"]:
         del bucket["handle"]
+    fields["key"] = manifest.key.hex()
     return json.dumps(fields)
 
 
-def manifest_from_json(text: bytes, newer: WeightManifest) -> WeightManifest:
+def manifest_from_json(text: bytes | bytearray, newer: WeightManifest) -> WeightManifest:
     """`newer` is the manifest that led here: both lie at the same place."""
     try:
         fields: dict[str, Any] = json.loads(text)
         tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in fields.pop("tensors"))
         buckets = tuple(BucketSpec(**b) for b in fields.pop("buckets"))
+        del fields["key"]
         manifest = WeightManifest(**fields, tensors=tensors, buckets=buckets)
     except (ValueError, KeyError, TypeError) as error:
         raise WeightSyncError(f"a manifest before version {newer.version} is damaged: {error}") from error
     manifest.check()
-    return replace(manifest, location=newer.location, transport=newer.transport)
+    return replace(manifest, location=newer.location, transport=newer.transport, key=newer.key)

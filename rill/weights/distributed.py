@@ -11,36 +11,30 @@ raises, so that the others are not left waiting.
 
 A receiver that was started again is in no group, and a group with a dead member is of no use to anybody:
 
-    for_one   the staged weights over HTTP, for the one that is late, while the others go on
+    for_one   the staged weights over TCP, for the one that is late, while the others go on
     publish   the next version names a new group (its generation); both ends join it before they move
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rill.errors import ConfigError, WeightSyncError
+from rill.runtime.transfer import collective
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher, Receiver, TransportConfig
 from rill.weights.buckets import view_of
-from rill.weights.http import HttpPublisher, HttpReceiver, HttpTransport
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
-from rill.weights.resharding import ShardSpec
+from rill.weights.tcp import TcpPublisher, TcpReceiver, TcpTransport
 
 GENERATION = "generation"
 """In a manifest: which group its version is sent in."""
-
-# torch's stubs leave out the collectives of a backend that is used without a ProcessGroup around it.
-Backend = Any
 
 
 class DistributedTransport:
@@ -79,12 +73,12 @@ class DistributedPublisher(Publisher):
             )
         self.config = config
         # Kept for the run: the receivers of every group find each other through it.
-        self._store = open_store(config)
-        self._group: Backend | None = None
+        self._store = meet(config)
+        self._group: Any = None
         self._generation = 0
         self._staged: list[Tensor] = []
         self._staged_version: PolicyVersion | None = None
-        self._aside: HttpPublisher | None = None
+        self._aside: TcpPublisher | None = None
         self._late: WeightManifest | None = None
 
     def begin(self, version: PolicyVersion) -> None:
@@ -125,14 +119,14 @@ class DistributedPublisher(Publisher):
             raise
 
     def for_one(self, manifest: WeightManifest) -> WeightManifest:
-        """The staged weights over HTTP. Whoever needs them is a new process, so the next version needs a new group."""
+        """The staged weights over TCP. Whoever needs them is a new process, so the next version needs a new group."""
         if self._staged_version != manifest.version:
             raise WeightSyncError(
                 f"version {manifest.version} is not staged any more: {self._staged_version} is"
             )
         if self._aside is None:
             host = self.config.address.rpartition(":")[0]
-            self._aside = HttpPublisher(HttpTransport.Config(host="0.0.0.0", advertised=host))
+            self._aside = TcpPublisher(TcpTransport.Config(host=host))
         self._leave()
         if self._aside.version == manifest.version:
             assert self._late is not None
@@ -158,33 +152,29 @@ class DistributedReceiver(Receiver):
     def __init__(self, config: DistributedTransport.Config) -> None:
         super().__init__(config)
         self.config = config
-        self._group: Backend | None = None
+        self._group: Any = None
         self._generation = -1
-        self._store: TCPStore | None = None
+        self._store: Any = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._num_taken = 0
 
-    def pull(
-        self, manifest: WeightManifest, shards: Mapping[str, ShardSpec] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        if manifest.transport == HttpReceiver.transport:
-            yield from self._pull_alone(manifest, shards)
+    def pull(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        if manifest.transport == TcpReceiver.transport:
+            yield from self._pull_alone(manifest)
             return
         self._num_taken = 0
         try:
             self._join(manifest)
-            yield from super().pull(manifest, shards)
+            yield from super().pull(manifest)
         finally:
             # The broadcasts are collective: leaving early would leave the publisher and the others waiting.
             for bucket in manifest.buckets[self._num_taken :] if self._group is not None else ():
                 self.read(manifest, bucket)
 
-    def _pull_alone(
-        self, manifest: WeightManifest, shards: Mapping[str, ShardSpec] | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        aside = HttpReceiver(HttpTransport.Config(verify=self.config.verify))
+    def _pull_alone(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        aside = TcpReceiver(TcpTransport.Config(verify=self.config.verify))
         try:
-            yield from aside.pull(manifest, shards)
+            yield from aside.pull(manifest)
         finally:
             aside.close()
         self.version = manifest.version
@@ -194,7 +184,7 @@ class DistributedReceiver(Receiver):
         generation = int(manifest.extra[GENERATION])
         if self._group is None or generation != self._generation:
             self._group = None
-            self._store = self._store or open_store(self.config)
+            self._store = self._store or meet(self.config)
             self._group = join(self._store, self.config, generation)
             self._generation = generation
 
@@ -216,14 +206,12 @@ class DistributedReceiver(Receiver):
         self._group = None
 
 
-def open_store(config: DistributedTransport.Config) -> TCPStore:
+def meet(config: DistributedTransport.Config) -> Any:
     """Where the ends find each other; the publisher's process holds it."""
     host, _, port = config.address.rpartition(":")
     try:
-        return TCPStore(
-            host, int(port), config.world, config.rank == 0, timedelta(seconds=config.timeout_s), False
-        )
-    except (RuntimeError, dist.DistError) as error:
+        return collective.open_store(host, int(port), is_master=config.rank == 0, timeout_s=config.timeout_s)
+    except RuntimeError as error:
         if config.rank == 0:
             raise ConfigError(
                 f"the weight group cannot meet at {config.address} ({str(error).splitlines()[0]}): set "
@@ -235,28 +223,22 @@ def open_store(config: DistributedTransport.Config) -> TCPStore:
         ) from error
 
 
-def join(store: TCPStore, config: DistributedTransport.Config, generation: int) -> Backend:
+def join(store: Any, config: DistributedTransport.Config, generation: int) -> Any:
     """A process group of its own: it does not touch the trainer's default group."""
-    timeout = timedelta(seconds=config.timeout_s)
-    prefixed = PrefixStore(f"rill-weights-{generation}", store)
+    name = f"rill-weights-{generation}"
     try:
-        if config.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(prefixed, config.rank, config.world, options)
-        return dist.ProcessGroupGloo(prefixed, config.rank, config.world, timeout)
-    except (RuntimeError, dist.DistError) as error:
+        return collective.open_group(
+            config.backend, store, config.rank, config.world, name=name, timeout_s=config.timeout_s
+        )
+    except RuntimeError as error:
         raise WeightSyncError(
             f"rank {config.rank} of {config.world} could not join the weight group at {config.address} within "
             f"{config.timeout_s:g} s: {error}"
         ) from error
 
 
-def broadcast(group: Backend, buffer_B: Tensor, config: DistributedTransport.Config, what: str) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
+def broadcast(group: Any, buffer_B: Tensor, config: DistributedTransport.Config, what: str) -> None:
     try:
-        group.broadcast([buffer_B], options).wait(timedelta(seconds=config.timeout_s))
+        collective.broadcast_tensor(group, buffer_B, root=0, timeout_s=config.timeout_s)
     except RuntimeError as error:
         raise WeightSyncError(f"{what} failed or passed {config.timeout_s:g} s: {error}") from error

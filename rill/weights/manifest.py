@@ -67,6 +67,10 @@ class WeightManifest:
     is_collective: bool = False
     """Both ends move at once: the publisher serves, and all engines pull together."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """The publishing process, as its cluster knows it: receivers that hear of its death let go of its memory."""
+    key: bytes = field(default=b"", repr=False)
+    """What the publisher's server asks for and signs with. Never shown."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,20 +1,40 @@
-"""Which version lies in which of two slots that take turns: one small file per slot, in shared memory.
+"""Buffers that take turns: two sets on the publisher's side, what a receiver keeps mapped of them on the other.
 
-A stamp is cleared before the first byte of a new version is written and set after the last. A reader looks before and
-after it uses a bucket, so it never mistakes bytes of a newer version for those it asked for.
+A version goes into the set that is not the newest one. A slot's stamp, a small file in shared memory, says which
+version lies in it: cleared before the first byte of a new version is written, set after the last. A reader looks before
+and after it uses a bucket:
+
+    publisher   stamp ← none │ write buckets │ stamp ← version        (slot = publishes mod 2)
+    receiver    stamp = version? │ map, verify, hand on │ stamp = version still?
+
+So a reader that is overtaken by two publishes learns of it, and never hands on bytes of two versions.
 
 A publisher that was killed cannot clean up after itself: its folder is a scratch folder of the runtime, which goes with
-the cluster's session, or is swept by the next that is opened in its place.
+the cluster's session, or is swept by the next that is opened in its place; receivers of its cluster hear of its death
+and let go of what they had mapped.
 """
 
 from __future__ import annotations
 
 import struct
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from rill.errors import WeightSyncError
+from rill.runtime import context as runtime_context
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
+from rill.weights.base import Publisher, TransportConfig
+from rill.weights.manifest import WeightManifest
+
+T = TypeVar("T")
 
 STAMP = struct.Struct("<q")
 NOT_READABLE = -1
@@ -62,3 +82,90 @@ class SlotStamps:
         except FileNotFoundError:
             return NOT_READABLE
         return int(STAMP.unpack(data)[0]) if len(data) == STAMP.size else NOT_READABLE
+
+
+class SlotPublisher(Publisher):
+    """A publisher of two sets of buffers. A transport says what a buffer is and how it is reached."""
+
+    def __init__(self, config: TransportConfig, folder: str = "") -> None:
+        super().__init__(config)
+        self.stamps = SlotStamps.create(folder)
+        self.buffers: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._num_published = 0
+
+    @property
+    def slot(self) -> int:
+        return self._num_published % 2
+
+    @abstractmethod
+    def new_buffer(self, index: int, num_bytes: int, device: torch.device) -> Tensor: ...
+
+    def place_of(self, device: torch.device) -> torch.device:
+        """Where the buffers of tensors on `device` lie."""
+        return device
+
+    def begin(self, version: PolicyVersion) -> None:
+        self.stamps.clear(self.slot)
+
+    def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
+        buffers, place = self.buffers[self.slot], self.place_of(device)
+        if index < len(buffers) and buffers[index].numel() == num_bytes and buffers[index].device == place:
+            return buffers[index]
+        fresh = self.new_buffer(index, num_bytes, place)
+        buffers[index : index + 1] = [fresh]
+        return fresh
+
+    def location(self, version: PolicyVersion) -> str:
+        return self.stamps.folder
+
+    def finish(self, manifest: WeightManifest) -> WeightManifest:
+        del self.buffers[self.slot][len(manifest.buckets) :]
+        self.stamps.set(self.slot, manifest.version)
+        self._num_published += 1
+        is_in_cluster = runtime_context.is_set()
+        return replace(manifest, owner=runtime_context.current().address.identity if is_in_cluster else "")
+
+    def close(self) -> None:
+        self.stamps.close()
+        for buffers in self.buffers:
+            buffers.clear()
+
+
+class Mapped(Generic[T]):
+    """What a receiver keeps mapped of one publisher, by key: let go when another one publishes, or this one is dead."""
+
+    def __init__(self, on_drop: Callable[[], None] = lambda: None) -> None:
+        """`on_drop`: to let go of what was made of it."""
+        self._location = ""
+        self._owner = ""
+        self._kept: dict[object, T] = {}
+        self._on_drop = on_drop
+        if runtime_context.is_set():
+            told = weakref.WeakMethod(self._on_death)
+
+            def listener(identity: str, _: str) -> None:
+                method = told()
+                if method is not None:
+                    method(identity)
+
+            runtime_context.current().directory.on_death(listener)
+
+    def get(self, manifest: WeightManifest, key: object, make: Callable[[], T]) -> T:
+        """The map of that key; `make` maps it where it is not."""
+        if manifest.location != self._location:
+            self.clear()
+            self._location, self._owner = manifest.location, manifest.owner
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._on_drop()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _on_death(self, identity: str) -> None:
+        if identity == self._owner:
+            self.clear()

@@ -25,12 +25,12 @@ from pydantic import Field
 
 from rill.config import Config
 from rill.errors import RillError, StaleWeightsError, WeightSyncError
+from rill.runtime.transfer.future import in_thread
 from rill.types import Floats, PolicyVersion, TokenIds
 from rill.weights.base import Publisher, Receiver
 from rill.weights.buckets import NamedTensors
 from rill.weights.canary import Canary, CanaryProof
 from rill.weights.manifest import SealedManifest
-from rill.weights.resharding import ShardSpec
 
 logger = logging.getLogger(__name__)
 
@@ -129,17 +129,15 @@ class WeightSync:
         *,
         canary: Canary | None = None,
     ) -> None:
-        names = list(targets.names)
-        if len(set(names)) < len(names):
-            raise WeightSyncError(f"two engines have one name: {sorted(names)}")
         self.config = config or WeightSyncConfig()
         self.publisher = publisher
         self.canary = canary
         self._targets = targets
-        self._states = {name: TargetState() for name in names}
+        self._states: dict[str, TargetState] = {}
         self._late: dict[str, Pulls] = {}
         """Engines that had not ended their last pull when it was looked at."""
         self._lock = threading.Lock()
+        self._follow_targets()
 
     def sync(
         self,
@@ -158,6 +156,7 @@ class WeightSync:
     def distribute(self, manifest: SealedManifest, *, publish_s: float = 0.0) -> SyncReport:
         """The second half of sync(), for a manifest that was published elsewhere."""
         started = time.perf_counter()
+        self._follow_targets()
         names = self._idle_engines(manifest)
         pulls = self._targets.pull(names, manifest)
         if manifest.is_collective:
@@ -202,6 +201,16 @@ class WeightSync:
 
     def versions(self) -> dict[str, PolicyVersion | None]:
         return {name: state.version for name, state in self.states().items()}
+
+    def _follow_targets(self) -> None:
+        """Engines join and leave between two syncs."""
+        names = list(self._targets.names)
+        if len(set(names)) < len(names):
+            raise WeightSyncError(f"two engines have one name: {sorted(names)}")
+        with self._lock:
+            joined = TargetState(failure="has not pulled yet")
+            self._states = {name: self._states.get(name, joined) for name in names}
+            self._late = {name: pulls for name, pulls in self._late.items() if name in self._states}
 
     def _idle_engines(self, manifest: SealedManifest) -> list[str]:
         """One pull at a time: an engine that still hangs in the last one cannot take part in this."""
@@ -309,16 +318,14 @@ class LocalTarget:
         name: str,
         engine: _UpdatableEngine,
         receiver: Receiver,
-        shards: Mapping[str, ShardSpec] | None = None,
     ) -> None:
         self.name = name
         self._engine = engine
         self._receiver = receiver
-        self._shards = shards
 
     def pull(self, manifest: SealedManifest) -> Pulled:
         engine = self._engine
-        engine.update_weights(self._receiver.pull(manifest.open(), self._shards), manifest.version)
+        engine.update_weights(self._receiver.pull(manifest.open()), manifest.version)
         return Pulled.proven(self.name, manifest, engine.version, engine.score)
 
 
@@ -333,8 +340,12 @@ class ThreadedTargets:
         return [target.name for target in self._targets]
 
     def add(self, target: PullTarget) -> None:
-        """An engine that joins is out of service until it has pulled (see WeightSync.catch_up)."""
+        """An engine that joins is out of service until it has pulled: at the next sync, or with WeightSync.catch_up."""
         self._targets.append(target)
+
+    def remove(self, name: str) -> None:
+        """An engine that leaves is asked for nothing any more."""
+        self._targets = [target for target in self._targets if target.name != name]
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> ThreadedPulls:
         return ThreadedPulls(
@@ -361,16 +372,3 @@ def _result_of(future: Future[Pulled]) -> Pulled | Exception:
     if error is None:
         return future.result()
     return error if isinstance(error, Exception) else WeightSyncError(repr(error))
-
-
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  boundary: handed to whoever waits on the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=name).start()
-    return future

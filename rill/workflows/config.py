@@ -221,7 +221,7 @@ class SyncConfig(Config):
     transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
         default_factory=lambda: TRANSPORTS.load("auto").Config()
     )
-    """How the bytes travel. auto: by placement: http between machines, cuda_ipc on one GPU that all share and stay on
+    """How the bytes travel. auto: by placement: tcp between machines, cuda_ipc on one GPU that all share and stay on
     (cluster.colocate), otherwise shm."""
     canary: bool = True
     """After each sync compare engine and trainer log-probabilities on fixed tokens."""

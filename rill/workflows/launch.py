@@ -17,7 +17,7 @@ from rill.errors import PlanError
 from rill.models.loading import ModelConfig, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
-from rill.runtime.device.device import CUDA
+from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.placement import resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker

@@ -92,7 +92,7 @@ def test_devices_are_found_by_kind_and_number(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert [device.index for device in local_devices("auto")] == [2, 3]
     assert [device.kind for device in local_devices("cuda:1,cpu:2")] == ["cuda", "cpu", "cpu"]
-    with pytest.raises(PlanError, match="3 GPUs asked for, this machine shows 2"):
+    with pytest.raises(PlanError, match="3 devices of kind 'cuda' asked for, this machine shows 2"):
         local_devices("cuda:3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [device.kind for device in local_devices(2)] == ["cpu", "cpu"]

@@ -18,7 +18,6 @@ from rill.runtime.hub.server import HubClient, hub_command
 from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import KEY_NAME, SessionKey
-from rill.runtime.transfer.stream import Incoming
 from tests.runtime.hub_fakes import HubProcess
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,10 +30,8 @@ class Inbox:
 
     def __init__(self, folder: Path) -> None:
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.raw: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox(f"ipc://{folder}/inbox", tcp_host="127.0.0.1", key=KEY)
         self.mailbox.on(b"kind", self.arrived.put)
-        self.mailbox.on_raw(self.raw.put)
         self.mailbox.start()
 
 
@@ -68,26 +65,9 @@ def test_a_mailbox_on_the_same_node_needs_no_key(inbox: Inbox, tmp_path: Path) -
     assert inbox.arrived.get(timeout=10) == [b"neighbour"]
 
 
-def test_what_comes_in_the_clear_never_reaches_a_handler_of_messages(inbox: Inbox) -> None:
-    stranger = zmq.Context.instance().socket(zmq.PUSH)
-    stranger.connect(inbox.mailbox.raw_endpoint)
-    stranger.send_multipart([b"kind", pickle.dumps("harm")])
-    assert inbox.raw.get(timeout=10)[0] == b"kind"
-    assert inbox.arrived.empty()
-    stranger.close(linger=0)
-
-
 def test_a_port_for_other_nodes_is_not_opened_without_a_key(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="needs a session key"):
         Mailbox(f"ipc://{tmp_path}/inbox", tcp_host="127.0.0.1")
-
-
-def test_chunks_that_do_not_fit_are_refused() -> None:
-    incoming = Incoming((), b"", [100])
-    with pytest.raises((ValueError, IndexError)):
-        incoming.take(0, 90, memoryview(bytes(20)))
-    with pytest.raises(IndexError):
-        incoming.take(1, 0, memoryview(bytes(20)))
 
 
 class TcpHub(HubProcess):

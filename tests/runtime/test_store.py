@@ -5,26 +5,28 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.context import RuntimeContext, Site, WorkerAddress
+from rill.runtime.process.scratch import ScratchFolder
+from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import store as store_module
+from rill.runtime.transfer.future import in_thread
+from rill.runtime.transfer.ref import Ref
 from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, slot_size, unlink
 from rill.runtime.transfer.store import Store
 from rill.runtime.transfer.store_server import StoreServer
-from rill.runtime.transfer.wire import encode
+from rill.runtime.transfer.wire import Encoded, encode
 from tests.runtime.hub_fakes import HubProcess, hub_process
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,9 +85,9 @@ def test_a_payload_without_views_is_released_at_once(producer: Store, consumer: 
 def test_freed_slots_are_used_again(producer: Store) -> None:
     payload = encode(np.zeros(3_000_000, dtype=np.uint8))
     first = producer.write(payload)
-    producer.free([(first[2], first[3])])
+    producer.free([first.slot])
     second = producer.write(payload)
-    assert (second[2], second[3]) == (first[2], first[3])
+    assert second.slot == first.slot
     assert producer.stats()["num_segments"] == 1
 
 
@@ -100,7 +102,7 @@ def test_the_pool_does_not_grow_for_ever(
 ) -> None:
     monkeypatch.setattr(store_module, "POOL_BYTES", 10_000_000)
     refs = [producer.write(encode(np.zeros(2_000_000, dtype=np.uint8))) for _ in range(20)]
-    producer.free([(ref[2], ref[3]) for ref in refs])
+    producer.free([ref.slot for ref in refs])
     assert producer.stats()["free_bytes"] <= 10_000_000
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000_000
 
@@ -112,22 +114,102 @@ def test_the_pool_keeps_a_few_of_the_largest_payloads_and_not_of_huge_ones(
     monkeypatch.setattr(store_module, "_LARGEST_POOL_BYTES", 25_000_000)
     for num_bytes in (5_000_000, 20_000_000):
         refs = [producer.write(encode(np.zeros(num_bytes, dtype=np.uint8))) for _ in range(6)]
-        producer.free([(ref[2], ref[3]) for ref in refs])
+        producer.free([ref.slot for ref in refs])
         assert 20_000_000 <= producer.stats()["free_bytes"] <= 25_000_000
 
 
-def test_full_shared_memory_says_what_to_do(producer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_args: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Shared memory of 8 MiB: two slabs, or one slab and one large payload."""
+    capacity = 8 * 1024 * 1024
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    def reserve(fd: int, offset: int, num_bytes: int) -> None:
+        if sum(path.stat().st_size for path in tmp_path.iterdir()) + num_bytes > capacity:
+            raise OSError(28, "No space left on device")
+        os.ftruncate(fd, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    monkeypatch.setattr(store_module, "capacity_bytes", lambda _: capacity)
+    return capacity
+
+
+def megabytes(count: int) -> Encoded:
+    return encode(np.zeros(count * 1024 * 1024, dtype=np.uint8))
+
+
+def test_full_shared_memory_says_what_to_do_though_a_slab_has_free_slots(producer: Store, small: int) -> None:
+    producer.write(
+        encode(np.zeros(10_000))
+    )  # its slab has free slots, which are of no use to a large payload
+    producer.write(megabytes(3))
     with pytest.raises(StuckError, match="capacity"):
-        producer.write(encode(np.zeros(10_000)), timeout_s=0.05)
+        producer.write(megabytes(3), timeout_s=0.3)
+
+
+def test_a_writer_that_waits_for_memory_holds_nobody_up(producer: Store, small: int) -> None:
+    first = producer.write(megabytes(6))
+    written: list[Ref] = []
+    writer = threading.Thread(target=lambda: written.append(producer.write(megabytes(5), timeout_s=30)))
+    writer.start()
+    time.sleep(0.3)
+    assert not written and producer.stats()["num_segments"] == 1  # the lock is free
+    producer.free([first.slot])
+    writer.join(timeout=20)
+    assert len(written) == 1 and producer.stats()["num_segments"] == 1
+
+
+def test_memory_that_another_process_frees_is_found(producer: Store, small: int, tmp_path: Path) -> None:
+    other = tmp_path / "other[0]#0.0"
+    other.write_bytes(bytes(6 * 1024 * 1024))
+    threading.Timer(0.3, other.unlink).start()
+    producer.write(megabytes(5), timeout_s=30)
+
+
+def test_empty_slabs_make_room_for_a_large_payload(producer: Store, small: int) -> None:
+    refs = [producer.write(encode(np.zeros(1000 * n))) for n in (10, 90)]  # two classes: two slabs
+    producer.free([ref.slot for ref in refs])
+    producer.write(megabytes(6), timeout_s=5)
+    assert producer.stats()["free_bytes"] == 0
+
+
+def test_a_payload_that_can_never_fit_is_refused_at_once(producer: Store, small: int) -> None:
+    with pytest.raises(RunError, match="can never fit into shared memory, which has 8388608"):
+        producer.write(megabytes(9), timeout_s=600)
+
+
+def test_what_an_owner_gives_up_is_gone_though_a_consumer_has_it_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_shm_usable():
+        pytest.skip("this machine has no shared memory")
+    monkeypatch.setattr(store_module, "POOL_BYTES", 0)
+    monkeypatch.setattr(store_module, "_ROTATION", 0)
+    with ScratchFolder("test", SHM_ROOT) as folder:
+        producer, consumer = Store(folder.path, "n0", "p[0]#0"), Store(folder.path, "n0", "c[0]#0")
+        ref = producer.write(megabytes(4))
+        consumer.read(ref, lambda: None)
+        fd = os.open(folder.path / ref.segment, os.O_RDONLY)
+        assert os.fstat(fd).st_blocks * 512 >= 4 * 1024 * 1024
+        producer.free([ref.slot])
+        assert os.fstat(fd).st_nlink == 0 and os.fstat(fd).st_blocks == 0
+        os.close(fd)
+
+
+def test_a_dead_owners_memory_is_not_kept_mapped(producer: Store, consumer: Store) -> None:
+    first, second = producer.write(megabytes(2)), producer.write(encode(np.full(300_000, 7)))
+    kept = consumer.read(second, lambda: None)
+    consumer.read(first, lambda: None)
+    assert consumer.stats()["mapped_bytes"] > 4_000_000
+    consumer.owner_died("p[0]#0")
+    assert consumer.stats()["mapped_bytes"] == 0
+    assert int(kept.sum()) == 2_100_000  # what is looked at stays
+    assert consumer.read(first, lambda: None).size == 2 * 1024 * 1024  # its payloads may outlive it
+    assert consumer.stats()["mapped_bytes"] == 0
 
 
 def test_a_payload_that_is_gone_is_named(producer: Store, consumer: Store, tmp_path: Path) -> None:
     ref = producer.write(encode(np.zeros(10_000)))
-    (tmp_path / ref[2]).unlink()
+    (tmp_path / ref.segment).unlink()
     with pytest.raises(PeerDiedError, match=r"p\[0\]#0\.0"):
         consumer.read(ref, lambda: None)
 
@@ -191,48 +273,22 @@ def test_a_payload_of_another_node_comes_over_tcp_in_chunks(hub: HubProcess, tmp
     there.close()
 
 
-def test_the_store_server_does_not_answer_strangers(hub: HubProcess, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_store_server_that_was_killed_is_found_again_at_its_new_address(
+    hub: HubProcess, tmp_path: Path
+) -> None:
     there = context_of(hub, tmp_path / "there", "n1", "producer")
-    ref = there.store.write(encode({"x": np.ones(1000)}))
-    server = StoreServer(there)
-    stranger = zmq.Context.instance().socket(zmq.DEALER)
-    stranger.connect(server.endpoint)
-    request = msgspec.msgpack.encode((ref[2], ref[3], 100, 0, b"n" * 16))
-    for frames in ([request], [request, SessionKey.new().mac(request)], [request, b""]):
-        stranger.send_multipart(frames)
-    assert not stranger.poll(300)
-    stranger.send_multipart([request, KEY.mac(request)])
-    assert stranger.poll(5000), "the same request with the key is answered"
-    stranger.close(linger=0)
-    server.close()
-    there.close()
-
-
-def test_an_answer_that_another_made_is_not_unpickled(hub: HubProcess, tmp_path: Path) -> None:
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
-    there = context_of(hub, tmp_path / "there", "n1", "producer")
-    # It stands for somebody who answers in the place of a store server.
-    there.site = replace(there.site, key=SessionKey.new())
-    ref = there.store.write(encode({"x": np.ones(1000)}))
-    server = zmq.Context.instance().socket(zmq.ROUTER)
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    there.hub.call("registry", "publish", ["store/n1", f"tcp://127.0.0.1:{port}", True], 10.0)
-    failures: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            here.store.read(ref, lambda: None)
-        except RunError as error:
-            failures.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    identity, raw, _code = server.recv_multipart()
-    assert there.key is not None
-    chunk = bytes(4096)
-    server.send_multipart([identity, b"1", there.key.mac(raw, b"1", chunk[: ref[4]]), chunk])
-    reader.join(timeout=10)
-    assert len(failures) == 1 and "not sent by n1" in str(failures[0])
-    server.close(linger=0)
+    ref = there.store.write(megabytes(11))
+    first = StoreServer(there)
+    assert here.store.read(ref, lambda: None).size == 11 * 1024 * 1024
+    first.close()
+    released: list[int] = []
+    reading = in_thread(lambda: here.store.read(ref, lambda: released.append(1)), "reader")
+    time.sleep(1.5)
+    assert not reading.done() and not released
+    second = StoreServer(there)
+    assert reading.result(20).size == 11 * 1024 * 1024 and released == [1]
+    second.close()
     here.close()
     there.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import zmq
 
 from rill import Channel, Cluster
 from rill.errors import PeerDiedError
@@ -43,22 +42,25 @@ def test_objects_of_every_size_cross_between_nodes(cluster: Cluster) -> None:
     assert consuming.wait(60) == [list(range(20))]
 
 
-def test_a_transfer_ignores_chunks_of_strangers(cluster: Cluster) -> None:
+def test_a_killed_store_server_loses_no_item_and_no_object(cluster: Cluster) -> None:
     group = Host.launch(cluster, name="host", threads=1)
-    target = group.addresses()[1]
-    stranger = zmq.Context.instance().socket(zmq.PUSH)
-    stranger.connect(target.raw_endpoint)
-    for frames in (
-        [b""],
-        [b"x" * 16, b"", b""],
-        [b"x" * 16, bytes(12), bytes(1000)],
-        [bytes(16), b"short", b"y"],
-    ):
-        stranger.send_multipart(frames)
+    channel = Channel.create(cluster, "items")
+    group.on(0).produce(channel, 20).wait(60)
     sending = group.on(0).send_array(3_000_000)
+    channel.end()
+    for _ in range(2):  # the readers have a connection to the first when the second is killed
+        (server,) = (
+            member
+            for member in cluster.context.hub.query("registry", "members", None, 10)
+            if member.startswith("store-node0[")
+        )
+        os.kill(int(server.rpartition("#")[2]), signal.SIGKILL)
+        assert group.on(1).receive_array().wait(60) == [3_000_000]
+        sending.wait(60)
+        sending = group.on(0).send_array(3_000_000)
+    assert group.on(1).consume(channel).wait(60) == [list(range(20))]
     assert group.on(1).receive_array().wait(60) == [3_000_000]
     sending.wait(60)
-    stranger.close(linger=0)
 
 
 def test_a_peer_on_another_node_that_dies_ends_the_waits_on_it(cluster: Cluster) -> None:

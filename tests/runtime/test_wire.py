@@ -35,10 +35,10 @@ def test_tensors_of_any_type_and_shape_come_out_equal(dtype: torch.dtype, shape:
 
 
 def test_large_buffers_leave_the_header_as_views_of_the_callers_memory() -> None:
-    array, tensor, data = np.zeros(10_000), torch.zeros(10_000), bytes(200_000)
+    array, tensor, data = np.zeros(10_000), torch.zeros(10_000), b"some"
     encoded = encode({"a": array, "t": tensor, "b": data})
     assert len(encoded.header) < 1_000
-    assert sorted(buffer.nbytes for buffer in encoded.buffers) == [40_000, 80_000, 200_000]
+    assert sorted(buffer.nbytes for buffer in encoded.buffers) == [40_000, 80_000]
     array[0], tensor[1] = 7.0, 9.0  # seen through the views: nothing was copied
     arrived = decode(encoded.header, encoded.buffers)
     assert (arrived["a"][0], arrived["t"][1], arrived["b"]) == (7.0, 9.0, data)

@@ -12,7 +12,7 @@ from rill.errors import PeerDiedError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.device.kind import DeviceKind, register_kind
+from rill.runtime.device.accelerator import ACCELERATORS, Accelerator
 from rill.runtime.worker import Worker
 
 
@@ -57,15 +57,23 @@ class Host(Worker):
         return self.rendezvous(timeout_s=30).init_method
 
 
-def count_npus() -> int:
+class Npu(Accelerator):
     """Asked on the host itself."""
+
+    visible_env = "TEST_NPUS"
+
+    def devices(self) -> range:
+        return range(count_npus())
+
+
+def count_npus() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.213.0.3", 9))  # sends nothing: asks for the address that would be used
         return 2 if probe.getsockname()[0] == "10.213.0.2" else 0
 
 
 def main(address: str) -> None:
-    register_kind(DeviceKind(name="npu", visible_env="TEST_NPUS", count=count_npus))
+    ACCELERATORS.register("npu", "tests.runtime.two_hosts_script:Npu")
     with Cluster.ray(address, devices={"lab": "cpu:1,npu:auto", "*": "cpu:1"}) as cluster:
         assert [device.kind for device in cluster.devices] == ["cpu", "cpu", "npu", "npu"]
         mixed = Host.launch(cluster, name="mixed", placement="npu:0-1:0", threads=1)

@@ -183,23 +183,11 @@ class Peer(Worker):
         sends = [self.send_async(number, self.group_name, 1) for number in range(count - 1)]
         self.send(count - 1, self.group_name, 1)
         for pending in sends:
-            pending.wait(5)
+            pending.result(5)
 
     def receive_numbers_async(self, count: int) -> list[int]:
         receives = [self.recv_async(self.group_name, 0) for _ in range(count)]
-        return [pending.wait(10) for pending in receives]
-
-    def send_array(self, size: int) -> None:
-        import numpy as np
-
-        self.send(np.arange(size, dtype=np.float32), self.group_name, 1)
-
-    def receive_into(self, size: int) -> bool:
-        import numpy as np
-
-        mine = np.zeros(size, np.float32)
-        received = self.recv(self.group_name, 0, into=mine, timeout_s=10)
-        return received is mine and bool((mine == np.arange(size, dtype=np.float32)).all())
+        return [pending.result(10) for pending in receives]
 
     def share(self, num_floats: int, source: int) -> float:
         import numpy as np
@@ -218,21 +206,9 @@ class Peer(Worker):
             for source in range(self.world_size)
         ]
         last = self.broadcast(count if self.rank == 0 else None, timeout_s=10)
-        received = [one.wait(10) for one in pending]
+        received = [one.result(10) for one in pending]
         assert received == [(source, n) for n in range(count) for source in range(self.world_size)]
         return [last]
-
-    def send_large(self, num_objects: int, num_bytes: int) -> None:
-        import numpy as np
-
-        array = np.zeros(num_bytes, np.uint8)
-        for _ in range(num_objects):
-            self.send(array, self.group_name, 1, timeout_s=30)
-
-    def receive_large(self, num_objects: int) -> int:
-        for _ in range(num_objects):
-            self.recv(self.group_name, 0, timeout_s=30)
-        return num_objects
 
     def doubled(self, array: Any) -> Any:
         array *= 2

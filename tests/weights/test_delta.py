@@ -57,7 +57,7 @@ def test_untouched_blocks_cost_next_to_nothing() -> None:
     assert len(delta.encode(new, old, width=2, block_bytes=4096, codec=Codec.ZLIB)) < 200
 
 
-@pytest.mark.parametrize("name", ["disk", "http"])
+@pytest.mark.parametrize("name", ["disk", "tcp"])
 def test_versions_travel_as_differences_between_whole_ones(name: str) -> None:
     with ends(name, delta=True, full_every=4) as (publisher, receiver):
         state, bases = weights(0, dtype=torch.bfloat16), []
@@ -69,7 +69,7 @@ def test_versions_travel_as_differences_between_whole_ones(name: str) -> None:
         assert bases == [None, 0, 1, 2, None, 4, 5, 6, None, 8]
 
 
-@pytest.mark.parametrize("name", ["disk", "http"])
+@pytest.mark.parametrize("name", ["disk", "tcp"])
 def test_a_receiver_that_missed_versions_walks_the_chain(name: str) -> None:
     with ends(name, delta=True, full_every=100) as (publisher, receiver):
         state = weights(0)

@@ -126,7 +126,7 @@ def test_a_publisher_alone_gives_up_at_its_deadline() -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_sends_from_the_device_and_a_late_engine_gets_the_same_over_http() -> None:
+def test_nccl_sends_from_the_device_and_a_late_engine_gets_the_same_over_tcp() -> None:
     """NCCL refuses two ranks on one GPU, so the group is the publisher alone: joining, staging, sending and the way
     around it run; what another GPU receives does not."""
     alone = transport("distributed", address=f"127.0.0.1:{free_port()}", backend="nccl", timeout_s=60.0)

@@ -26,9 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "shm": {},
     "shm, by samples": {"verify": "sampled"},
     "disk": {},
-    "http": {},
+    "tcp": {},
     "disk, differences": {"delta": True},
-    "http, differences": {"delta": True},
+    "tcp, differences": {"delta": True},
     "distributed": {},
 }
 WAIT_S = 60.0

@@ -140,6 +140,19 @@ def test_an_engine_that_joins_catches_up_with_the_others_by_itself(publisher: Pu
     assert step(sync, 2).in_service == ("engine0", "late")
 
 
+def test_engines_that_join_and_leave_are_met_at_the_next_sync(publisher: Publisher) -> None:
+    targets = ThreadedTargets([LocalTarget("engine0", FakeEngine(), open_receiver(transport("shm")))])
+    sync = WeightSync(publisher, targets, canary=Canary.random(100, seed=1))
+    step(sync, 1)
+    targets.add(LocalTarget("late", FakeEngine(), open_receiver(transport("shm"))))
+    assert step(sync, 2).in_service == ("engine0", "late")
+    targets.remove("engine0")
+    assert step(sync, 3).in_service == ("late",) and set(sync.states()) == {"late"}
+    targets.add(LocalTarget("late", FakeEngine(), open_receiver(transport("shm"))))
+    with pytest.raises(WeightSyncError, match="two engines have one name"):
+        step(sync, 4)
+
+
 def test_an_engine_that_catches_up_with_other_weights_is_refused(publisher: Publisher) -> None:
     targets = ThreadedTargets([])
     sync = WeightSync(

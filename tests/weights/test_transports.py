@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +17,20 @@ import torch
 from torch import Tensor
 
 from rill.errors import ConfigError, UnsupportedError, WeightSyncError
+from rill.runtime.cluster import Cluster
+from rill.runtime.process.session import is_shm_usable
+from rill.runtime.process.session_key import SessionKey
+from rill.runtime.transfer.tcp import ByteServer
+from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.weights.base import Receiver, open_publisher, seated
+from rill.weights.base import Receiver, open_publisher, open_receiver, seated
 from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, WeightManifest
-from rill.weights.resharding import ShardSpec
+from rill.weights.shm import ShmReceiver
+from tests.runtime.leftovers import becomes_true
 from tests.weights.scene import ends, publish, pulled, same, transport, weights
 
-LOCAL = ["inproc", "shm", "disk", "http"]
+LOCAL = ["inproc", "shm", "disk", "tcp"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -88,25 +96,54 @@ def test_a_flipped_bit_is_caught(name: str) -> None:
             assert receiver.version is None
 
 
-@pytest.mark.parametrize("kind", ["http", "distributed"])
+@pytest.mark.parametrize("kind", ["tcp", "distributed"])
 def test_a_taken_port_is_the_users_to_mend(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"port": port} if kind == "http" else {"address": f"127.0.0.1:{port}"}
+        place = {"port": port} if kind == "tcp" else {"address": f"127.0.0.1:{port}"}
         end = seated(transport(kind, timeout_s=5.0, **place), rank=0, num_receivers=1)
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*in use.*sync.transport"):
             open_publisher(end)
 
 
-def test_weights_are_served_where_other_machines_reach_them() -> None:
-    others = open_publisher(transport("http"), host="localhost")
-    chosen = open_publisher(transport("http", host="127.0.0.1"), host="localhost")
+def test_weights_are_served_on_the_one_address_that_other_machines_reach() -> None:
+    others = open_publisher(transport("tcp"), host="127.0.0.2")
+    chosen = open_publisher(transport("tcp", host="127.0.0.3"), host="127.0.0.2")
     try:
-        assert publish(others, weights(1), 1).location.startswith("http://localhost:")
-        assert publish(chosen, weights(1), 1).location.startswith("http://127.0.0.1:")
+        for publisher, host in ((others, "127.0.0.2"), (chosen, "127.0.0.3")):
+            location = publish(publisher, weights(1), 1).location
+            assert location.startswith(f"tcp://{host}:")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", int(location.rpartition(":")[2])), timeout=5)
     finally:
         others.close()
         chosen.close()
+
+
+def test_the_publishers_key_shows_nowhere_and_without_it_nothing_is_had() -> None:
+    with ends("tcp", timeout_s=0.5) as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        stranger = replace(manifest, key=bytes(32))
+        with pytest.raises(WeightSyncError) as caught:
+            pulled(receiver, stranger)
+        told = f"{manifest!r} {manifest} {caught.value} {caught.value.__cause__} {publisher.config!r}"
+        assert manifest.key and manifest.key.hex() not in told and repr(manifest.key) not in told
+        files = [path.read_bytes() for path in publisher.folder.rglob("*") if path.is_file()]
+        assert not any(manifest.key in data or manifest.key.hex().encode() in data for data in files)
+        assert same(pulled(receiver, manifest), weights(1))
+
+
+def test_bytes_that_were_changed_with_their_checksum_are_not_taken() -> None:
+    """Somebody between the two who rewrites weights and computes their checksum anew: he has no key."""
+    with ends("tcp") as (publisher, receiver):
+        manifest = publish(publisher, weights(1), 1)
+        real, forged = publisher._server, SessionKey(b"", bytes(32))
+        evil = ByteServer("127.0.0.1", forged, publisher._read)
+        with pytest.raises(WeightSyncError, match="sent no part"):
+            impatient = open_receiver(transport("tcp", timeout_s=0.5))
+            pulled(impatient, replace(manifest, location=evil.endpoint))
+        evil.close()
+        assert real.endpoint == manifest.location and same(pulled(receiver, manifest), weights(1))
 
 
 def test_auto_has_to_be_chosen_first() -> None:
@@ -210,28 +247,66 @@ def test_a_shared_memory_reader_that_is_overtaken_learns_of_it() -> None:
             list(stream)
 
 
-def test_shared_memory_is_given_back_on_close() -> None:
-    with ends("shm") as (publisher, _):
+def test_shared_memory_is_given_back_on_close_though_a_receiver_has_it_mapped() -> None:
+    with ends("shm") as (publisher, receiver):
         manifest = publish(publisher, weights(1), 1)
-        assert Path(manifest.location).is_dir()
-    assert not Path(manifest.location).exists()
+        pulled(receiver, manifest)
+        fd = os.open(Path(manifest.location) / manifest.buckets[0].source, os.O_RDONLY)
+        assert os.fstat(fd).st_blocks > 0
+        publisher.close()
+        assert not Path(manifest.location).exists()
+        assert os.fstat(fd).st_nlink == 0
+        if is_shm_usable():
+            assert os.fstat(fd).st_blocks == 0
+        os.close(fd)
 
 
-@pytest.mark.parametrize("name", LOCAL)
-def test_a_tensor_parallel_engine_gets_its_slice(name: str) -> None:
-    with ends(name) as (publisher, receiver):
-        sent = weights(1)
-        shards = {
-            "layers.6.weight": ShardSpec(dim=0, rank=1, world=4),
-            "*.8.weight": ShardSpec(dim=1, rank=0, world=2),
-        }
-        got = pulled(receiver, publish(publisher, sent, 1), shards=shards)
-        assert torch.equal(got["layers.6.weight"], sent["layers.6.weight"][128:256])
-        assert torch.equal(got["layers.8.weight"], sent["layers.8.weight"][:, :20])
-        assert torch.equal(got["layers.0.weight"], sent["layers.0.weight"])
-        with pytest.raises(WeightSyncError, match="equal parts"):
-            uneven = {"layers.0.weight": ShardSpec(dim=0, rank=0, world=2)}
-            pulled(receiver, publish(publisher, sent, 2), shards=uneven)
+def test_a_receiver_keeps_nothing_of_a_publisher_when_another_has_taken_its_place() -> None:
+    with ends("shm") as (first, receiver):
+        pulled(receiver, publish(first, weights(1), 1))
+        pulled(receiver, publish(first, weights(2), 2))
+        assert isinstance(receiver, ShmReceiver)
+        before = list(receiver._mapped._kept.values())
+        with ends("shm") as (second, _):
+            manifest = publish(second, weights(3), 3)
+            pulled(receiver, manifest)
+            kept = list(receiver._mapped._kept.values())
+            assert len(kept) == len(manifest.buckets) and not set(map(id, before)) & set(map(id, kept))
+
+
+class Trainer(Worker):
+    def __init__(self) -> None:
+        self.publisher = open_publisher(transport("shm"))
+
+    def publish(self, version: int) -> WeightManifest:
+        return publish(self.publisher, weights(version), version)
+
+
+class Engine(Worker):
+    def __init__(self) -> None:
+        self.receiver = open_receiver(transport("shm"))
+
+    def pull(self, manifest: WeightManifest) -> int:
+        assert same(pulled(self.receiver, manifest), weights(int(manifest.version)))
+        return self.num_mapped()
+
+    def num_mapped(self) -> int:
+        assert isinstance(self.receiver, ShmReceiver)
+        return len(self.receiver._mapped)
+
+
+@pytest.mark.timeout(90)
+def test_a_dead_trainers_weights_are_not_kept_mapped() -> None:
+    with Cluster(devices="cpu:2", preload=["torch"]) as cluster:
+        trainer = Trainer.launch_async(cluster, name="trainer", placement="0", threads=1)
+        engine = Engine.launch_async(cluster, name="engine", placement="1", threads=1)
+        (manifest,) = trainer.publish(1).wait(60)
+        assert engine.pull(manifest).wait(60) == [len(manifest.buckets)]
+        os.kill(trainer.addresses()[0].pid, signal.SIGKILL)
+        assert becomes_true(lambda: engine.num_mapped().wait(20) == [0])
+        trainer.relaunch(0)
+        (manifest,) = trainer.publish(2).wait(60)
+        assert engine.pull(manifest).wait(60) == [len(manifest.buckets)]
 
 
 def test_a_manifest_of_another_transport_is_refused() -> None:

@@ -19,7 +19,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
 Word = Annotated[int, Field(ge=0, lt=2**64)]
-Transport = Literal["disk", "shm", "http"]
+Transport = Literal["disk", "shm", "tcp"]
 """The weight transports whose manifests hold no program and need no one else: see rill.weights."""
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16",
                 "int8", "uint8", "bool"]  # fmt: skip
@@ -228,6 +228,8 @@ class ManifestBody(Body):
     buckets: list[BucketBody] = Field(min_length=1)
     base_version: Count | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
+    key: str = Field(default="", pattern=r"^([0-9a-f]{2})*$", repr=False)
+    """Of the publisher's server (tcp)."""
 
     @model_validator(mode="after")
     def _names_slots(self) -> ManifestBody:
@@ -241,6 +243,7 @@ class ManifestBody(Body):
         fields = self.model_dump()
         tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in fields.pop("tensors"))
         buckets = tuple(BucketSpec(**bucket) for bucket in fields.pop("buckets"))
+        fields["key"] = bytes.fromhex(self.key)
         return WeightManifest(**fields, tensors=tensors, buckets=buckets)
 
 
@@ -249,7 +252,7 @@ class InitBroadcasterBody(Body):
 
     transport: Transport | None = None
     location: Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")] | None = None
-    """The publisher's folder (disk) or address (http). shm: versions are named by the manifests that are sent."""
+    """The publisher's folder (disk). shm, tcp: versions are named by the manifests that are sent."""
     verify: Literal["full", "sampled", "off"] = "full"
     """How much of the bytes is compared with what was published."""
     host: str | None = None

@@ -1,6 +1,6 @@
 """A running server as a target of rill.weights: the trainer's side of /update_weights.
 
-    publisher = open_publisher(ShmTransport.Config())                      # disk, shm or http
+    publisher = open_publisher(ShmTransport.Config())                      # disk, shm or tcp
     targets = ThreadedTargets([ServerTarget("server", "http://…:8000", admin_key="…")])
     WeightSync(publisher, targets, canary=canary).sync(trainer.named_weights(), version, trainer_logprobs)
 

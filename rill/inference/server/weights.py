@@ -47,8 +47,12 @@ class WeightInbox:
 
     def listen(self, transport: Transport, location: str | None, verify: str) -> None:
         """Where versions will appear, so that an update need not say it again."""
-        if transport != "shm" and not location:
-            raise bad_request(f"{transport} needs the location where versions are published", "location")
+        if transport == "disk" and not location:
+            raise bad_request("disk needs the location where versions are published", "location")
+        if transport == "tcp" and location:
+            raise bad_request(
+                "the manifests that are sent say where tcp fetches from, and bring its key", "location"
+            )
         if transport == "disk" and not _is_folder(Path(location or "")):
             raise bad_request(f"there is no folder {location!r}", "location")
         self.close()

@@ -1,6 +1,6 @@
 """What processes are placed on: nodes, and devices with ids that count through the whole cluster.
 
-A device is a cpu slot, a GPU, or anything of a kind of the user's own (a robot arm, an NPU: device_kind.py).
+A device is a cpu slot, a GPU, or anything of a kind of the user's own (a robot arm; an NPU: accelerator.py).
 `Cluster` numbers devices; workers read their own from `self.devices`.
 """
 
@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
 from rill.errors import PlanError
-from rill.runtime.device.kind import find_kind, registered_kinds
+from rill.runtime.device.accelerator import ACCELERATORS, CPU, CUDA, accelerator
 
-CPU, CUDA = "cpu", "cuda"
 LOCAL_NODE = "node0"
 
 
@@ -103,11 +101,11 @@ def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) 
     if isinstance(wanted, str) and wanted != "auto":
         return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip(), labels)]
     if isinstance(wanted, str):
-        counted = [kind.name for kind in registered_kinds() if kind.count is not None]
-        found = [device for name in (CUDA, *counted) for device in _devices_of_kind(f"{name}:auto", labels)]
+        counted = [name for name in ACCELERATORS if name != CPU and accelerator(name).devices() is not None]
+        found = [device for name in counted for device in _devices_of_kind(f"{name}:auto", labels)]
         return found or _devices_of_kind(f"{CPU}:auto", labels)
     if isinstance(wanted, int):
-        return _devices_of_kind(f"{CUDA if visible_gpus() else CPU}:{wanted}", labels)
+        return _devices_of_kind(f"{CUDA if accelerator(CUDA).devices() else CPU}:{wanted}", labels)
     return [replace(device, labels=device.labels | labels) for device in wanted]
 
 
@@ -115,42 +113,24 @@ def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
     kind, _, count = part.partition(":")
     if not kind or not (count.isdigit() or count == "auto"):
         raise PlanError(f"devices={part!r} is not 'auto', a number or 'kind:number', e.g. 'cpu:4'")
-    num_devices = int(count) if count != "auto" else _count(kind)
-    if kind == CUDA:
-        gpus = visible_gpus()
-        if num_devices > len(gpus):
+    there = accelerator(kind).devices() if kind in ACCELERATORS else None
+    if count == "auto":
+        if there is None:
             raise PlanError(
-                f"{num_devices} GPUs asked for, this machine shows {len(gpus)}: "
-                f"use devices='cuda:{len(gpus)}', or 'cpu:{num_devices}' for cpu slots"
+                f"devices='{part}': nothing is known that counts {kind!r}: say how many, or register an accelerator "
+                "that finds them (rill.runtime.device.accelerator)"
             )
-        return [Device(kind=CUDA, index=gpu, labels=labels) for gpu in gpus[:num_devices]]
-    return [Device(kind=kind, index=index, labels=labels) for index in range(num_devices)]
-
-
-def _count(kind: str) -> int:
-    """How many of a kind this machine has."""
-    if kind in (CPU, CUDA):
-        return len(visible_gpus()) if kind == CUDA else os.cpu_count() or 1
-    registered = find_kind(kind)
-    if registered is None or registered.count is None:
+        chosen: Sequence[int] = there
+    elif there is None or kind == CPU:  # slots are what one makes of them
+        chosen = range(int(count))
+    elif int(count) > len(there):
         raise PlanError(
-            f"devices='{kind}:auto': nothing is known that counts {kind!r}: say how many, or register the kind with "
-            "`count` (rill.runtime.device.kind)"
+            f"{count} devices of kind {kind!r} asked for, this machine shows {len(there)}: "
+            f"use devices='{kind}:{len(there)}', or 'cpu:{count}' for cpu slots"
         )
-    return registered.count()
-
-
-def visible_gpus() -> list[int]:
-    """The NVIDIA GPUs that this process may use, found without loading CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and all(part.strip().isdigit() for part in visible.split(",")):
-        return [int(part) for part in visible.split(",")]
-    if visible == "":
-        return []
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return list(range(sum(1 for _ in folder.iterdir())))
-    return list(range(sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))))
+    else:
+        chosen = there[: int(count)]
+    return [Device(kind=kind, index=index, labels=labels) for index in chosen]
 
 
 def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
@@ -159,12 +139,13 @@ def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
 
 
 def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:
-    """The environment that shows a process these GPUs, and its `devices` of registered kinds, and no others."""
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
-    for kind in registered_kinds():
-        if kind.visible_env:
-            own = dict.fromkeys(device.index for device in devices if device.kind == kind.name)
-            env[kind.visible_env] = ",".join(map(str, own))
+    """The environment that shows a process these GPUs, and its `devices` of other kinds, and no others."""
+    env = {}
+    for name in ACCELERATORS:
+        variable = accelerator(name).visible_env
+        if variable:
+            own = gpus if name == CUDA else dict.fromkeys(d.index for d in devices if d.kind == name)
+            env[variable] = ",".join(map(str, own))
     return MappingProxyType(env)
 
 
@@ -179,7 +160,7 @@ def torch_device(devices: Sequence[Device], seen: Sequence[int]) -> str:
     if gpus:
         return f"cuda:{seen.index(gpus[0])}"
     for device in devices:
-        kind = find_kind(device.kind)
-        if kind is not None and kind.torch_name:
+        kind = accelerator(device.kind) if device.kind in ACCELERATORS else None
+        if kind is not None and kind.torch_name and device.kind != CPU:
             return f"{kind.torch_name}:{0 if kind.visible_env else device.index}"
-    return "cpu"
+    return CPU

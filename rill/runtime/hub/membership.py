@@ -10,7 +10,7 @@ Small values that processes want to agree on (endpoints, rendezvous) are publish
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
@@ -40,20 +40,20 @@ class Membership:
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> Mapping[str, Handler]:
         return {
-            "join": self._join,
-            "register": self._register,
-            "group": self._group,
-            "leave": self._leave,
-            "died": self._died,
-            "publish": self._publish,
-            "fetch": self._fetch,
-            "cancel_fetch": self._cancel_fetch,
-            "sync": lambda client, seq, payload: None,
+            "join": Handler(dict[str, Any], self._join),
+            "register": Handler(dict[str, Any], self._register),
+            "group": Handler(dict[str, Any], self._group),
+            "leave": Handler(None, self._leave),
+            "died": Handler(tuple[str, str], self._died),
+            "publish": Handler(tuple[str, Any, bool], self._publish),
+            "fetch": Handler(str, self._fetch),
+            "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
+            "sync": Handler(None, lambda client, seq, payload: None),
         }
 
-    def queries(self) -> dict[str, Callable[[Any], Any]]:
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
         return {
             "members": lambda _: self.members,
             "group": lambda name: self._groups.get(name),
@@ -126,6 +126,7 @@ class Membership:
             if other != client:
                 self._machine.push(other, "group_changed", change)
         self._machine.locks.members_changed()
+        self._machine.broker.members_changed()
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:

@@ -8,7 +8,7 @@ started again with the same arguments: nothing is lost and nobody needs to be to
 
 Guarantees:
 - A request is applied exactly once and in its client's order; every reply and push arrives exactly once and in order,
-  across any number of hub restarts (hub_machine.py has the numbering, hub_client.py the other end).
+  across any number of hub restarts (state.py has the numbering, client.py the other end).
 - Nothing leaves before the events that caused it are in the journal (write-ahead; a killed process loses nothing that
   was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
 - A client that dies is buried when the cluster reports it (`registry.died`): the agent beside a process knows of its
@@ -36,13 +36,24 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
 
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
+from rill.runtime.hub.protocol import (
+    Answer,
+    Expelled,
+    FromHub,
+    Gap,
+    Note,
+    Output,
+    Ping,
+    Query,
+    Requests,
+    ToHub,
+)
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
@@ -90,7 +101,7 @@ class Hub:
         if tcp:
             SessionKey.read(session_dir).guard(self._socket)
             self._socket.bind(tcp)
-        self._decoder = msgspec.msgpack.Decoder()
+        self._decoder: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
         self._encoder = msgspec.msgpack.Encoder()
         self.is_stopping = False
 
@@ -137,60 +148,54 @@ class Hub:
             client = identity.decode()
             now_s = time.monotonic()
             message = self._decoder.decode(raw)
-            kind = message[0]
-            if kind == "s":
+            if isinstance(message, Requests):
                 self._take_requests(client, raw, message, now_s)
-            elif kind == "q":
+            elif isinstance(message, Query):
                 self._answer(client, message)
-            elif kind == "n":
+            elif isinstance(message, Note):
                 self._forward(client, message)
-            elif kind == "p":
+            else:
                 self._answer_ping(client, message)
 
-    def _take_requests(self, client: str, raw: bytes, message: list[Any], now_s: float) -> None:
-        _, first_seq, ack_out, requests = message
+    def _take_requests(self, client: str, raw: bytes, message: Requests, now_s: float) -> None:
+        first_seq, requests = message.first_seq, message.requests
         machine = self._machine
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
+            machine.streams[client].confirm(message.received_out)
         if machine.is_news(client, first_seq, len(requests)):
             self._journal.append(client, raw, now_s)
             machine.apply(client, first_seq, requests, now_s)
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
         elif first_seq > machine.expected(client):
-            self._send(client, ["g", machine.expected(client)])
+            self._send(client, Gap(machine.expected(client)))
         else:
             machine.touched.add(client)
 
-    def _answer_ping(self, client: str, message: list[Any]) -> None:
-        _, ack_out, next_seq = message
+    def _answer_ping(self, client: str, ping: Ping) -> None:
         machine = self._machine
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
             return
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
-            self._sent[client] = ack_out  # whatever it lacks goes out again
+            machine.streams[client].confirm(ping.received_out)
+            self._sent[client] = ping.received_out  # whatever it lacks goes out again
             machine.touched.add(client)
-        if next_seq > machine.expected(
-            client
-        ):  # messages keep their order: the rest was lost with an earlier hub
-            self._send(client, ["g", machine.expected(client)])
+        if ping.next_seq > machine.expected(client):
+            # Messages keep their order: the rest was lost with an earlier hub.
+            self._send(client, Gap(machine.expected(client)))
 
-    def _answer(self, client: str, message: list[Any]) -> None:
-        _, query_id, method, payload = message
+    def _answer(self, client: str, query: Query) -> None:
         try:
-            body = self._machine.query(method, payload)
+            is_ok, body = True, self._machine.query(query.method, query.payload)
         except (KeyError, TypeError, ValueError) as error:
-            self._send(client, ["a", query_id, False, f"{method} failed: {error!r}"])
-            return
-        self._send(client, ["a", query_id, True, body])
+            is_ok, body = False, f"{query.method} failed: {error!r}"
+        self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
 
-    def _forward(self, client: str, message: list[Any]) -> None:
-        _, to, topic, payload = message
-        targets = [c for c in self._machine.streams if c != client] if to == "*" else [to]
+    def _forward(self, client: str, note: Note) -> None:
+        targets = [c for c in self._machine.streams if c != client] if note.peer == "*" else [note.peer]
         for target in targets:
-            self._send(target, ["n", client, topic, payload])
+            self._send(target, Note(client, note.topic, note.payload))
 
     # --- out ----------------------------------------------------------------------------------------------
 
@@ -209,10 +214,10 @@ class Hub:
             if news:
                 self._sent[client] = news[0][0]
                 news.reverse()
-            self._send(client, ["o", stream.expected, news])
+            self._send(client, Output(stream.expected, news))
         machine.touched.clear()
 
-    def _send(self, client: str, message: list[Any]) -> None:
+    def _send(self, client: str, message: FromHub) -> None:
         self._socket.send_multipart([client.encode(), self._encoder.encode(message)])
 
     def _unlink(self) -> None:

@@ -18,20 +18,19 @@ import os
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 PROBE_S = 1.0
 ACK_EVERY = 64
 ACK_BYTES = 4 * 1024 * 1024
 
-_HEADER = struct.Struct("<8s8sQQ")
 NO_STREAM = bytes(8)
 
+_HEADER = struct.Struct("<8s8sQQH")
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The first frame of every message."""
+
+class Header(NamedTuple):
+    """What stands before every message."""
 
     token: bytes
     """Of the sender's stream."""
@@ -45,29 +44,35 @@ class Header:
     """The sender's mailbox, as the receiver reaches it."""
 
     def pack(self) -> bytes:
-        return _HEADER.pack(self.token, self.ack_token, self.ack, self.seq) + self.reply_to.encode()
+        reply_to = self.reply_to.encode()
+        return _HEADER.pack(*self[:4], len(reply_to)) + reply_to
 
     @staticmethod
-    def unpack(frame: bytes) -> Header:
-        token, ack_token, ack, seq = _HEADER.unpack_from(frame)
-        return Header(token, ack_token, ack, seq, frame[_HEADER.size :].decode())
+    def unpack(data: bytes) -> tuple[Header, int]:
+        """The header, and where the message begins."""
+        token, ack_token, ack, seq, num_bytes = _HEADER.unpack_from(data)
+        end = _HEADER.size + num_bytes
+        return Header(token, ack_token, ack, seq, data[_HEADER.size : end].decode()), end
 
 
-class Outgoing:
+M = TypeVar("M")
+
+
+class Outgoing(Generic[M]):
     """Messages to one peer. Used under the peer's lock."""
 
     def __init__(self) -> None:
         self.token = os.urandom(8)
         self.num_sent = 0
-        self._unconfirmed: deque[tuple[int, list[Any]]] = deque()
+        self._unconfirmed: deque[tuple[int, M]] = deque()
         self._heard_s = 0.0
 
-    def number(self, frames: list[Any]) -> int:
+    def number(self, message: M) -> int:
         """Count and keep a message."""
         if not self._unconfirmed:
             self._heard_s = time.monotonic()
         self.num_sent += 1
-        self._unconfirmed.append((self.num_sent, frames))
+        self._unconfirmed.append((self.num_sent, message))
         return self.num_sent
 
     def confirm(self, num_received: int) -> None:
@@ -77,7 +82,7 @@ class Outgoing:
         while self._unconfirmed and self._unconfirmed[0][0] <= num_received:
             self._unconfirmed.popleft()
 
-    def unconfirmed(self) -> list[tuple[int, list[Any]]]:
+    def unconfirmed(self) -> list[tuple[int, M]]:
         return list(self._unconfirmed)
 
     def must_probe(self, now_s: float) -> bool:

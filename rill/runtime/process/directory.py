@@ -125,8 +125,6 @@ class Directory:
                 known = None
         if known is not None:
             self._context.mailbox.forget(known.endpoint_from(self._context.node_id))
-            if known.raw_endpoint:
-                self._context.mailbox.forget(known.raw_endpoint)
         for listener in self._listeners:
             listener(identity, reason)
 

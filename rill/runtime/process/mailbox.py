@@ -1,21 +1,21 @@
 """Messages between the processes of a run: one mailbox per process, one path for calls, answers and everything else.
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
-    any thread ──post_raw()──▶ PUSH ──tcp, in the clear──▶ PULL ──▶ inbox thread ──▶ the one handler of raw bytes
 
 A neighbour and a process of another node differ in the address only. Messages from one process to another arrive once
 and in order, also when the connection between them breaks (ack.py). The first frame names the handler; handlers run on
-the inbox thread and must not block. Raw bytes are not acknowledged: their sender waits for receipts of its own.
+the inbox thread and must not block.
 
-Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Raw bytes have an
-entry of their own, without encryption: what arrives there is never unpickled, and its handler must check it.
+Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Large payloads do
+not come here: they lie in their node's store (transfer/store_server.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import socket as sockets
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +31,6 @@ Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[Frames], None]
 
 CLOSE_LINGER_MS = 500
-MAX_RAW_BYTES = 8 * 1024 * 1024
 LARGE_FRAME_BYTES = 65536
 HEARTBEAT_MS = 10_000
 """ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
@@ -54,37 +53,27 @@ class Mailbox:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(endpoint)
         self._key = key
-        self.tcp_endpoint = self.raw_endpoint = ""
-        self._raw_inbox: zmq.Socket[bytes] | None = None
+        self.tcp_endpoint = ""
         if tcp_host:
             self.tcp_endpoint = bind_tcp(self._inbox, tcp_host, key)
-            self._raw_inbox = self.context.socket(zmq.PULL)
-            self._raw_inbox.setsockopt(zmq.MAXMSGSIZE, MAX_RAW_BYTES)
-            self._raw_inbox.setsockopt(zmq.RCVHWM, 64)  # frames; more wait at the sender
-            self.raw_endpoint = bind_raw_tcp(self._raw_inbox, tcp_host)
-        self._raw_handlers: list[Handler] = []
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_token: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
-        self._stop_endpoint = f"inproc://stop-{id(self)}"
-        self._stop = self.context.socket(zmq.PAIR)
-        self._stop.bind(self._stop_endpoint)
-        self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
+        self._stop_word = os.urandom(16)
+        self._readers: list[tuple[threading.Thread, zmq.Socket[Any]]] = []
+        self._add_reader(self._inbox, self._read, "rill-inbox")
 
     def on(self, kind: bytes, handler: Handler) -> None:
         """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
         self._handlers[kind] = handler
 
-    def on_raw(self, handler: Handler) -> None:
-        """Send what arrives in the clear to `handler`, which knows what is meant for it: anybody may have made it."""
-        self._raw_handlers.append(handler)
-
     def start(self) -> None:
         """Begin to read; handlers are in place."""
-        self._thread.start()
+        for thread, _ in self._readers:
+            thread.start()
 
     def post(self, endpoint: str, frames: Sequence[Any]) -> None:
         """Send without waiting; the frames may be changed afterwards. To a peer that is gone it does nothing: its
@@ -92,13 +81,6 @@ class Mailbox:
         peer = self._peers.get(endpoint) or self._peer(endpoint)
         if peer is not None:
             peer.send(frames)
-
-    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None:
-        """Send in the clear to another process's `raw_endpoint`. Lends the frames' memory to ZeroMQ until they are
-        sent: the caller must not change it."""
-        peer = self._peers.get(endpoint) or self._peer(endpoint, is_raw=True)
-        if peer is not None:
-            peer.send_raw(frames)
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
@@ -119,25 +101,25 @@ class Mailbox:
             self._closed = True
             peers = list(self._peers.values())
             self._peers.clear()
-        if self._thread.is_alive():
-            self._stop.send(b"")
-            self._thread.join(5.0)
-        else:
-            self._close_inboxes()
+        for thread, stop in self._readers:
+            if thread.is_alive():
+                stop.send(self._stop_word)
+                thread.join(5.0)
+            stop.close(linger=0)
+        self._inbox.close(linger=0)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
-        self._stop.close(linger=0)
-        if self._thread is not threading.current_thread():
+        if threading.current_thread() not in [thread for thread, _ in self._readers]:
             self.context.term()
 
-    def _peer(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
+    def _peer(self, endpoint: str) -> _Peer | None:
         """None: it is gone, or this mailbox is closed."""
         with self._peers_lock:
             if self._closed or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 is_near = endpoint.startswith("ipc:")
-                key = None if is_raw or is_near else self._key
+                key = None if is_near else self._key
                 reply_to = self.endpoint if is_near else self.tcp_endpoint
                 peer = self._peers[endpoint] = _Peer(self.context, endpoint, reply_to, key)
                 self._by_token[peer.outgoing.token] = peer
@@ -145,53 +127,48 @@ class Mailbox:
 
     # --- the inbox thread ---------------------------------------------------------------------------------
 
-    def _read(self) -> None:
-        stop = self.context.socket(zmq.PAIR)
-        stop.connect(self._stop_endpoint)
-        poller = zmq.Poller()
-        for socket in (self._inbox, self._raw_inbox, stop):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        next_probe_s = 0.0
-        try:
-            while True:
-                ready = dict(poller.poll(_TICK_MS))
-                if stop in ready:
-                    return
-                # Drain before polling again: under load most messages then cost no poll.
-                with contextlib.suppress(zmq.Again):
-                    while self._inbox in ready:
-                        self._take(receive(self._inbox, zmq.NOBLOCK))
-                if self._raw_inbox is not None and self._raw_inbox in ready:
-                    frames = receive(self._raw_inbox)
-                    for handler in self._raw_handlers:
-                        self._guarded(handler, frames, "raw")
-                now_s = time.monotonic()
-                if now_s >= next_probe_s:
-                    next_probe_s = now_s + _TICK_MS / 1000
-                    self._probe(now_s)
-        except zmq.ContextTerminated:
-            return
-        finally:
-            stop.close(linger=0)
-            self._close_inboxes()
+    def _add_reader(self, socket: zmq.Socket[Any], loop: Callable[[], None], name: str) -> None:
+        """A thread that reads `socket` until it is sent the stop word, which nobody else knows."""
+        endpoint = f"inproc://{name}-{id(self)}"
+        socket.bind(endpoint)
+        stop = self.context.socket(zmq.PUSH)
+        stop.connect(endpoint)
+        self._readers.append((threading.Thread(target=loop, name=name, daemon=True), stop))
 
-    def _take(self, frames: Frames) -> None:
-        header = Header.unpack(frames[0])
+    def _read(self) -> None:
+        self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
+        next_probe_s = 0.0
+        while True:
+            try:
+                frames = receive(self._inbox)
+                if frames[0] == self._stop_word:
+                    return
+                self._take(frames)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError:  # closed
+                return
+            now_s = time.monotonic()
+            if now_s >= next_probe_s:
+                next_probe_s = now_s + _TICK_MS / 1000
+                self._probe(now_s)
+
+    def _take(self, parts: Frames) -> None:
+        header, frames = _unpack(parts)
         confirmed = self._by_token.get(header.ack_token)
         if confirmed is not None:
             confirmed.confirm(header.ack)
         if not header.reply_to:
-            self._dispatch(frames[1:])
+            self._dispatch(frames)
             return
         peer = self._peers.get(header.reply_to) or self._peer(header.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
         if header.seq == 0:
-            self._answer(peer, confirmed, header, frames[1:])
+            self._answer(peer, confirmed, header, frames)
             return
-        if peer.incoming.is_next(header, sum(map(len, frames))):
-            self._dispatch(frames[1:])
+        if peer.incoming.is_next(header, sum(map(len, parts))):
+            self._dispatch(frames)
             if peer.incoming.must_tell():
                 peer.tell(_ACK)
         elif peer.incoming.must_ask(header.seq):
@@ -212,11 +189,6 @@ class Mailbox:
         for peer in peers:
             if peer.outgoing.must_probe(now_s):
                 peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
-
-    def _close_inboxes(self) -> None:
-        self._inbox.close(linger=0)
-        if self._raw_inbox is not None:
-            self._raw_inbox.close(linger=0)
 
     def _dispatch(self, frames: Frames) -> None:
         handler = self._handlers.get(bytes(frames[0]))
@@ -239,7 +211,7 @@ class _Peer:
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
     ) -> None:
-        self.outgoing = Outgoing()
+        self.outgoing: Outgoing[_Packed] = Outgoing()
         self.incoming = Incoming()
         self._context = context
         self._endpoint = endpoint
@@ -251,21 +223,15 @@ class _Peer:
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send and, where the other end can answer, keep until it has it."""
-        kept = [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
+        packed = _pack(frames)
         with self._lock:
-            seq = self.outgoing.number(kept) if self._reply_to else 0
-            self._write(seq, kept)
+            self._write(self.outgoing.number(packed) if self._reply_to else 0, packed)
 
     def send_again(self) -> None:
         """All that is not confirmed, in order."""
         with self._lock:
-            for seq, frames in self.outgoing.unconfirmed():
-                self._write(seq, frames)
-
-    def send_raw(self, frames: Sequence[Any]) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._open().send_multipart(frames, copy=False)
+            for seq, packed in self.outgoing.unconfirmed():
+                self._write(seq, packed)
 
     def confirm(self, num_received: int) -> None:
         with self._lock:
@@ -274,7 +240,7 @@ class _Peer:
     def tell(self, *frames: bytes) -> None:
         """A message that is not counted; like all others it says how much has arrived."""
         with self._lock:
-            self._write(0, frames)
+            self._write(0, _pack(frames))
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
@@ -282,13 +248,16 @@ class _Peer:
             if self._socket is not None:
                 self._socket.close(linger=linger_ms)
 
-    def _write(self, seq: int, frames: Sequence[Any]) -> None:
+    def _write(self, seq: int, packed: _Packed) -> None:
         if self._is_closed:
             return
         incoming = self.incoming
         ack = incoming.told() if incoming.token != NO_STREAM else 0
-        header = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack()
-        self._open().send_multipart([header, *frames], copy=False)
+        head = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack() + packed[0]
+        if len(packed) == 1:
+            self._open().send(head)
+        else:
+            self._open().send_multipart([head, *packed[1:]], copy=False)
 
     def _open(self) -> zmq.Socket[Any]:
         if self._socket is None:
@@ -305,15 +274,53 @@ class _Peer:
         return self._socket
 
 
-def receive(socket: zmq.Socket[Any], flags: int = 0) -> Frames:
-    """One message. Large frames come as writable memory of their own, without a copy by Python."""
+_Packed: TypeAlias = list[Any]
+"""Small frames joined, with their sizes before them, as one part; each large frame as another, in ZeroMQ's memory."""
+_COUNT = struct.Struct("<H")
+_SEPARATE = 0xFFFFFFFF
+
+
+def _pack(frames: Sequence[Any]) -> _Packed:
+    """Every part of a message costs ZeroMQ as much as a small message does: so small ones travel together."""
+    sizes, small, large = [], [], []
+    for frame in frames:
+        if isinstance(frame, bytes) and len(frame) < LARGE_FRAME_BYTES:
+            sizes.append(len(frame))
+            small.append(frame)
+        else:
+            sizes.append(_SEPARATE)
+            large.append(zmq.Frame(frame, copy=True))
+    head = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
+    return [b"".join((head, *small)), *large]
+
+
+def _unpack(parts: Frames) -> tuple[Header, Frames]:
+    """What `_pack` joined, with the header before it."""
+    data = parts[0]
+    header, at = Header.unpack(data)
+    (count,) = _COUNT.unpack_from(data, at)
+    at += _COUNT.size
+    sizes = struct.unpack_from(f"<{count}I", data, at)
+    at += 4 * count
+    separate = iter(parts[1:])
+    frames: Frames = []
+    for size in sizes:
+        if size == _SEPARATE:
+            frames.append(next(separate))
+        else:
+            frames.append(data[at : at + size])
+            at += size
+    return header, frames
+
+
+def receive(socket: zmq.Socket[Any]) -> Frames:
+    """The parts of one message. After the first, large ones are writable memory of their own, without a copy."""
     frames: Frames = []
     while True:
-        frame = socket.recv(flags, copy=False)
-        frames.append(frame.bytes if len(frame) < LARGE_FRAME_BYTES else frame.buffer)
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer if frames and len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
         if not frame.more:
             return frames
-        flags = 0  # the parts of one message arrive together
 
 
 def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
@@ -321,11 +328,6 @@ def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
     if key is None:
         raise RunError(f"a port on {host} that other nodes can reach needs a session key")
     key.guard(socket)
-    return bind_raw_tcp(socket, host)
-
-
-def bind_raw_tcp(socket: zmq.Socket[Any], host: str) -> str:
-    """Bind a free port that anybody can send to."""
     port = socket.bind_to_random_port(f"tcp://{host}")
     return f"tcp://{host}:{port}"
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from rill.errors import MissingExtraError, RunError
+from rill.runtime.device.accelerator import ACCELERATORS
 from rill.runtime.device.device import (
     Device,
     DeviceSpec,
@@ -31,7 +32,6 @@ from rill.runtime.device.device import (
     local_devices,
     num_own_cores,
 )
-from rill.runtime.device.kind import DeviceKind, register_kinds, registered_kinds
 from rill.runtime.process.agent_client import LocalNode, NodeClient
 from rill.runtime.process.agent_protocol import Event, Start
 from rill.runtime.process.backend import NodeEvents, OpenedNode
@@ -183,7 +183,7 @@ class RayNode:
         """Wait until the agent runs; the node's devices."""
         try:
             described = self._ray.get(
-                self._actor.describe.remote(wanted, registered_kinds()), timeout=START_WAIT_S
+                self._actor.describe.remote(wanted, dict(ACCELERATORS)), timeout=START_WAIT_S
             )
         except self._ray.exceptions.RayError as error:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
@@ -244,9 +244,10 @@ class NodeActor:
         )
 
     def describe(
-        self, wanted: NodeDevices, kinds: tuple[DeviceKind, ...]
+        self, wanted: NodeDevices, accelerators: dict[str, str]
     ) -> tuple[str, str, list[Device], int]:
-        register_kinds(kinds)
+        for name, target in accelerators.items():
+            ACCELERATORS.register(name, target)
         session = self._session
         return str(session.session_dir), str(session.shm_dir), local_devices(wanted), num_own_cores()
 

@@ -320,9 +320,8 @@ class Supervisor:
             member.is_running = False
             has_ended_in_order = member.is_leaving
             self._changed.notify_all()
-        for endpoint in (member.address.endpoint_from(self._context.node_id), member.address.raw_endpoint):
-            if endpoint:
-                self._context.mailbox.forget(endpoint)
+        if endpoint := member.address.endpoint_from(self._context.node_id):
+            self._context.mailbox.forget(endpoint)
         told = "it was closed or removed" if has_ended_in_order else reason
         self._context.directory.report_death(key, told)
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same

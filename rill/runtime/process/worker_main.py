@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
-from rill.runtime.channels.ends import finish_call, settle_call
+from rill.runtime.channels.ends import fail_call, settle_call
 from rill.runtime.context import RuntimeContext, Site, WorkerAddress
 from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import CALL, Call, Calls
@@ -131,15 +131,18 @@ class WorkerProcess:
         """Run a call here and answer it."""
         timers = begin_call()
         started_s = time.perf_counter()
+        recorder = self.context.recorder
+        recorder.begin(call.method)
         try:
             with trace.span(f"{self._spec.seating.group_name}.{call.method}", lane=self._name):
                 value = self._invoke(call)
             settle_call(self.context)
             call.answer(self.context, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  boundary: every exception of user code goes to the caller
+            fail_call(error)
             call.fail(self.context, error, time.perf_counter() - started_s, timers)
         finally:
-            finish_call(self.context)
+            recorder.end()
 
     def _invoke(self, call: Call) -> Any:
         args, kwargs = self.context.parcels.unpack(call.payload, device=self.context.torch_device)
@@ -178,7 +181,6 @@ def _make_context(spec: WorkerSpec) -> RuntimeContext:
         pid=os.getpid(),
         endpoint=mailbox.endpoint,
         tcp_endpoint=mailbox.tcp_endpoint,
-        raw_endpoint=mailbox.raw_endpoint,
         incarnation=spec.incarnation,
         gpus=spec.gpus,
     )

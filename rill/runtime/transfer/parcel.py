@@ -1,8 +1,9 @@
-"""How one encoded object is carried to other processes of the same node: inside the message, or in shared memory.
+"""How an encoded object is carried to other processes, by calls and sends alike: inside the message, or by reference.
 
     small   header and buffers are frames of the message
-    large   one copy into a slot of this process's store; the message holds the slot's place; the reader builds
-            its objects on the memory itself and tells the owner when nothing looks at it any more
+    large   one copy into a slot of this process's store; the message holds the slot's place. A reader of this node
+            builds its objects on the memory itself and tells the owner when nothing looks at it any more; a reader of
+            another node fetches it (tcp.py) and tells at once
 
 A slot may be lent to several readers at once (a broadcast, a group call): it is written once, and because readers
 may write to what they receive, each takes a copy of its own. A reader's death gives its slots back.
@@ -14,18 +15,20 @@ import pickle
 import queue
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
+from rill.runtime.transfer.ref import Ref
+from rill.runtime.transfer.segments import FULL_WAIT_S
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
 
 FREE = b"free"
 INLINE_MAX_BYTES = 64 * 1024
-"""Larger objects go through shared memory where both ends have it."""
+"""Larger objects go through the store."""
 
 Slot: TypeAlias = tuple[str, int]
 
@@ -40,9 +43,21 @@ class Reader(Protocol):
     def node_id(self) -> str: ...
 
 
+class _Place(NamedTuple):
+    """Where a parcel lies, and whom to tell when it has been read."""
+
+    ref: Ref
+    endpoint: str
+    tcp_endpoint: str
+    is_for_several: bool
+
+    def owner_endpoint(self, node_id: str) -> str:
+        return self.endpoint if node_id == self.ref.node_id else self.tcp_endpoint
+
+
 def pack_inline(encoded: wire.Encoded) -> Frames:
     """The frames that carry `encoded` to anybody, any number of times."""
-    return [b"", *wire.frames_of(encoded)]
+    return [b"", encoded.header, *encoded.buffers]
 
 
 class Parcels:
@@ -59,38 +74,33 @@ class Parcels:
         self._thread: threading.Thread | None = None
         context.mailbox.on(FREE, self._on_free)
 
-    def pack(self, encoded: wire.Encoded, readers: Sequence[Reader]) -> Frames:
+    def pack(
+        self, encoded: wire.Encoded, readers: Sequence[Reader], timeout_s: float = FULL_WAIT_S
+    ) -> Frames:
         """The frames that carry `encoded` to each of `readers`; the first tells how."""
-        node_id = self._context.node_id
-        is_shared = encoded.num_bytes > INLINE_MAX_BYTES and all(
-            reader.node_id == node_id for reader in readers
-        )
-        if not is_shared:
+        if encoded.num_bytes <= INLINE_MAX_BYTES:
             return pack_inline(encoded)
-        ref = self._context.store.write(encoded)
-        slot = (ref[2], ref[3])
+        ref = self._context.store.write(encoded, timeout_s)
         with self._lock:
-            self._readers[slot] = len(readers)
+            self._readers[ref.slot] = len(readers)
             for reader in readers:
-                self._lent.setdefault(reader.identity, Counter())[slot] += 1
+                self._lent.setdefault(reader.identity, Counter())[ref.slot] += 1
             dead = {reader.identity for reader in readers} & self._dead
         for identity in dead:
             self.peer_died(identity)
-        place = (self._context.mailbox.endpoint, len(readers) > 1, list(ref))
-        return [pickle.dumps(place)]
+        mailbox = self._context.mailbox
+        return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
 
     def unpack(self, frames: Frames, *, device: str | None = None) -> Any:
         """The object. Call once per message."""
         if not frames[0]:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
-        owner_endpoint, is_for_several, ref = pickle.loads(frames[0])
-        slot: Slot = (ref[2], ref[3])
-        if is_for_several:
-            header, buffers = self._copy_out(ref)
-            self._release(owner_endpoint, slot)
+        place = _Place(*pickle.loads(frames[0]))
+        if place.is_for_several or place.ref.node_id != self._context.node_id:
+            header, buffers = self._load(place)
             return wire.decode(header, buffers, device=device)
-        return self._context.store.read(ref, lambda: self._release(owner_endpoint, slot), device=device)
+        return self._context.store.read(place.ref, self._releaser(place), device=device)
 
     def peer_died(self, identity: str) -> None:
         """Take back what a dead process had borrowed."""
@@ -109,32 +119,20 @@ class Parcels:
         """Stop telling owners about releases; everything ends now."""
         self._released.put(None)
 
-    def _copy_out(self, ref: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
-        import numpy as np
+    def _load(self, place: _Place) -> tuple[bytes, list[memoryview]]:
+        try:
+            loaded: tuple[bytes, list[memoryview]] = self._context.store.load(place.ref)
+            return loaded
+        finally:
+            self._releaser(place)()
 
-        from rill.runtime.transfer.memory_copy import copy_bytes
-        from rill.runtime.transfer.segments import aligned
-
-        _, _, name, offset, header_bytes, sizes, _ = ref
-        header = bytes(self._context.store.view(name, offset, header_bytes))
-        offset += aligned(header_bytes)
-        buffers = []
-        for num_bytes in sizes:
-            own = np.empty(num_bytes, np.uint8)
-            copy_bytes(own, self._context.store.view(name, offset, num_bytes))
-            buffers.append(own.data)
-            offset += aligned(num_bytes)
-        return header, buffers
-
-    def _release(self, owner_endpoint: str, slot: Slot) -> None:
-        self._released.put((owner_endpoint, slot))
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._tell_owners, name="rill-release", daemon=True
-                    )
-                    self._thread.start()
+    def _releaser(self, place: _Place) -> Callable[[], None]:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
+                self._thread.start()
+        released = (place.owner_endpoint(self._context.node_id), place.ref.slot)
+        return lambda: self._released.put(released)
 
     def _tell_owners(self) -> None:
         identity = self._context.address.identity

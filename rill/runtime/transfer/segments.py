@@ -7,14 +7,16 @@ by the hub (or a node's store server) when the owner is dead and nothing refers 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
 from typing import Any
 
+FULL_WAIT_S = 600.0
+"""How long a full shared memory is waited for where nothing else is said."""
 SLAB_BYTES = 4 * 1024 * 1024
 LARGEST_SLAB_SLOT = 1024 * 1024
-ALIGNMENT = 64
 _SMALLEST_SLOT = 8 * 1024
 
 
@@ -26,12 +28,11 @@ def slot_size(num_bytes: int) -> int:
     return (num_bytes + step - 1) // step * step
 
 
-def aligned(num_bytes: int) -> int:
-    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
 class Segment:
-    """A mapped file. The mapping lives as long as anything looks at it, whatever happens to the file."""
+    """A mapped file. The mapping lives as long as anything looks at it, whatever happens to the file.
+
+    The store's payloads and the weights of the shm transport lie in segments.
+    """
 
     __slots__ = ("map", "name", "num_bytes", "slot_bytes")
 
@@ -51,6 +52,18 @@ class Segment:
             self.map = mmap.mmap(fd, self.num_bytes, flags=mmap.MAP_SHARED | populate)
         finally:
             os.close(fd)
+
+    def discard(self, path: Path) -> None:
+        """Its owner needs it no more and nobody looks at it: give the memory back now, though others have it mapped."""
+        with contextlib.suppress(OSError, AttributeError):  # a file system, or a system, that cannot do it
+            self.map.madvise(mmap.MADV_REMOVE)
+        path.unlink(missing_ok=True)
+
+
+def capacity_bytes(folder: Path) -> int:
+    """What the file system of `folder` could hold if it were empty."""
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize
 
 
 def _reserve(fd: int, path: Path, num_bytes: int) -> None:

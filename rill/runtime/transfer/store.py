@@ -1,16 +1,17 @@
 """A node's payload store, seen from one process: shared memory, written once by producers, read in place by consumers.
 
-    producer: encode ──copy──▶ slot of a segment        the slot's place travels as a descriptor through the broker
+    producer: encode ──copy──▶ slot of a segment        the slot's place (`Ref`) travels through the broker or a message
     consumer: map the segment (cached) ──▶ objects built on the memory itself, no copy
-              last view gone ──▶ release ──broker──▶ "store_free" ──▶ the producer's pool, warm for the next payload
+              last view gone ──▶ release ──▶ told to the owner ──▶ its pool, warm for the next payload
 
 Each process owns the segments it writes and keeps a pool of free slots by size class, because fresh shared memory costs
 more in page faults than the copy itself. A slot is used again only when the consumer has finished the item and nothing
 in its process looks at the memory any more; nobody has to be careful. A consumer owns what it takes and may write to
 it; if it does and dies before it is done, the next consumer sees what it wrote.
 
-A reference (`Ref` on the wire): [node, owner, segment, offset, header bytes, [bytes of each buffer], slot bytes].
-Payloads of other nodes come over TCP in bounded chunks (store_server.py).
+Memory that an owner gives up is gone for everybody, though consumers keep it mapped; mappings of a dead owner's
+segments are dropped with the news of its death, or when the last view of them is gone. Payloads of other nodes come
+over TCP (tcp.py).
 """
 
 from __future__ import annotations
@@ -22,19 +23,26 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rill.errors import PeerDiedError, StuckError
+from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.transfer.memory_copy import copy_bytes
-from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, SLAB_BYTES, Segment, aligned, slot_size
+from rill.runtime.transfer.ref import Ref, aligned
+from rill.runtime.transfer.segments import (
+    FULL_WAIT_S,
+    LARGEST_SLAB_SLOT,
+    SLAB_BYTES,
+    Segment,
+    capacity_bytes,
+    slot_size,
+)
+from rill.runtime.transfer.tcp import ByteClient
 from rill.runtime.transfer.wire import Encoded, decode
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
-
-Ref: TypeAlias = Sequence[Any]
 
 POOL_BYTES = 256 * 1024 * 1024
 """Free memory that a process keeps for its next payloads; more while it has more in use, or where they are large."""
@@ -42,21 +50,46 @@ _ROTATION = 4
 """Large payloads that are under way at a time: making their memory anew for each would cost more than the copy."""
 _LARGEST_POOL_BYTES = 1024 * 1024 * 1024
 _CACHED_MAPS_BYTES = 4 * 1024 * 1024 * 1024
-_FULL_WAIT_S = 600.0
+_LOOK_S = 0.2
+"""Other processes free shared memory too, and do not tell: how often a full one is tried again."""
+_FETCH_WAIT_S = 120.0
 
 
 def open_store(context: RuntimeContext) -> Store:
     """The store of this process."""
-    from rill.runtime.transfer.store_server import RemoteReader
-
-    remote = RemoteReader(context)
-    store = Store(context.shm_dir, context.node_id, context.address.identity, fetch=remote.fetch)
+    store = Store(
+        context.shm_dir, context.node_id, context.address.identity, fetch=_Fetcher(context, _FETCH_WAIT_S)
+    )
     context.hub.on("store_free", store.free)
+    context.directory.on_death(lambda identity, _: store.owner_died(identity))
     return store
 
 
+class _Fetcher:
+    """Fetches payloads from the store servers of other nodes."""
+
+    def __init__(self, context: RuntimeContext, timeout_s: float) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._clients: dict[str, ByteClient] = {}
+
+    def __call__(self, ref: Ref) -> bytearray:
+        """The whole payload, laid out as in its slot."""
+        client = self._clients.get(ref.node_id)
+        if client is None:
+            key, hub, name = self._context.key, self._context.hub, f"store/{ref.node_id}"
+            assert key is not None, "payloads of other nodes in a session that has one node"
+            client = self._clients[ref.node_id] = ByteClient(
+                key,
+                lambda timeout_s: str(hub.fetch(name, timeout_s)),
+                f"{ref.node_id}'s store",
+                timeout_s=self._timeout_s,
+            )
+        return client.fetch(ref.segment, ref.offset, ref.num_bytes, ref.header_bytes)
+
+
 class Store:
-    """Thread-safe. One per process or worker thread."""
+    """Thread-safe. One per process."""
 
     def __init__(
         self, shm_dir: Path, node_id: str, owner: str, fetch: Callable[[Ref], bytearray] | None = None
@@ -67,24 +100,24 @@ class Store:
         self._fetch = fetch
         self._own: dict[str, Segment] = {}
         self._free_slots: dict[int, list[tuple[str, int]]] = {}
+        """By size of slot; the last one freed is the warmest."""
         self._free_bytes = 0
         self._used_bytes = 0
         self._next_segment = 0
         self._mapped: OrderedDict[str, Segment] = OrderedDict()
         self._mapped_bytes = 0
+        self._dead: set[str] = set()
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
-        self._pinned: dict[tuple[str, int], object] = {}
         self._guards: dict[int, weakref.ref[Any]] = {}
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def write(self, encoded: Encoded, timeout_s: float = _FULL_WAIT_S) -> list[Any]:
+    def write(self, encoded: Encoded, timeout_s: float = FULL_WAIT_S) -> Ref:
         """Copy a payload into shared memory; gives its reference. Waits while shared memory is full."""
-        sizes = [buffer.nbytes for buffer in encoded.buffers]
+        sizes = tuple(buffer.nbytes for buffer in encoded.buffers)
         header_bytes = len(encoded.header)
-        total = aligned(header_bytes) + sum(map(aligned, sizes))
-        slot_bytes = slot_size(total)
+        slot_bytes = slot_size(aligned(header_bytes) + sum(map(aligned, sizes)))
         segment, offset = self._allocate(slot_bytes, timeout_s)
         place = offset
         chunks: list[bytes | memoryview] = [encoded.header, *encoded.buffers]
@@ -92,10 +125,10 @@ class Store:
             if num_bytes:
                 copy_bytes(memoryview(segment.map)[place : place + num_bytes], chunk)
             place += aligned(num_bytes)
-        return [self._node_id, self._owner, segment.name, offset, header_bytes, sizes, slot_bytes]
+        return Ref(self._node_id, self._owner, segment.name, offset, header_bytes, sizes)
 
     def free(self, slots: Sequence[tuple[str, int]]) -> None:
-        """The broker says that nobody needs these slots any more: [segment, offset]…"""
+        """Nobody needs these slots any more: [segment, offset]…"""
         with self._lock:
             in_rotation_bytes = 0
             for name, offset in slots:
@@ -104,16 +137,10 @@ class Store:
                     continue
                 in_rotation_bytes = max(in_rotation_bytes, _ROTATION * segment.slot_bytes)
                 self._free_slots.setdefault(segment.slot_bytes, []).append((name, offset))
-                self._pinned.pop((name, offset), None)
                 self._free_bytes += segment.slot_bytes
                 self._used_bytes -= segment.slot_bytes
             self._trim(max(POOL_BYTES, self._used_bytes, min(in_rotation_bytes, _LARGEST_POOL_BYTES)))
             self._freed.notify_all()
-
-    def pin(self, ref: Ref, keep: object) -> None:
-        """Keep something alive for as long as this payload may be read: memory on a GPU, say."""
-        with self._lock:
-            self._pinned[(ref[2], ref[3])] = keep
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -122,27 +149,43 @@ class Store:
 
         It may run on any thread, at any moment, so it must neither block nor take a lock.
         """
-        node_id, _, name, offset, header_bytes, sizes, _ = ref
-        if node_id != self._node_id:
-            return self._read_remote(ref, on_release, device)
-        segment = self._segment(name)
-        total = aligned(header_bytes) + sum(map(aligned, sizes))
-        root = np.frombuffer(segment.map, np.uint8, total, offset)
-        header = bytes(root[:header_bytes])
-        buffers = _cut(root, aligned(header_bytes), sizes)
+        if ref.node_id != self._node_id:
+            header, buffers = self.load(ref)
+            on_release()
+            return decode(header, buffers, device=device)
+        root = np.frombuffer(self._segment(ref.segment).map, np.uint8, ref.num_bytes, ref.offset)
+        header, buffers = _cut(root, ref)
         self._guard(root, on_release)
         del root
         return decode(header, buffers, device=device)
 
-    def _read_remote(self, ref: Ref, on_release: Callable[[], None], device: str | None) -> Any:
-        assert self._fetch is not None, "this store has no door to other nodes"
-        data = np.frombuffer(self._fetch(ref), np.uint8)
-        on_release()
-        return decode(bytes(data[: ref[4]]), _cut(data, aligned(ref[4]), ref[5]), device=device)
+    def load(self, ref: Ref) -> tuple[bytes, list[memoryview]]:
+        """The payload's header and buffers, copied into this process's memory."""
+        if ref.node_id != self._node_id:
+            assert self._fetch is not None, "this store has no way to other nodes"
+            return _cut(np.frombuffer(self._fetch(ref), np.uint8), ref)
+        own = np.empty(ref.num_bytes, np.uint8)
+        copy_bytes(own, self.view(ref.segment, ref.offset, ref.num_bytes))
+        return _cut(own, ref)
 
     def view(self, name: str, offset: int, num_bytes: int) -> memoryview:
-        """Bytes of a segment of this node, for a store server."""
+        """Bytes of a segment of this node."""
         return memoryview(self._segment(name).map)[offset : offset + num_bytes]
+
+    def owner_died(self, identity: str) -> None:
+        """A process is gone: what was mapped of it stays only where somebody looks at it."""
+        with self._lock:
+            self._dead.add(identity)
+            self._drop(lambda name: _owner_of(name) == identity)
+
+    def drop_unlinked(self) -> None:
+        """Forget mappings of files that are gone."""
+        with self._lock:
+            self._drop(lambda name: not (self._shm_dir / name).exists())
+
+    def _drop(self, is_unwanted: Callable[[str], bool]) -> None:
+        for name in list(filter(is_unwanted, self._mapped)):
+            self._mapped_bytes -= self._mapped.pop(name).num_bytes
 
     def stats(self) -> dict[str, int]:
         with self._lock:
@@ -161,54 +204,94 @@ class Store:
     # --- memory -------------------------------------------------------------------------------------------
 
     def _allocate(self, slot_bytes: int, timeout_s: float) -> tuple[Segment, int]:
+        """Segments are made, and a full memory is waited for, without the lock: slots come back meanwhile."""
         deadline_s = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                slots = self._free_slots.get(slot_bytes)
-                if not slots:
-                    slots = self._grow(slot_bytes, deadline_s)
-                if slots:
-                    name, offset = slots.pop()  # the last one freed is the warmest
-                    self._free_bytes -= slot_bytes
-                    self._used_bytes += slot_bytes
-                    return self._own[name], offset
+        while True:
+            with self._lock:
+                taken = self._take_slot(slot_bytes)
+                if taken is not None:
+                    return taken
+                name = f"{self._owner}.{self._next_segment}"
+                self._next_segment += 1
+            segment = self._new_segment(name, slot_bytes)
+            with self._lock:
+                if segment is not None:
+                    self._add(segment)
+                elif not self._free_slots.get(slot_bytes) and not self._trim(0):
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise self._is_full(slot_bytes)
+                    self._freed.wait(min(left_s, _LOOK_S))
 
-    def _grow(self, slot_bytes: int, deadline_s: float) -> list[tuple[str, int]] | None:
-        """New slots of a size; None after a wait for freed memory, when there was no room for a new segment."""
+    def _take_slot(self, slot_bytes: int) -> tuple[Segment, int] | None:
+        slots = self._free_slots.get(slot_bytes)
+        if not slots:
+            return None
+        name, offset = slots.pop()
+        self._free_bytes -= slot_bytes
+        self._used_bytes += slot_bytes
+        return self._own[name], offset
+
+    def _new_segment(self, name: str, slot_bytes: int) -> Segment | None:
+        """None where there is no room at the moment."""
         num_slots = SLAB_BYTES // slot_bytes if slot_bytes <= LARGEST_SLAB_SLOT else 1
-        name = f"{self._owner}.{self._next_segment}"
-        self._next_segment += 1
         try:
-            segment = Segment(self._shm_dir / name, num_slots * slot_bytes, slot_bytes, create=True)
+            return Segment(self._shm_dir / name, num_slots * slot_bytes, slot_bytes, create=True)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-            if self._free_bytes:
-                self._trim(0)
-            elif time.monotonic() > deadline_s or not self._freed.wait(deadline_s - time.monotonic()):
-                raise StuckError(
-                    f"{self._owner}: no shared memory for a payload of {slot_bytes} bytes: {self._used_bytes} bytes are"
-                    f" in channels and unread. Give channels a capacity, or the machine a larger {self._shm_dir.parent}"
-                    " (for Docker: --shm-size)"
-                ) from error
-            return None
-        self._own[name] = segment
-        slots = self._free_slots.setdefault(slot_bytes, [])
-        slots.extend((name, n * slot_bytes) for n in reversed(range(num_slots)))
-        self._free_bytes += num_slots * slot_bytes
-        return slots
+        capacity = capacity_bytes(self._shm_dir)
+        if slot_bytes > capacity:
+            raise RunError(
+                f"{self._owner}: a payload of {slot_bytes} bytes can never fit into shared memory, which has {capacity}"
+                f": send it in parts, or give the machine a larger {self._shm_dir.parent} (for Docker: --shm-size)"
+            )
+        return None
 
-    def _trim(self, keep_bytes: int) -> None:
-        """Delete free segments, largest first, until the pool is small enough. Slabs stay."""
+    def _add(self, segment: Segment) -> None:
+        self._own[segment.name] = segment
+        offsets = range(0, segment.num_bytes, segment.slot_bytes)
+        slots = self._free_slots.setdefault(segment.slot_bytes, [])
+        slots.extend((segment.name, offset) for offset in reversed(offsets))
+        self._free_bytes += segment.num_bytes
+
+    def _is_full(self, slot_bytes: int) -> StuckError:
+        return StuckError(
+            f"{self._owner}: no shared memory for a payload of {slot_bytes} bytes: {self._used_bytes} bytes are in"
+            f" channels and unread. Give channels a capacity, or the machine a larger {self._shm_dir.parent}"
+            " (for Docker: --shm-size)"
+        )
+
+    def _trim(self, keep_bytes: int) -> bool:
+        """Give up segments in which every slot is free, largest first, until the pool is small enough; whether there
+        was one. With nothing to keep slabs go too: otherwise they are worth more than they cost."""
         if self._free_bytes <= keep_bytes:
-            return
-        for slot_bytes in sorted((s for s in self._free_slots if s > LARGEST_SLAB_SLOT), reverse=True):
+            return False
+        has_trimmed = False
+        for slot_bytes in sorted(self._free_slots, reverse=True):
+            if slot_bytes <= LARGEST_SLAB_SLOT and keep_bytes > 0:
+                break
             slots = self._free_slots[slot_bytes]
-            while slots and self._free_bytes > keep_bytes:
-                name, _ = slots.pop(0)
-                self._free_bytes -= slot_bytes
-                del self._own[name]
-                (self._shm_dir / name).unlink(missing_ok=True)
+            for name in self._idle_segments(slots):
+                if self._free_bytes <= keep_bytes:
+                    return has_trimmed
+                segment = self._own.pop(name)
+                slots[:] = [slot for slot in slots if slot[0] != name]
+                self._free_bytes -= segment.num_bytes
+                segment.discard(self._shm_dir / name)
+                has_trimmed = True
+        return has_trimmed
+
+    def _idle_segments(self, slots: Sequence[tuple[str, int]]) -> list[str]:
+        """Of the segments of these free slots those without any other slot, the coldest first."""
+        num_free: dict[str, int] = {}
+        for name, _ in slots:
+            num_free[name] = num_free.get(name, 0) + 1
+        return [
+            name
+            for name, count in num_free.items()
+            if count * self._own[name].slot_bytes == self._own[name].num_bytes
+        ]
 
     def _segment(self, name: str) -> Segment:
         with self._lock:
@@ -220,7 +303,11 @@ class Store:
             try:
                 segment = Segment(self._shm_dir / name, 0, create=False)
             except FileNotFoundError:
-                raise PeerDiedError(f"{self._owner}: payload {name} is gone with its session") from None
+                raise PeerDiedError(
+                    f"{self._owner}: payload {name} is gone with its owner or its session"
+                ) from None
+            if _owner_of(name) in self._dead:
+                return segment
             self._mapped[name] = segment
             self._mapped_bytes += segment.num_bytes
             while self._mapped_bytes > _CACHED_MAPS_BYTES and len(self._mapped) > 1:
@@ -237,9 +324,16 @@ class Store:
         self._guards[key] = weakref.ref(root, gone)
 
 
-def _cut(root: Any, start: int, sizes: Sequence[int]) -> list[memoryview]:
-    buffers = []
-    for num_bytes in sizes:
+def _owner_of(name: str) -> str:
+    """Segments are named "<owner identity>.<n>"."""
+    return name.rpartition(".")[0]
+
+
+def _cut(root: Any, ref: Ref) -> tuple[bytes, list[memoryview]]:
+    """The header and the buffers of a payload that lies in `root`."""
+    header = bytes(root[: ref.header_bytes])
+    buffers, start = [], aligned(ref.header_bytes)
+    for num_bytes in ref.sizes:
         buffers.append(memoryview(root[start : start + num_bytes]))
         start += aligned(num_bytes)
-    return buffers
+    return header, buffers

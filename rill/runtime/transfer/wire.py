@@ -3,8 +3,8 @@
 Owns the format that calls, transfers and channels share. Nothing here knows where the bytes go: `encode`
 gives views of the caller's own memory (no copy), `decode` builds objects on the memory it is given (no copy).
 
-What leaves the pickle raw: NumPy arrays, torch tensors of any dtype, bytes, bytearray and str, each from
-`RAW_MIN_BYTES` up; smaller ones stay inside the header, where they cost less than a frame of their own.
+What leaves the pickle raw: NumPy arrays and torch tensors of any dtype, from `RAW_MIN_BYTES` up; smaller ones stay
+inside the header, where they cost less than a frame of their own. bytes and str are part of the header.
 
 Rules for tensors:
 - values travel, autograd does not: a tensor arrives detached and without `requires_grad`; a `Parameter` stays
@@ -18,8 +18,8 @@ Rules for tensors:
 
 from __future__ import annotations
 
+import io
 import pickle
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,11 +34,6 @@ RAW_MIN_BYTES = 4096
 Buffer: TypeAlias = memoryview
 DeviceHook: TypeAlias = Callable[[Any], "tuple[Callable[..., Any], tuple[Any, ...]] | None"]
 """Turns a tensor into (a picklable function, its arguments) that rebuilds it; None: it travels through the host."""
-
-_PLAIN, _SPLICED = b"\x00", b"\x01"
-_SPLICE = struct.Struct("<QI")  # offset in the stream, index of the buffer that belongs there
-_COUNT = struct.Struct("<I")
-_FRAME_BYTES = 64 * 1024  # pickle hands objects of this size to the file as they are
 
 
 class Encoded(NamedTuple):
@@ -60,7 +55,7 @@ def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
         coder.dump(obj, device_hook)
     except _PICKLE_ERRORS as error:
         raise UnpicklableError(_explain(obj, error)) from error
-    header, buffers = coder.sink.take()
+    header, buffers = coder.take()
     _of_thread.coder = coder
     if not buffers:
         return Encoded(header, buffers, len(header))
@@ -72,58 +67,12 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any], *, device: str | 
     previous = _decoding.device
     _decoding.device = device
     try:
-        if header[:1] == _PLAIN:
-            return pickle.loads(memoryview(header)[1:], buffers=buffers)
-        return _decode_spliced(memoryview(header), buffers)
+        return pickle.loads(header, buffers=buffers)
     finally:
         _decoding.device = previous
 
 
 # --- encoding ---------------------------------------------------------------------------------------------
-
-
-class _Sink:
-    """The file under the pickler. Large bytes and str arrive here whole, and are kept out of the header."""
-
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._buffers: list[Buffer] = []
-        self._chunks: list[bytes] = []
-        self._splices: list[bytes] = []
-        self._num_stream_bytes = 0
-
-    def write(self, chunk: Any) -> int:
-        num_bytes = len(chunk)
-        if num_bytes >= _FRAME_BYTES and isinstance(chunk, (bytes, bytearray)):
-            self._splices.append(_SPLICE.pack(self._num_stream_bytes, len(self._buffers)))
-            self._buffers.append(memoryview(chunk))
-        else:
-            self._chunks.append(chunk if type(chunk) is bytes else bytes(chunk))
-            self._num_stream_bytes += num_bytes
-        return num_bytes
-
-    def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """The pickler's buffer_callback: true keeps the buffer inside the pickle."""
-        try:
-            view = buffer.raw()
-        except BufferError:  # neither C nor Fortran contiguous: the pickler makes a contiguous copy
-            return True
-        if view.nbytes < RAW_MIN_BYTES:
-            return True
-        self._buffers.append(view)
-        return False
-
-    def take(self) -> tuple[bytes, list[Buffer]]:
-        """The header and the buffers of what was written; the next object begins anew."""
-        if self._splices:
-            parts = (_SPLICED, _COUNT.pack(len(self._splices)), *self._splices, *self._chunks)
-            taken = b"".join(parts), self._buffers
-        else:
-            taken = b"".join((_PLAIN, *self._chunks)), self._buffers
-        self._clear()
-        return taken
 
 
 class _TorchPickler(pickle.Pickler):
@@ -141,13 +90,12 @@ class _TorchPickler(pickle.Pickler):
 class _Coder:
     """A pickler and the file under it. Used again and again: making them costs more than pickling a small object."""
 
-    __slots__ = ("_pickler", "knows_torch", "sink")
-
     def __init__(self) -> None:
-        self.sink = _Sink()
         self.knows_torch = "torch" in sys.modules
+        self._file = io.BytesIO()
+        self._buffers: list[Buffer] = []
         kind = _TorchPickler if self.knows_torch else pickle.Pickler
-        self._pickler = kind(self.sink, protocol=5, buffer_callback=self.sink.take_buffer)
+        self._pickler = kind(self._file, protocol=5, buffer_callback=self._keep_inside)
 
     def dump(self, obj: object, device_hook: DeviceHook | None) -> None:
         pickler = self._pickler
@@ -155,6 +103,25 @@ class _Coder:
             pickler.device_hook = device_hook
         pickler.dump(obj)
         pickler.clear_memo()  # or every object ever sent would stay alive
+
+    def take(self) -> tuple[bytes, list[Buffer]]:
+        """The header and the buffers of what was dumped; the next object begins anew."""
+        taken = self._file.getvalue(), self._buffers
+        self._buffers = []
+        self._file.seek(0)
+        self._file.truncate()
+        return taken
+
+    def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
+        """The pickler's buffer_callback: true keeps the buffer inside the pickle."""
+        try:
+            view = buffer.raw()
+        except BufferError:  # neither C nor Fortran contiguous: the pickler makes a contiguous copy
+            return True
+        if view.nbytes < RAW_MIN_BYTES:
+            return True
+        self._buffers.append(view)
+        return False
 
 
 class _OfThread(threading.local):
@@ -195,6 +162,11 @@ class _Decoding(threading.local):
 _decoding = _Decoding()
 
 
+def decoding_device() -> str | None:
+    """Where the decode that runs in this thread puts tensors that were not on the CPU; None: on the CPU."""
+    return _decoding.device
+
+
 def _rebuild_tensor(raw: Any, dtype_name: str, shape: tuple[int, ...], was_on_cpu: bool) -> Any:
     import torch
 
@@ -214,61 +186,6 @@ def _rebuild_parameter(values: Any, requires_grad: bool) -> Any:
     import torch
 
     return torch.nn.Parameter(values, requires_grad=requires_grad)
-
-
-class _SplicedReader:
-    """The file under the unpickler: the stream with each spliced buffer back at its place."""
-
-    def __init__(self, pieces: list[memoryview]) -> None:
-        self._pieces = pieces
-        self._piece = 0
-        self._offset = 0
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        filled = 0
-        while filled < view.nbytes and self._piece < len(self._pieces):
-            source = self._pieces[self._piece]
-            count = min(view.nbytes - filled, source.nbytes - self._offset)
-            view[filled : filled + count] = source[self._offset : self._offset + count]
-            filled += count
-            self._offset += count
-            if self._offset == source.nbytes:
-                self._piece += 1
-                self._offset = 0
-        return filled
-
-    def read(self, size: int = -1) -> bytes:
-        if size < 0:
-            size = sum(piece.nbytes for piece in self._pieces[self._piece :]) - self._offset
-        data = bytearray(size)
-        return bytes(data[: self.readinto(data)])
-
-    def readline(self) -> bytes:
-        line = bytearray()
-        while byte := self.read(1):
-            line += byte
-            if byte == b"\n":
-                break
-        return bytes(line)
-
-
-def _decode_spliced(header: memoryview, buffers: Sequence[Any]) -> Any:
-    (num_splices,) = _COUNT.unpack_from(header, 1)
-    table_start = 1 + _COUNT.size
-    stream = header[table_start + num_splices * _SPLICE.size :]
-    pieces: list[memoryview] = []
-    spliced: set[int] = set()
-    done = 0
-    for n in range(num_splices):
-        offset, index = _SPLICE.unpack_from(header, table_start + n * _SPLICE.size)
-        pieces += [stream[done:offset], memoryview(buffers[index]).cast("B")]
-        spliced.add(index)
-        done = offset
-    pieces.append(stream[done:])
-    out_of_band = [buffer for index, buffer in enumerate(buffers) if index not in spliced]
-    reader = _SplicedReader([piece for piece in pieces if piece.nbytes])
-    return pickle.Unpickler(reader, buffers=out_of_band).load()
 
 
 # --- what cannot travel -----------------------------------------------------------------------------------
@@ -326,8 +243,3 @@ def copy_through(obj: Any) -> Any:
     """`obj` as it would arrive at another process: for tests, and for a worker that lives in this process."""
     encoded = encode(obj)
     return decode(encoded.header, [bytearray(buffer) for buffer in encoded.buffers])
-
-
-def frames_of(encoded: Encoded) -> list[bytes | Buffer]:
-    """Header and buffers as the frames of one multipart message."""
-    return [encoded.header, *encoded.buffers]

@@ -1,16 +1,16 @@
-"""Kinds of devices that users register, and nodes that differ in what they have."""
+"""Accelerators: the two that rill has, those that users register, and nodes that differ in what they have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from rill.errors import PlanError
+from rill.errors import PlanError, UnknownNameError, UnsupportedError
 from rill.runtime.cluster import Cluster
-from rill.runtime.device import kind as device_kind
+from rill.runtime.device.accelerator import ACCELERATORS, accelerator, accelerator_of
 from rill.runtime.device.device import Device, Node, devices_of_nodes, local_devices
-from rill.runtime.device.kind import DeviceKind, register_kind
 from rill.runtime.process.backend import LocalBackend
 from rill.runtime.worker import Worker
 from tests.runtime.workers import Echo
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def npus() -> Iterator[None]:
-    register_kind(DeviceKind(name="npu", visible_env="TEST_NPUS", torch_name="npu", count=lambda: 3))
+    ACCELERATORS.register("npu", "tests.runtime.npu:Npu")
     yield
-    device_kind._kinds.clear()
+    ACCELERATORS._parts.pop("npu", None)
 
 
 class Seated(Worker):
@@ -45,7 +45,7 @@ def test_a_registered_kind_is_counted_named_and_shown_to_its_processes_only() ->
 def test_auto_takes_what_can_be_counted_before_cpu_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [device.kind for device in local_devices("auto")] == ["npu"] * 3
-    device_kind._kinds.clear()
+    ACCELERATORS._parts.pop("npu")
     assert {device.kind for device in local_devices("auto")} == {"cpu"}
     with pytest.raises(PlanError, match="nothing is known that counts 'npu'"):
         local_devices("npu:auto")
@@ -77,5 +77,32 @@ def test_a_label_that_no_node_has_or_that_two_share_is_refused() -> None:
         devices_of_nodes({"c": "cpu:1"}, nodes)
     with pytest.raises(PlanError, match="node0 is meant by 'a' and by 'b'"):
         devices_of_nodes({"a": "cpu:1", "b": "cpu:2"}, nodes)
-    with pytest.raises(PlanError, match="cannot be called 'cuda'"):
-        register_kind(DeviceKind(name="cuda"))
+    with pytest.raises(UnknownNameError, match="'cuda' is taken"):
+        ACCELERATORS.register("cuda", "tests.runtime.npu:Npu")
+
+
+def test_more_devices_than_there_are_cannot_be_had_but_cpu_slots_can() -> None:
+    with pytest.raises(PlanError, match="4 devices of kind 'npu' asked for, this machine shows 3"):
+        local_devices("npu:4")
+    assert len(local_devices("cpu:512")) == 512
+
+
+def test_the_processor_knows_its_memory_and_shares_none_by_handles() -> None:
+    cpu = accelerator("cpu")
+    free, total = cpu.memory_bytes("cpu")
+    assert 0 < free <= total
+    tensor = torch.ones(3)
+    found = accelerator_of(tensor)
+    assert found is not None and found[0] == "cpu" and not cpu.has_ipc
+    cpu.synchronize(tensor.device)
+    with pytest.raises(UnsupportedError, match="cannot be opened by another process"):
+        cpu.export(tensor)
+
+
+def test_gpus_are_those_that_the_environment_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = accelerator("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    assert list(cuda.devices() or ()) == [5, 2]
+    assert [device.index for device in local_devices("cuda:1")] == [5]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(cuda.devices() or ()) == []

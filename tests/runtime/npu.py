@@ -1,0 +1,15 @@
+"""A kind of device that is one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rill.runtime.device.accelerator import Accelerator
+
+
+class Npu(Accelerator):
+    visible_env = "TEST_NPUS"
+    torch_name = "npu"
+
+    def devices(self) -> Sequence[int]:
+        return range(3)
