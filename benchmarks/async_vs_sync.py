@@ -28,8 +28,8 @@ from typing import Any
 from rill.config.files import load_recipe
 from rill.telemetry import trace
 from rill.telemetry.run import Run
-from rill.workflows.loop import StepReport
 from rill.workflows.grpo import GRPO
+from rill.workflows.loop import StepReport
 
 TINY = Path(__file__).resolve().parents[1] / "recipes" / "parts" / "tiny_model.toml"
 MAX_CONTEXT = 640

@@ -3,8 +3,9 @@
     python benchmarks/controller.py [--steps 40] [--bytes 1024,65536,1048576] [--groups 8,64,512] [--ranks 8,128]
 
 The real Loop, Flow, Fleet, Controller, channels and hub; rollout workers that make no tokens and actors that train
-nothing. A rollout worker puts samples of a given size into the samples channel, an actor takes them by key, publishes a manifest
-of as many tensors as a 1.5B model has and brings the engines to it; every engine answers with a canary. JSON lines:
+nothing. A rollout worker puts samples of a given size into the samples channel, an actor takes them by key, publishes a
+manifest of as many tensors as a 1.5B model has and brings the engines to it; every engine answers with a canary.
+JSON lines:
 
     step by bytes    driver time as samples grow: must not grow
     step by groups   driver time as the batch grows: must not grow
@@ -32,6 +33,7 @@ import torch
 
 from rill.config import PartConfig
 from rill.data.loader import LoaderConfig
+from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker, concurrent
@@ -41,8 +43,8 @@ from rill.types import Floats, PolicyVersion, Prompt, TokenIds
 from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest, open_publisher
 from rill.weights.inproc import InprocTransport
 from rill.weights.manifest import BucketSpec, TensorSpec
+from rill.weights.publishing import PublishingWorker
 from rill.workflows.actor import TrainedStep
-from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -50,7 +52,6 @@ from rill.workflows.episodes import Flows
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Flow, Seating
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.publishing import PublishingWorker
 from rill.workflows.records import Outcome, sample_key
 
 TIMEOUT_S = 600.0
@@ -73,7 +74,6 @@ class NullRollout(Worker):
     def __init__(self, *, num_bytes: int, work_s: float) -> None:
         self.payload = np.zeros(num_bytes, np.uint8)
         self.work_s = work_s
-        self.producer = f"null{self.rank}"
 
     def generate(self, flows: Flows) -> int:
         count = 0
@@ -81,13 +81,12 @@ class NullRollout(Worker):
             time.sleep(self.work_s)
         for task in flows.tasks:
             for i in range(task.num_samples):
-                flows.samples.put(self.payload, key=sample_key(task.id, i, self.producer))
+                flows.samples.put(self.payload, key=sample_key(task.id, i))
             flows.outcomes.put(
                 Outcome(
                     index=task.index,
                     lengths=(1,) * task.num_samples,
                     metrics={"reward/mean": 0.5},
-                    producer=self.producer,
                 )
             )
             count += 1
@@ -219,7 +218,7 @@ def null_run(
         samples=channel("samples"),
         outcomes=channel("outcomes", timeout_s=1e9),
     )
-    crew = Crew(rollout, flows.tasks, lambda chosen: rollout.on(*chosen).generate(flows), 0)
+    crew = Crew(rollout, lambda chosen: rollout.on(*chosen).generate(flows), 0)
     fleet = Fleet(crew, None, None, actor, SyncConfig(), config)  # type: ignore[arg-type]
     seating = Seating(cluster, colocate=True)
     seating.seat(rollout.name, "0")

@@ -83,8 +83,8 @@ def write_inputs(folder: Path, seed: int, num_rows: int) -> None:
 
 def run_rill(args: argparse.Namespace) -> None:
     from rill.telemetry.run import Run
-    from rill.workflows.loop import StepReport
     from rill.workflows.grpo import GRPO
+    from rill.workflows.loop import StepReport
 
     folder = Path(args.folder)
     recipe = {

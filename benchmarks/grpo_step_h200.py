@@ -33,8 +33,8 @@ import torch
 
 from rill.telemetry import trace
 from rill.telemetry.run import Run
-from rill.workflows.loop import StepReport
 from rill.workflows.grpo import GRPO
+from rill.workflows.loop import StepReport
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,

@@ -66,7 +66,7 @@ def programs_of_the_readme() -> list[str]:
 
 def test_the_workflow_in_the_readme_is_the_real_one() -> None:
     workflow = programs_of_the_readme()[0]
-    assert "def run(self)" in workflow
+    assert "def step(self" in workflow
     assert workflow in (ROOT / "rill/workflows/grpo.py").read_text(encoding="utf-8")
 
 

@@ -28,6 +28,7 @@ from rill.cli.progress import Progress
 from rill.cli.stall import StallWatch
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
+from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
@@ -35,7 +36,6 @@ from rill.telemetry.rollouts import latest_error, newest_failure, then_and_now
 from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
-from rill.workflows.checkpoints import step_of, whole_checkpoints
 from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
 

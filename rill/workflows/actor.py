@@ -36,10 +36,10 @@ from rill.weights import (
     open_publisher,
     take_part,
 )
+from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import SyncConfig, WarmStartConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import Advantages, LearningWorker
-from rill.workflows.publishing import PublishingWorker, Synced
 from rill.workflows.scorers import TeacherConfig, rendezvous_of
 
 

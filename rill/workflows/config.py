@@ -159,7 +159,7 @@ class EvalSetConfig(EvalSamplingConfig):
 
 
 class EvalConfig(EvalSamplingConfig):
-    """[eval]: the held-out side of the training data, and any number of other sets; read by rill.workflows.evaluation."""
+    """[eval]: the held-out side of the training data, and any number of other sets; read by the controller."""
 
     every: int = Field(10, ge=0)
     """Steps between evaluations. 0: only before the first and after the last step."""
@@ -216,7 +216,7 @@ class ClusterConfig(Config):
 
 
 class SyncConfig(Config):
-    """[sync]: how trained weights reach the engines; read by rill.workflows.publishing and the workers at both ends."""
+    """[sync]: how trained weights reach the engines; read by rill.weights.publishing and the workers at both ends."""
 
     transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
         default_factory=lambda: TRANSPORTS.load("auto").Config()

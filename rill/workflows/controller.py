@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import pickle
 import threading
@@ -32,20 +31,18 @@ from typing import NamedTuple
 from rill.config import PartConfig
 from rill.data.base import Split, open_dataset, open_indexed
 from rill.data.curriculum import Curriculum, CurriculumConfig
+from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import LoaderConfig, PromptSource, open_loader
 from rill.errors import CheckpointError, StuckError
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion, Sample
 from rill.workflows.config import EvalSetConfig, LoopConfig
-from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.edges import Edge
 from rill.workflows.episodes import Flows
 from rill.workflows.evaluation import read_prompts, summarise_rewards
 from rill.workflows.records import TRAIN, Chunk, Outcome, Task
 from rill.workflows.staleness import Entry, Limits, Since, Staleness, State
-
-log = logging.getLogger(__name__)
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
 
@@ -231,23 +228,19 @@ class Controller(Worker):
         try:
             for outcome in self._flows.outcomes:  # for as long as the process lives
                 with self._changed:
-                    is_awaited = self._collect(outcome)
+                    self._collect(outcome)
                     self._advance()
                     self._changed.notify_all()
-                if not is_awaited:
-                    log.warning("group %d was done a second time, by %s", outcome.index, outcome.producer)
-                    if outcome.lengths:
-                        self._flows.samples.take(keys=outcome.keys)
         except Exception as error:  # noqa: BLE001  boundary: handed to whoever waits for a batch
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _collect(self, outcome: Outcome) -> bool:
+    def _collect(self, outcome: Outcome) -> None:
         if outcome.purpose == TRAIN:
-            return self.groups.collect(outcome)
-        self._evaluated.setdefault(outcome.purpose, {})[outcome.index] = outcome
-        return True
+            self.groups.collect(outcome)
+        else:
+            self._evaluated.setdefault(outcome.purpose, {})[outcome.index] = outcome
 
     @property
     def _num_evaluated(self) -> int:
@@ -294,7 +287,9 @@ class Controller(Worker):
         stopped, and a checkpoint holds it."""
         timeout_s = self.config.step_timeout_s
         num_running = self.groups.num(State.RUNNING)
-        if not self._changed.wait_for(lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s):
+        if not self._changed.wait_for(
+            lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s
+        ):
             raise StuckError(f"{num_running} groups were not stopped within {timeout_s:.0f} s")
 
 

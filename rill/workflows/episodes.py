@@ -26,12 +26,11 @@ from rill.envs.events import MemoryLog
 from rill.inference.base import Completion
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
-from rill.runtime.context import current
+from rill.telemetry.rollout_log import RolloutLog
 from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
 from rill.workflows.config import EvalSetConfig, RolloutConfig
 from rill.workflows.policy import PolicyClient
 from rill.workflows.records import TRAIN, Outcome, Progress, Task, sample_key
-from rill.workflows.rollout_log import RolloutLog
 
 
 class FinishedGroup(NamedTuple):
@@ -74,7 +73,6 @@ class Episodes:
         self._finish = settings.finish_group
         self._algorithm = Algorithm(settings.algorithm)
         self._seed = settings.seed
-        self._producer = current().address.identity
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.model)
         self._environments: dict[str, Environment] = {
             TRAIN: open_environment(settings.rollout.env, self.tokenizer)
@@ -105,11 +103,11 @@ class Episodes:
     async def _one(self, lease: Lease, flows: Flows, policy: PolicyClient, room: asyncio.Semaphore) -> None:
         task: Task = lease.value
         outcome, samples = await self.group(task, policy)
-        for number, sample in enumerate(samples):
-            key = sample_key(task.id, number, self._producer)
-            await flows.samples.put_async(sample, weight=float(sample.num_tokens), key=key)
-        await flows.outcomes.put_async(outcome)
-        lease.done()
+        async with lease:  # all of it, or nothing: and then somebody else does it again
+            for number, sample in enumerate(samples):
+                key = sample_key(task.id, number)
+                await flows.samples.put_async(sample, weight=float(sample.num_tokens), key=key)
+            await flows.outcomes.put_async(outcome)
         for _ in range(min(task.num_samples, self._config.max_concurrent)):
             room.release()
 
@@ -192,7 +190,7 @@ class Episodes:
         return self._environments[purpose], params
 
     def _outcome(self, task: Task, **known: Any) -> Outcome:
-        return Outcome(index=task.index, purpose=task.purpose, producer=self._producer, **known)
+        return Outcome(index=task.index, purpose=task.purpose, **known)
 
 
 def oldest_version(group: Group) -> PolicyVersion | None:

@@ -1,4 +1,4 @@
-"""Evaluation: pass@k with confidence intervals. The controller puts the prompts through the engines that generate anyway.
+"""Evaluation: pass@k with confidence intervals. The controller puts the prompts through the engines of training.
 
 pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) from n samples with c right. A sample is right when its reward
 reaches RIGHT. The interval is Wilson's at 95 % for one sample a prompt, and a normal one over prompts otherwise.
@@ -33,8 +33,8 @@ def read_prompts(config: EvalSetConfig) -> list[Prompt]:
 
 
 def summarise_rewards(rows: Sequence[Sequence[float]], name: str = HELD_OUT) -> dict[str, float]:
-    """Metrics of an evaluation; one row of rewards to a prompt. An episode that failed has no number: it is counted, and
-    is not right."""
+    """Metrics of an evaluation; one row of rewards to a prompt. An episode that failed has no number: it is counted,
+    and is not right."""
     if not rows:
         return {}
     place = "eval" if name == HELD_OUT else f"eval/{name}"

@@ -30,9 +30,9 @@ from rill.runtime.handle import Handle, Outcome
 from rill.telemetry import trace
 from rill.types import PolicyVersion
 from rill.weights import SealedManifest
+from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
 from rill.workflows.env_worker import EnvWorker
-from rill.workflows.publishing import PublishingWorker, Synced
 from rill.workflows.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -49,31 +49,22 @@ class Engines:
 
 
 class Crew:
-    """One group and its calls that last for an epoch of `channel`, one to a rank."""
+    """One group and its calls that last for an epoch of a channel, one to a rank. Each call meets one end of an epoch;
+    a rank that dies meets it when it is called again."""
 
     def __init__(
-        self,
-        group: WorkerGroup[Any],
-        channel: Channel,
-        call: Callable[[Sequence[int]], Handle],
-        relaunches: int,
+        self, group: WorkerGroup[Any], call: Callable[[Sequence[int]], Handle], max_relaunches: int
     ) -> None:
         self.group = group
         self.names = [f"{group.name}[{rank}]" for rank in range(group.size)]
         self.num_relaunches = [0] * group.size
-        self._channel = channel
         self._call = call
-        self._max_relaunches = relaunches
+        self._max_relaunches = max_relaunches
         self._calls: list[RankCall | None] = [None] * group.size
-        self._relaunched: set[int] = set()
-        """In this epoch."""
-        self._is_open = False
-        self._num_epochs = 0
 
     def open_epoch(self) -> None:
         """Let every rank take what lies in the channel until its epoch ends."""
-        self._is_open = True
-        self._begin([rank for rank, call in enumerate(self._calls) if call is None])
+        self._begin(list(range(self.group.size)))
 
     def tend(self, bring_back: Callable[[int, str], None]) -> None:
         """Bring back ranks that are gone. Raises what ended a rank in any other way."""
@@ -82,23 +73,12 @@ class Crew:
                 bring_back(rank, str(outcome.error))
             elif outcome.error is not None:
                 raise outcome.error
-            elif self._is_open and self._num_drained() <= self._num_epochs:
-                self._begin([rank])  # started again, it has met the end of an epoch before this one
             else:
                 self._calls[rank] = None
 
-    def close_epoch(self) -> None:
-        """The channel was told that its epoch ends; `unfinished` says who still works on it."""
-        self._is_open = False
-        self._num_epochs += 1
-
     def unfinished(self) -> Handle | None:
-        """A call that still belongs to the epoch that ends."""
-        for rank, call in enumerate(self._calls):
-            if call is not None and not self._serves_next(rank):
-                return call.handle
-        self._relaunched.clear()
-        return None
+        """A call that still works on the epoch."""
+        return next((call.handle for call in self._calls if call is not None), None)
 
     def relaunch(self, rank: int, reason: str, timeout_s: float) -> None:
         """In a new process. `recall` lets it go on."""
@@ -106,7 +86,6 @@ class Crew:
         if count >= self._max_relaunches:
             raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
         self.num_relaunches[rank] += 1
-        self._relaunched.add(rank)
         log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
         self.group.relaunch(rank, timeout_s=timeout_s)
 
@@ -115,21 +94,10 @@ class Crew:
             self._begin([rank])
         log.warning("%s is back in service", self.names[rank])
 
-    def _serves_next(self, rank: int) -> bool:
-        """Whether the rank's call is for the next epoch: its process saw the end of this one, died before it said so,
-        and was started again."""
-        return rank in self._relaunched and self._num_drained() >= self._num_epochs
-
-    def _num_drained(self) -> int:
-        """Epochs of the channel that are over: one more than were closed here where close_epoch() is to come."""
-        num_drained: int = self._channel.stats()["epochs_drained"]
-        return num_drained
-
     def _begin(self, ranks: Sequence[int]) -> None:
-        if ranks:
-            handle = self._call(ranks)
-            for index, rank in enumerate(ranks):
-                self._calls[rank] = RankCall(handle, index)
+        handle = self._call(ranks)
+        for index, rank in enumerate(ranks):
+            self._calls[rank] = RankCall(handle, index)
 
     def _ended(self) -> Iterator[tuple[int, Outcome]]:
         """Ranks whose call is over, with what became of it."""
@@ -198,7 +166,6 @@ class Fleet:
         for crew in self._crews:
             if crew is self._engines and self._requests is not None:
                 self._requests.end()  # nobody is left who could ask
-            crew.close_epoch()
             while call := crew.unfinished():
                 if time.monotonic() > deadline_s:
                     call.wait(timeout_s=0.0)

@@ -6,9 +6,9 @@
     flow.update(self.actor, batch)                  train on it; engines come to version + 1
 
 Every line is one call on a group and returns at once. The groups' loops wait for each other through channels: a line's
-`Stream` is the channel that the samples come out of. Where lines are connected the first time, an edge is made (edges.py)
-with the granularity that the plan gives it, and the controller learns of it; after that a step costs the driver one call
-a line. Nothing here knows what the groups compute.
+`Stream` is the channel that the samples come out of. Where lines meet for the first time, an edge is made (edges.py)
+with the granularity that the plan gives it, and the controller learns of it; after that a step costs the driver one
+call a line. Nothing here knows what the groups compute.
 """
 
 from __future__ import annotations
@@ -103,10 +103,14 @@ class Flow:
         self._selected = self._controller.select(int(self.version) - 1)
         return answers
 
-    def through(self, group: WorkerGroup[Any], batch: Stream, method: str = "score") -> Stream:
-        """Let every sample pass `group`, which adds something to it."""
+    def through(
+        self, group: WorkerGroup[Any], batch: Stream, method: str = "score", *, follows: bool = False
+    ) -> Stream:
+        """Let every sample pass `group`, which adds something to it. `follows`: under the weights that the step starts
+        from, which the group pulls first."""
         edge, target = self._edge(group, batch, method)
-        self._calls.append(group.call(method, edge, target))
+        weights = (self.fleet.manifest(),) if follows else ()
+        self._calls.append(group.call(method, edge, target, *weights))
         return Stream(target, (*batch.upstream, group.name))
 
     def update(self, group: WorkerGroup[Any], batch: Stream) -> None:
@@ -114,10 +118,6 @@ class Flow:
         compute what the trainer computes."""
         edge, _ = self._edge(group, batch, "train")
         self._update = group.train(edge, self.version)
-
-    def follow(self, group: WorkerGroup[Any]) -> None:
-        """Bring a group that reads the policy, and is no engine, to the weights that the step starts from."""
-        self._calls.append(group.follow(self.version, self.fleet.manifest()))
 
     # --- the loop's ---------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """GRPO and its relatives: sample groups, reward them, learn from the difference.
 
-The file is the algorithm. Where the groups run, whether they share devices, in what chunks samples move between them and
-how far sampling runs ahead of training is the recipe's business; nothing here changes with it.
+The file is the algorithm. Where the groups run, whether they share devices, in what chunks samples move between them
+and how far sampling runs ahead of training is the recipe's business; nothing here changes with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rill.training.score import ScoreModel
 from rill.types import Group, Trajectory
 from rill.workflows.episodes import FinishedGroup
 from rill.workflows.flow import Flow, Stream
-from rill.workflows.launch import Launcher
+from rill.workflows.launch import Launcher, require_same_tokenizer
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.scorers import (
     InferenceWorker,
@@ -52,6 +52,8 @@ class GRPO(Workflow):
         self.reward = self.inference = self.reference = self.teacher = None
         trainer = config.trainer
         policy = ScoreModel.Config(model=config.model, temperature=trainer.temperature).following(trainer)
+        for other in (*config.teachers, *filter(None, [config.reward_model])):
+            require_same_tokenizer(config.model, other.model)
         if config.reward_model is not None:
             judge = config.reward_model.following(trainer)
             self.reward = launch(RewardModelWorker, "reward", config=judge, algorithm=config.algorithm)
@@ -76,8 +78,7 @@ class GRPO(Workflow):
         if self.reward is not None:
             batch = flow.through(self.reward, batch)
         if self.inference is not None:
-            flow.follow(self.inference)
-            batch = flow.through(self.inference, batch)
+            batch = flow.through(self.inference, batch, follows=True)
         elif Need.REWARD_LOGPROBS in self.config.needs:
             batch = flow.through(self.actor, batch)
         if self.reference is not None:

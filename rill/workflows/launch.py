@@ -13,8 +13,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import PlanError
-from rill.models.loading import ModelConfig, model_folder
+from rill.errors import ConfigError, PlanError
+from rill.journal.checkpoints import whole_checkpoints
+from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
@@ -24,7 +25,6 @@ from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.actor import ActorWorker
-from rill.workflows.checkpoints import whole_checkpoints
 from rill.workflows.config import ClusterConfig, EvalSetConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.env_worker import EnvWorker
@@ -179,18 +179,13 @@ class Launcher:
     def fleet(self, engines: Engines, actor: WorkerGroup[ActorWorker]) -> Fleet:
         rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
         if env is None:
-            crew = Crew(
-                rollout, flows.tasks, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches
-            )
+            crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
             return Fleet(crew, None, None, actor, self.sync, loop)
         requests = self.channel("requests", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
         answers = tuple(self.channel(f"answers[{rank}]", timeout_s=NEVER_S) for rank in range(env.size))
-        crew = Crew(
-            rollout, requests, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches
-        )
+        crew = Crew(rollout, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches)
         environments = Crew(
             env,
-            flows.tasks,
             lambda ranks: env.on(*ranks).run(flows, requests, answers),
             loop.max_relaunches,
         )
@@ -263,6 +258,15 @@ def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     if config.type == "ray":
         return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
     return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
+
+
+def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:
+    """Samples pass between models as tokens: one that reads them otherwise would score nonsense."""
+    if load_tokenizer(policy).get_vocab() != load_tokenizer(other).get_vocab():
+        raise ConfigError(
+            f"the model {other.path or other.tokenizer!r} has another vocabulary than the policy's "
+            f"{policy.path or policy.tokenizer!r}, whose tokens it would have to read: use one of the same family"
+        )
 
 
 def threads_of(config: ClusterConfig, cluster: Cluster) -> int:

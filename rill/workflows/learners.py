@@ -64,8 +64,8 @@ class LearningWorker(Worker):
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def _parts(self, source: Edge, turn: ExitStack, *, whole_groups: bool) -> Iterator[Part]:
-        """This rank's parts of a batch. The turn on the devices begins with the first, once it is in hand, and lasts for
-        the step: gradients stay where they are."""
+        """This rank's parts of a batch. The turn on the devices begins with the first, once it is in hand, and lasts
+        for the step: gradients stay where they are."""
         parts = source.parts(
             self, self.trainer.world, whole_groups=whole_groups, cost=self.trainer.cost_model
         )

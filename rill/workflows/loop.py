@@ -4,12 +4,12 @@
       ▲          prompts ─▶ episodes ─▶ select ─▶ stages ─▶ train ─▶ publish                                     │
       └──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-What unblocks what: stages wait for chunks of the batch (controller.py), the trainer for theirs; the new version makes room
-for more prompts. With max_lag 0 the epoch of the tasks ends with the batch: the engines finish, let go of their devices,
-and others may have them. That is all that sharing devices needs, so a workflow file does not know whether its parts
-share. While it waits, the loop looks after engines and environments: one that is lost is brought back (fleet.py). A lost
-trainer or controller ends the run, which can be resumed: a checkpoint is taken between two steps and holds the samples
-that wait for training, and what is begun (with its tokens, on request).
+What unblocks what: stages wait for chunks of the batch (controller.py), the trainer for theirs; the new version makes
+room for more prompts. With max_lag 0 the epoch of the tasks ends with the batch: the engines finish, let go of their
+devices, and others may have them. That is all that sharing devices needs, so a workflow file does not know whether its
+parts share. While it waits, the loop looks after engines and environments: one that is lost is brought back (fleet.py).
+A lost trainer or controller ends the run, which can be resumed: a checkpoint is taken between two steps and holds the
+samples that wait for training, and what is begun (with its tokens, on request).
 
 The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
 with neither.
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rill.errors import RillError
+from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
 from rill.types import PolicyVersion
-from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.config import LoopConfig
 from rill.workflows.controller import Controller
 from rill.workflows.fleet import answer

@@ -1,7 +1,7 @@
 """The policy as environments see it: awaitable, seeded, asked in whole chunks, and resumable.
 
-    episode ── generate ──▶ EpisodePolicy ──▶ PolicyClient ──▶ Asked: an EngineGate in this process, or engines elsewhere
-                                │ answers by request id         (env_worker.RemoteEngines)
+    episode ── generate ──▶ EpisodePolicy ──▶ PolicyClient ──▶ Asked: an EngineGate here, or engines elsewhere
+                                └ answers by request id                 (env_worker.RemoteEngines)
 
 Environments are coroutines on one event loop. All requests that they make in one turn of the loop reach the engine in
 one submit(), so that a chunk of groups is scheduled as a unit: its prefixes are shared, and at lag 0 the batch that an
@@ -28,9 +28,9 @@ from typing import Protocol
 
 from rill.errors import RequestError
 from rill.inference.base import Completion, Engine, Request
+from rill.inference.continued import Decode, continued, joined, nothing_said
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
-from rill.workflows.answers import Decode, continued, joined, nothing_said
 
 
 class Asked(Protocol):

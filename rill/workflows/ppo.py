@@ -1,7 +1,7 @@
 """PPO: the step of GRPO with a critic between the samples and the actor.
 
-The critic adds its values, and the advantages that follow from them, to every sample on its way, and learns from the same
-samples. Each model is a worker group of its own, placed as the recipe says.
+The critic adds its values, and the advantages that follow from them, to every sample on its way, and learns from the
+same samples. Each model is a worker group of its own, placed as the recipe says.
 """
 
 from __future__ import annotations

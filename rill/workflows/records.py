@@ -71,9 +71,6 @@ class Outcome:
     oldest_version: PolicyVersion | None = None
     """With a token in it; None where nothing was sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    producer: str = ""
-    """The process that made the group. A task that outlived its worker is done again by another: part of the keys, so
-    that samples of the two never mix."""
 
     @property
     def is_kept(self) -> bool:
@@ -81,7 +78,7 @@ class Outcome:
 
     @property
     def keys(self) -> list[str]:
-        return [sample_key(group_id(self.index), i, self.producer) for i in range(len(self.lengths))]
+        return [sample_key(group_id(self.index), i) for i in range(len(self.lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,37 +95,27 @@ class Chunk:
     indices_G: Ints
     sizes_G: Ints
     """Samples of each group."""
-    producers_G: Ints
-    """Position in `producers`."""
     lengths_S: Ints
     """Tokens of each sample."""
-    producers: tuple[str, ...]
 
     @staticmethod
     def of(outcomes: Sequence[Outcome], *, step: int, number: int, is_last: bool) -> Chunk:
         """By admission, so that a chunk does not depend on which of its groups happened to finish first."""
         ordered = sorted(outcomes, key=lambda outcome: outcome.index)
-        producers = {name: n for n, name in enumerate(sorted({outcome.producer for outcome in ordered}))}
         return Chunk(
             step=step,
             number=number,
             is_last=is_last,
             indices_G=np.array([outcome.index for outcome in ordered], np.int32),
             sizes_G=np.array([len(outcome.lengths) for outcome in ordered], np.int32),
-            producers_G=np.array([producers[outcome.producer] for outcome in ordered], np.int32),
             lengths_S=np.array([n for outcome in ordered for n in outcome.lengths], np.int32),
-            producers=tuple(producers),
         )
 
     @property
     def keys_S(self) -> list[str]:
         """Where the samples lie."""
-        rows = zip(self.indices_G.tolist(), self.sizes_G.tolist(), self.producers_G.tolist(), strict=True)
-        return [
-            sample_key(group_id(index), i, self.producers[producer])
-            for index, size, producer in rows
-            for i in range(size)
-        ]
+        rows = zip(self.indices_G.tolist(), self.sizes_G.tolist(), strict=True)
+        return [sample_key(group_id(index), i) for index, size in rows for i in range(size)]
 
     def share(self, rank: int, num_ranks: int, *, whole_groups: bool, cost: CostModel) -> list[str]:
         """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
@@ -149,6 +136,6 @@ def group_id(index: int) -> str:
     return f"g{index:08d}"
 
 
-def sample_key(group: str, sample: int, producer: str) -> str:
+def sample_key(group: str, sample: int) -> str:
     """Where a sample lies in a channel."""
-    return f"{group}/{sample}@{producer}"
+    return f"{group}/{sample}"

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from concurrent.futures import Future
 
 from rill.config import PartConfig
 from rill.errors import RequestError
-from rill.inference.base import ENGINES, Engine, MemoryLevel, PauseMode
+from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
@@ -101,17 +102,24 @@ class RolloutWorker(Worker):
     async def _answer(self, lease: Lease, target: Channel, room: asyncio.Semaphore) -> None:
         """Every completion as it comes; the question is dealt with when all are on their way."""
         question: Question = lease.value
-        try:
-            futures = self.gate.submit(question.requests, question.epoch)
-        except RequestError as error:  # one of them: whoever asked asks for each by itself
-            for request in question.requests:
-                await target.put_async(Refused(request.id, str(error)))
-        else:
-            for answered in asyncio.as_completed([asyncio.wrap_future(future) for future in futures]):
-                await target.put_async(await answered)
-        lease.done()
+        futures, refused = self._submit(question)
+        for each in refused:
+            await target.put_async(each)
+        for answered in asyncio.as_completed([asyncio.wrap_future(future) for future in futures]):
+            await target.put_async(await answered)
+        await lease.done_async()
         for _ in question.requests[: self.max_concurrent]:
             room.release()
+
+    def _submit(self, question: Question) -> tuple[list[Future[Completion]], list[Refused]]:
+        """All at once; where one is impossible, each by itself."""
+        try:
+            return self.gate.submit(question.requests, question.epoch), []
+        except RequestError as error:
+            if len(question.requests) == 1:
+                return [], [Refused(question.requests[0].id, str(error))]
+            parts = [self._submit(question._replace(requests=(one,))) for one in question.requests]
+            return [f for futures, _ in parts for f in futures], [r for _, refused in parts for r in refused]
 
     # --- weights ------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@
     reference   log-probabilities of the policy as RL began
     teacher     log-probabilities of the model that is learnt from
 
-Each is a loop over its edge: it takes its share of a chunk, waits for its turn on the devices, and puts the samples, with
-the same keys, into the next edge. A model is whole on every rank, or cut over all of them (`shard`).
+Each is a loop over its edge: it takes its share of a chunk, waits for its turn on the devices, and puts the samples,
+with the same keys, into the next edge. A model is whole on every rank, or cut over all of them (`shard`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig
-from rill.errors import StaleWeightsError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.parallel import Rendezvous
@@ -37,8 +36,8 @@ PART = "model"
 class TeacherConfig(FrozenModel.Config):
     """[[teachers]]: a frozen model of the student's vocabulary.
 
-    form "advantage": one teacher, a group of its own (placement.teacher); form "full_vocabulary": any number, beside the
-    trainer, where their logits are rebuilt chunk by chunk.
+    form "advantage": one teacher, a group of its own (placement.teacher); form "full_vocabulary": any number, beside
+    the trainer, where their logits are rebuilt chunk by chunk.
     """
 
     weight: float = 1.0
@@ -72,18 +71,25 @@ class ScoringWorker(Worker):
     def num_shares(self) -> int:
         return num_shares(self.world_size, self.model.world)
 
-    def score(self, source: Edge, target: Channel) -> Mapping[str, float]:
-        """One batch, chunk by chunk. Metrics are means over this rank's samples."""
+    def score(
+        self, source: Edge, target: Channel, manifest: SealedManifest | None = None
+    ) -> Mapping[str, float]:
+        """One batch, chunk by chunk. Metrics are means over this rank's samples. `manifest`: of the weights to score
+        with, for a model that is not frozen."""
         sums: dict[str, float] = {}
         count = 0
         for part in source.parts(self, self.model.world, whole_groups=self.whole_groups):
             with self.device_lock():
+                self._follow(manifest)
                 scored, found = self._scored(part.samples())
             part.put(target, scored)
             count += len(scored)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value * len(scored)
         return {name: total / count for name, total in sums.items() if count}
+
+    def _follow(self, manifest: SealedManifest | None) -> None:
+        """Nothing, where the model is frozen."""
 
     @abstractmethod
     def _scored(self, samples: list[Sample]) -> tuple[list[Sample], Mapping[str, float]]: ...
@@ -123,22 +129,16 @@ class InferenceWorker(ReferenceWorker):
     def close(self) -> None:
         self.receiver.close()
 
-    def follow(self, version: PolicyVersion, manifest: SealedManifest) -> None:
-        """Take what the trainer published; called before `score`."""
-        if manifest.version != version:
-            raise StaleWeightsError(
-                f"the step starts from version {version}, published is {manifest.version}"
-            )
-        if self.version != version:
+    def _follow(self, manifest: SealedManifest | None) -> None:
+        if manifest is not None and self.version != manifest.version:
             self.version = None  # until every tensor is in: a pull that breaks off leaves a mixture
-            with self.device_lock():
-                self.model.load_weights(self.receiver.pull(manifest.open()))
-            self.version = version
+            self.model.load_weights(self.receiver.pull(manifest.open()))
+            self.version = manifest.version
 
 
 class RewardModelWorker(ScoringWorker):
-    """A stage and not a reward that environments ask: engines that wait for a model which shares their device would wait
-    for ever. Groups are whole here, so that their advantages can be computed from the new rewards."""
+    """A stage and not a reward that environments ask: engines that wait for a model which shares their device would
+    wait for ever. Groups are whole here, so that their advantages can be computed from the new rewards."""
 
     model: RewardModel
     whole_groups = True

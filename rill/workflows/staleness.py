@@ -22,8 +22,7 @@ Staleness is bounded by admission, never by throwing samples away:
 `untrained` groups run, are kept or are batched. max_lag 0 is synchronous training: one batch is generated, trained on,
 and only then the next begins. `extra` groups are begun beyond a batch so that the slowest need not be waited for: they
 are stopped when the batch is full and go on with the next. Nothing is counted from the start of the run, so a resumed
-run may have another batch size. Every admitted group is trained on once or dropped once; an outcome that comes a second
-time (its worker died between the work and the receipt) is told apart by `collect`.
+run may have another batch size. Every admitted group is trained on once or dropped once.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import PromptSource
 from rill.errors import RunError
-from rill.workflows.curriculum import CurriculumSource
 from rill.workflows.records import Outcome, Task
 
 
@@ -126,18 +125,18 @@ class Staleness:
             raise RunError("the dataset has no more prompts: raise `data.epochs` or lower `loop.steps`")
         return tasks
 
-    def collect(self, outcome: Outcome) -> bool:
-        """Take note of what became of a group; False where nobody waits for it."""
+    def collect(self, outcome: Outcome) -> None:
+        """Take note of what became of a group."""
         index = outcome.index
-        if index not in self._groups[State.RUNNING]:
-            return False
+        assert index in self._groups[State.RUNNING], f"group {index} is not running"
         if outcome.stopped is not None:
             entry = self._move(index, State.RUNNING, State.RESUMED)
             entry.task = replace(entry.task, progress=outcome.stopped, num_resumes=entry.task.num_resumes + 1)
             self._num_stopped += 1
-            return True
-        if isinstance(self.source, CurriculumSource):
-            self.source.learn(self._groups[State.RUNNING][index].task, outcome)
+            return
+        if isinstance(self.source, CurriculumSource) and "reward/mean" in outcome.metrics:
+            prompt = self._groups[State.RUNNING][index].task.prompt
+            self.source.learn(index, prompt, outcome.metrics["reward/mean"])
         if outcome.is_kept:
             self._move(index, State.RUNNING, State.KEPT).outcome = outcome
         else:
@@ -145,7 +144,6 @@ class Staleness:
             self._dropped.append(outcome)
             self._num_dropped += 1
             self._check_dropped()
-        return True
 
     # --- batches ------------------------------------------------------------------------------------------
 

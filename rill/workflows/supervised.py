@@ -20,13 +20,13 @@ from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
+from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
 from rill.training.trainer import Trainer
 from rill.types import Prompt
-from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
 from rill.workflows.launch import open_cluster, threads_of
 from rill.workflows.loop import Observer, StepReport

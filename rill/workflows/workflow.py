@@ -1,7 +1,7 @@
 """What every RL workflow is: its groups, one step, and the loop around them.
 
-A workflow's file has a Config, `groups`, which launches the worker groups, and `step`, which is the algorithm. This base
-knows the controller, the loop and the run's files, and none of the models.
+A workflow's file has a Config, `groups`, which launches the worker groups, and `step`, which is the algorithm. This
+base knows the controller, the loop and the run's files, and none of the models.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
 from rill.workflows.actor import ActorWorker
-from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
@@ -74,5 +74,6 @@ class Workflow(ABC):
             controller.start(launch.flows).wait(timeout_s=timeout_s)
             if not is_resumed and config.sft.steps:
                 loop.save()  # what the supervised steps made is not lost before the first checkpoint
+                checkpoints.settle()
             loop.run()
             self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)

@@ -11,8 +11,8 @@ from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
-from rill.workflows.rl_config import RLConfig
 from rill.workflows.loop import Observer
+from rill.workflows.rl_config import RLConfig
 
 RECIPE = Path(__file__).with_name("tiny.toml")
 STEPS = 8

@@ -20,6 +20,7 @@ import torch
 from rill.algorithms import AlgorithmConfig
 from rill.data.loader import LoaderConfig
 from rill.data.tasks.arithmetic import ArithmeticDataset
+from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
@@ -27,8 +28,8 @@ from rill.telemetry.run import Run
 from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
+from rill.weights.publishing import PublishingWorker
 from rill.workflows.actor import TrainedStep
-from rill.workflows.checkpoints import RunCheckpoints
 from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -38,7 +39,6 @@ from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Flow, Seating
 from rill.workflows.grpo import finish_group
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.publishing import PublishingWorker
 from rill.workflows.rollout import RolloutWorker
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
@@ -263,7 +263,7 @@ class Scene:
     def _fleet(self, sync: SyncConfig, loop: LoopConfig) -> Fleet:
         rollout, env, flows = self.rollout, self.env, self.flows
         if env is None:
-            crew = Crew(rollout, flows.tasks, lambda r: rollout.on(*r).generate(flows), loop.max_relaunches)
+            crew = Crew(rollout, lambda r: rollout.on(*r).generate(flows), loop.max_relaunches)
             return Fleet(crew, None, None, self.actor, sync, loop)
         requests = Channel.create(
             self._cluster, f"requests-{self._name}", capacity_items=100_000, timeout_s=1e6
@@ -273,8 +273,8 @@ class Scene:
             for rank in range(env.size)
         )
         return Fleet(
-            Crew(rollout, requests, lambda r: rollout.on(*r).serve(requests, answers), loop.max_relaunches),
-            Crew(env, flows.tasks, lambda r: env.on(*r).run(flows, requests, answers), loop.max_relaunches),
+            Crew(rollout, lambda r: rollout.on(*r).serve(requests, answers), loop.max_relaunches),
+            Crew(env, lambda r: env.on(*r).run(flows, requests, answers), loop.max_relaunches),
             requests,
             self.actor,
             sync,

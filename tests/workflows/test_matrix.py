@@ -17,7 +17,11 @@ WORKFLOWS = ("grpo", "ppo")
 
 
 def settings(preset: str, workflow: str) -> list[str]:
-    return [f"workflow={workflow}", f"algorithm.type={preset}", *([TEACHER] if preset in NEEDS_TEACHER else [])]
+    return [
+        f"workflow={workflow}",
+        f"algorithm.type={preset}",
+        *([TEACHER] if preset in NEEDS_TEACHER else []),
+    ]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)

@@ -11,23 +11,21 @@ from rill.training.balance import CostModel
 from rill.workflows.records import BY_TOKENS, Chunk, Outcome, group_id
 
 OUTCOMES = st.lists(
-    st.tuples(
-        st.integers(0, 10_000), st.lists(st.integers(1, 500), min_size=1, max_size=5), st.sampled_from("ab")
-    ),
+    st.tuples(st.integers(0, 10_000), st.lists(st.integers(1, 500), min_size=1, max_size=5)),
     min_size=1,
     max_size=12,
     unique_by=lambda row: row[0],
 )
 
 
-def chunk_of(rows: list[tuple[int, list[int], str]]) -> tuple[Chunk, list[Outcome]]:
-    outcomes = [Outcome(index=index, lengths=tuple(lengths), producer=name) for index, lengths, name in rows]
+def chunk_of(rows: list[tuple[int, list[int]]]) -> tuple[Chunk, list[Outcome]]:
+    outcomes = [Outcome(index=index, lengths=tuple(lengths)) for index, lengths in rows]
     return Chunk.of(outcomes, step=3, number=0, is_last=True), outcomes
 
 
 @given(rows=OUTCOMES, num_ranks=st.integers(1, 5), whole_groups=st.booleans())
 def test_every_sample_belongs_to_one_rank_in_batch_order(
-    rows: list[tuple[int, list[int], str]], num_ranks: int, whole_groups: bool
+    rows: list[tuple[int, list[int]]], num_ranks: int, whole_groups: bool
 ) -> None:
     chunk, outcomes = chunk_of(rows)
     chunk = pickle.loads(pickle.dumps(chunk))
@@ -45,12 +43,12 @@ def test_every_sample_belongs_to_one_rank_in_batch_order(
 
 
 def test_shares_follow_the_cost_of_attention_where_the_trainer_says_so() -> None:
-    chunk, _ = chunk_of([(0, [8000], "a"), (1, [2000] * 4, "a")])
+    chunk, _ = chunk_of([(0, [8000]), (1, [2000] * 4)])
     by_tokens = [len(chunk.share(rank, 2, whole_groups=False, cost=BY_TOKENS)) for rank in range(2)]
     long_is_dear = CostModel(linear=1.0, quadratic=1.0)
     by_cost = [len(chunk.share(rank, 2, whole_groups=False, cost=long_is_dear)) for rank in range(2)]
     assert sorted(by_tokens) == [1, 4] and sorted(by_cost) == [1, 4]
-    chunk, _ = chunk_of([(0, [8000], "a"), (1, [2000] * 6, "a")])
+    chunk, _ = chunk_of([(0, [8000]), (1, [2000] * 6)])
     by_tokens = [len(chunk.share(rank, 2, whole_groups=False, cost=BY_TOKENS)) for rank in range(2)]
     by_cost = [len(chunk.share(rank, 2, whole_groups=False, cost=long_is_dear)) for rank in range(2)]
     assert sorted(by_tokens) == [2, 5] and sorted(by_cost) == [1, 6]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rill.errors import RunError
+from rill.journal.checkpoints import whole_checkpoints
 from rill.runtime.cluster import Cluster
 from rill.types import NOT_SAMPLED, Sample
-from rill.workflows.checkpoints import whole_checkpoints
 from rill.workflows.controller import GROUPS_FILE
 from rill.workflows.flow import Flow
 from rill.workflows.staleness import Entry

@@ -73,14 +73,12 @@ class Bench:
         self.admitted += [task.index for task in tasks]
         return [task.index for task in tasks]
 
-    def finish(self, index: int, *, dropped: str | None = None, producer: str = "a") -> bool:
-        return self.state.collect(
-            Outcome(index=index, lengths=() if dropped else (3,), dropped=dropped, producer=producer)
-        )
+    def finish(self, index: int, *, dropped: str | None = None) -> None:
+        self.state.collect(Outcome(index=index, lengths=() if dropped else (3,), dropped=dropped))
 
-    def stop(self, index: int, num_tokens: int = 1) -> bool:
+    def stop(self, index: int, num_tokens: int = 1) -> None:
         progress = Progress(answers={f"g{index}/0#0": answer(num_tokens)})
-        return self.state.collect(Outcome(index=index, stopped=progress))
+        self.state.collect(Outcome(index=index, stopped=progress))
 
     def choose(self) -> bool:
         """Whether the batch is full."""
@@ -120,19 +118,6 @@ def test_a_dropped_group_is_replaced_and_told_with_the_next_batch() -> None:
     batch, since = bench.take()
     assert batch == [1, 2]
     assert [o.dropped for o in since.dropped] == ["equal_rewards"]
-
-
-def test_a_group_done_a_second_time_is_not_counted() -> None:
-    bench = Bench()
-    bench.admit()
-    assert bench.finish(0, producer="a")
-    assert not bench.finish(0, producer="b")
-    bench.finish(1)
-    assert bench.step() == [0, 1]
-    assert not bench.finish(1, producer="b")
-    bench.admit()
-    counts = bench.state.counts()
-    assert (counts["trained"], counts["running"]) == (2, 2)
 
 
 def test_in_admission_order_a_batch_waits_for_its_oldest_group() -> None:
@@ -193,7 +178,7 @@ def test_what_was_stopped_is_begun_first_with_what_was_said() -> None:
     bench.finish(1)
     bench.finish(2)
     assert bench.take()[0] == [1, 2]
-    assert bench.stop(0, num_tokens=5)
+    bench.stop(0, num_tokens=5)
     bench.state.trained()
     assert bench.admit() == [0, 3, 4]
     (kept,) = bench.tasks[0].progress.answers.values()

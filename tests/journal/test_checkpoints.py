@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rill.errors import CheckpointError, WorkerError
+from rill.journal.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.handle import Outcome
 from rill.telemetry.run import Run
-from rill.workflows.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
 
 
 class Done:

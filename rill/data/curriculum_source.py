@@ -1,7 +1,7 @@
 """A curriculum as the loop's source of prompts: what became of every group decides what is asked next.
 
-The controller calls `learn` as groups finish and `next` as it admits, both under its lock. Reports wait until the next draw
-and are then applied in the order of admission, so that at lag 0 the draws do not depend on which group finished first.
+The controller calls `learn` as groups finish and `next` as it admits. Reports wait until the next draw and are then
+applied in the order of admission, so that at lag 0 the draws do not depend on which group finished first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from rill.data.curriculum import Curriculum
 from rill.types import Prompt
-from rill.workflows.records import Outcome, Task
 
 
 class CurriculumSource:
@@ -23,11 +22,10 @@ class CurriculumSource:
         self._apply()
         return self._curriculum.next(count)
 
-    def learn(self, task: Task, outcome: Outcome) -> None:
-        """A group counts as right by its mean reward, cut to 0…1; groups that a filter dropped count too."""
-        if (reward := outcome.metrics.get("reward/mean")) is None:
-            return  # every episode failed: nothing is known of the prompt
-        self._waiting.append((outcome.index, task.prompt, min(1.0, max(0.0, reward))))
+    def learn(self, index: int, prompt: Prompt, reward: float) -> None:
+        """A group counts as right by its mean reward, cut to 0…1; groups that a filter dropped count too. `index`: its
+        place in the order of admission."""
+        self._waiting.append((index, prompt, min(1.0, max(0.0, reward))))
 
     def metrics(self) -> dict[str, float]:
         return self._curriculum.metrics()

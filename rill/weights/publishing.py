@@ -3,14 +3,14 @@
     train ──▶ publish ──▶ update on every engine at once: pull, prove it ──▶ Synced: who did not come, a few metrics
 
 Manifests, proofs and the engines' answers stay between the trainer's first rank and the engines. The driver learns who
-failed, starts it again (fleet.py) and asks for `catch_up`.
+failed, starts it again (rill.workflows.fleet) and asks for `catch_up`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from rill.runtime.context import current
 from rill.runtime.device.lock import groups_in_line
@@ -18,10 +18,9 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
-from rill.weights import Publisher, Pulled, SealedManifest, WeightSync, WeightSyncConfig
-
-if TYPE_CHECKING:
-    from rill.workflows.rollout import RolloutWorker
+from rill.weights.base import Publisher
+from rill.weights.manifest import SealedManifest
+from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
 
 
 class Synced(NamedTuple):
@@ -45,8 +44,9 @@ class PublishingWorker(Worker):
         """Put the weights where engines reach them, inside the caller's turn on the devices. Rank 0 returns what
         engines must know, with what they must answer to a canary."""
 
-    def meet(self, rollout: WorkerGroup[RolloutWorker], timeout_s: float, interrupt: bool) -> None:
-        """Called once, on rank 0. `timeout_s`: for an engine to take a version; see also LoopConfig.interrupt."""
+    def meet(self, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool) -> None:
+        """Called once, on rank 0. `timeout_s`: for an engine to take a version; `interrupt`: what it samples goes on
+        under the new one."""
         assert self.publisher is not None, "rank 0 publishes"
         self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
 
@@ -63,7 +63,7 @@ class PublishingWorker(Worker):
         with self.timer("sync"):
             return self._engines().bring_to(manifest)
 
-    def catch_up(self, rollout: WorkerGroup[RolloutWorker], rank: int) -> None:
+    def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         """Bring one engine, started again, to the version that the others hold, if there is one. `rollout`: where they
         are now."""
         self._engines().catch_up(rollout, rank)
@@ -83,7 +83,7 @@ class Engines:
     def __init__(
         self,
         publisher: Publisher,
-        rollout: WorkerGroup[RolloutWorker],
+        rollout: WorkerGroup[Any],
         timeout_s: float,
         interrupt: bool,
     ) -> None:
@@ -106,7 +106,7 @@ class Engines:
             metrics["sync/canary"] = max(report.canary.values())
         return Synced(metrics, report.failed)
 
-    def catch_up(self, rollout: WorkerGroup[RolloutWorker], rank: int) -> None:
+    def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         self._group.rollout = rollout
         if self._manifest is not None:
             self._sync.catch_up(self._group.names[rank], self.manifest_for_one())
@@ -122,7 +122,7 @@ class Engines:
 class EngineGroup:
     """rill.weights.sync.PullTargets: the rollout group."""
 
-    def __init__(self, rollout: WorkerGroup[RolloutWorker], interrupt: bool) -> None:
+    def __init__(self, rollout: WorkerGroup[Any], interrupt: bool) -> None:
         self.rollout = rollout
         self.names: Sequence[str] = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
         self._interrupt = interrupt

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rill.inference.base import Completion
+from rill.inference.continued import continued, joined
 from rill.types import SamplingParams, StopReason, TokenIds
-from rill.workflows.answers import continued, joined
 
 
 def said(text: str, version: int, reason: StopReason = StopReason.ABORTED, **more: object) -> Completion:
