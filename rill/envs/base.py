@@ -40,6 +40,9 @@ ENVIRONMENTS = Registry(
         "single_turn": "rill.envs.single_turn:SingleTurn",
         "function": "rill.envs.function:FunctionEnvironment",
         "calculator": "rill.envs.calculator:Calculator",
+        "mcp": "rill.envs.mcp:McpEnvironment",
+        "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
+        "textarena": "rill.envs.textarena:TextArenaEnvironment",
     },
 )
 
