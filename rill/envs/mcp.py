@@ -1,4 +1,4 @@
-"""MCP servers as tools: the model may call whatever the servers offer until it answers (`pip install "rill[mcp]"`).
+"""MCP servers as tools: the model may call whatever the servers offer until it answers (`pip install "rill[envs]"`).
 
     [rollout.env]
     type = "mcp"
@@ -195,4 +195,4 @@ def _import_mcp() -> Any:
         import mcp
 
         return mcp
-    raise MissingExtraError('MCP servers need the `mcp` library: pip install "rill[mcp]"')
+    raise MissingExtraError('MCP servers need the `mcp` library: pip install "rill[envs]"')

@@ -1,4 +1,4 @@
-"""TextArena's games for one or several players (`pip install textarena`): every player is an agent, so that a policy
+"""TextArena's games for one or several players (`pip install "rill[envs]"`): every player is an agent, so that a policy
 plays against itself, or against another model.
 
     [rollout.env]
@@ -50,7 +50,7 @@ class ArenaGame:
         try:
             import textarena
         except ImportError as error:
-            raise MissingExtraError("textarena is not installed: pip install textarena") from error
+            raise MissingExtraError('textarena is not installed: pip install "rill[envs]"') from error
         self._players = config.players
         # Without the wrappers that repeat the history in every observation: a conversation has it already.
         name = config.id if config.id.endswith("-raw") else f"{config.id}-raw"
