@@ -37,7 +37,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "pyarrow": ("pyarrow", "data", "parquet files"),
     "datasets": ("datasets", "data", "Hugging Face dataset folders"),
     "zstandard": ("zstandard", "zstd", "smaller weight differences"),
-    "verifiers": ("verifiers", "verifiers", "verifiers environments that play through `rill serve`"),
+    "mcp": ("mcp", "envs", "MCP servers as tools"),
     "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),
     "wandb": ("wandb", "trackers", "the Weights & Biases sink"),
     "trackio": ("trackio", "trackers", "the trackio sink"),

@@ -26,6 +26,7 @@ DATASETS = Registry(
     {
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
         "counting": "rill.data.tasks.counting:CountingDataset",
+        "vault": "rill.data.tasks.vault:VaultDataset",
         "sorting": "rill.data.tasks.sorting:SortingDataset",
         "strings": "rill.data.tasks.strings:StringsDataset",
         "equations": "rill.data.tasks.equations:EquationsDataset",

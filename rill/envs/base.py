@@ -15,6 +15,7 @@ turns what goes wrong into data.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -39,7 +40,11 @@ ENVIRONMENTS = Registry(
     {
         "single_turn": "rill.envs.single_turn:SingleTurn",
         "function": "rill.envs.function:FunctionEnvironment",
+        "vault": "rill.envs.vault:Vault",
         "calculator": "rill.envs.calculator:Calculator",
+        "mcp": "rill.envs.mcp:McpEnvironment",
+        "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
+        "textarena": "rill.envs.textarena:TextArenaEnvironment",
     },
 )
 
@@ -103,7 +108,7 @@ class AgentConfig(Config):
     """Unset: that of the run."""
 
 
-class Environment:
+class Environment(ABC):
     """Derive from it and write `run`; a Config of your own adds settings."""
 
     class Config(PartConfig):
@@ -128,9 +133,9 @@ class Environment:
         """What one episode owns (a sandbox, a game, a connection): `agents.session` in `run`."""
         yield None
 
+    @abstractmethod
     async def run(self, task: Prompt, agents: Agents) -> float | None:
         """One episode. Returns the policy's reward, or None where it is given otherwise (agent.reward, `reward`)."""
-        raise NotImplementedError(f"{type(self).__name__} has no `async def run(self, task, agents)`")
 
     def close(self) -> None:
         """Give back processes and connections."""

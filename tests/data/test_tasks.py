@@ -12,7 +12,7 @@ from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_datase
 from rill.errors import DataError
 from rill.types import Prompt
 
-TASKS = ["arithmetic", "counting", "sorting", "strings", "equations"]
+TASKS = ["arithmetic", "counting", "sorting", "strings", "equations", "vault"]
 
 
 def opened(name: str, split: Split = Split.TRAIN, **settings: Any) -> Dataset:
