@@ -70,7 +70,7 @@ def check_failed(samples: list[Sample]) -> None:
             assert not sample.trajectory.loss_mask.any() and not sample.advantages.any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_takes_a_step(name: str, dtype: str) -> None:
     metrics, moved = one_step(name, dtype)
@@ -82,6 +82,7 @@ def steps_on_a_rank(rendezvous: Rendezvous, names: list[str]) -> dict[str, dict[
     return {name: one_step(name, "float32", rendezvous)[0] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_preset_takes_the_same_step_on_two_ranks(tmp_path: Path) -> None:
     names = sorted(PRESETS)
