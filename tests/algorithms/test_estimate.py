@@ -160,6 +160,19 @@ def test_gae_sees_rewards_by_turn():
     assert algo.scope is Scope.SAMPLE and algo.advantage_needs == {Need.VALUES} and not algo.is_group_scoped
 
 
+def test_a_chunk_with_nothing_to_train_on_is_no_error():
+    """A rank may have no part of a chunk, or only what failed."""
+    for name in ("ppo", "grpo", "turn", "raft"):
+        more = {"advantage": {"whiten": False}, "kl": {"coefficient": 0.0}} if name == "ppo" else {}
+        algo = algorithm(type=name, **more)
+        assert algo.advantages([])[0] == []
+        failed = [
+            replace(s, values=np.zeros(5, np.float32)) for s in algo.as_samples([trajectory("a", **FAILED)])
+        ]
+        (sample,), _ = algo.advantages(failed)
+        assert not sample.advantages.any() and not sample.trajectory.loss_mask.any()
+
+
 def test_failed_samples_have_returns_too_so_that_a_critic_takes_the_batch_as_it_is():
     algo = algorithm(type="ppo", kl={"coefficient": 0.0})
     members = [trajectory("a", reward=1.0), trajectory("b", reward=0.5), trajectory("c", **FAILED)]

@@ -101,7 +101,7 @@ def test_shapes(shape: str, text: str, matches: bool) -> None:
     assert has_shape(text, Shape(shape)) is matches
 
 
-def test_length_and_overlong_shaping() -> None:
+def test_length_shaping() -> None:
     def at(reward: dict[str, Any], length: int) -> float:
         part = REWARDS.load(reward["type"])(config(reward))
         one = np.ones(length, dtype=np.int32)
@@ -115,8 +115,6 @@ def test_length_and_overlong_shaping() -> None:
         )
         return float(part.score(Prompt(id="p"), "", trajectory))
 
-    overlong = {"type": "overlong", "max_tokens": 100, "buffer_tokens": 20}
-    assert [at(overlong, n) for n in (10, 80, 90, 100, 150)] == pytest.approx([0, 0, -0.5, -1, -1])
     length = {"type": "length", "max_tokens": 100, "free_tokens": 20}
     assert [at(length, n) for n in (0, 20, 60, 100, 200)] == pytest.approx([1, 1, 0.5, 0, 0])
 

@@ -49,11 +49,7 @@ class GAE(TokenAdvantage):
         errors_N = raw_N if config.critic_lam is None else raw(config.critic_lam)
         returns_N = (errors_N + values_N) * batch.mask_N
         advantages_N = whiten(raw_N, batch.mask_N, reduce) if config.whiten else raw_N
-        _, error_variance = moments(errors_N, batch.mask_N, reduce)
-        _, return_variance = moments(returns_N, batch.mask_N, reduce)
-        unexplained = (error_variance / return_variance.clamp(min=1e-8)).to(rewards_N.dtype)
-        one = torch.ones_like(unexplained)
-        metrics = {"value/explained_variance": Metric(total=1 - unexplained, weight=one)}
+        metrics = {"value/explained_variance": explained_variance(errors_N, returns_N, batch.mask_N, reduce)}
         return Advantages(advantages_N=advantages_N, returns_N=returns_N, metrics=metrics)
 
     def policy_lam(self, batch: AdvantageBatch) -> float | Tensor:
@@ -62,6 +58,16 @@ class GAE(TokenAdvantage):
             return self.config.lam
         lengths_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs).clamp(min=1)
         return (1 - 1 / (self.config.length_alpha * lengths_S)).clamp(min=0)[batch.seq_N]
+
+
+def explained_variance(errors_N: Tensor, returns_N: Tensor, mask_N: Tensor, reduce: Reduce) -> Metric:
+    """1 − Var(R − V) / Var(R) over the trained tokens of all ranks; a chunk without any has no say."""
+    zero = torch.zeros((), dtype=torch.float64, device=mask_N.device)
+    if float(reduce(mask_N.double().sum())) == 0:
+        return Metric(total=zero, weight=zero)
+    _, error_variance = moments(errors_N, mask_N, reduce)
+    _, return_variance = moments(returns_N, mask_N, reduce)
+    return Metric(total=1 - error_variance / return_variance.clamp(min=1e-8), weight=zero + 1)
 
 
 def gae(
