@@ -254,7 +254,7 @@ def test_groups_that_do_not_fit_any_more_take_turns_again() -> None:
     turns.ask("b[0]")
     turns.leave("a[0]")
     turns.leave("b[0]")
-    turns.hub.send("driver[0]#0", "locks.part", ["a", "b"])
+    turns.hub.send("driver[0]#0", "locks.take_turns", ["a", "b"])
     turns.ask("a[0]")
     assert turns.is_asked_to_offload("b[0]") and not turns.is_in("a[0]")
     turns.offload("b[0]")
