@@ -1,7 +1,7 @@
 """`rill dashboard`: look at runs in a browser, live or finished, from their folders alone.
 
-    this process     the server: reads indexes and small files
-    a child          the indexer: reads the logs, writes `.index/` beside them; ends with this process
+this process     the server: reads indexes and small files
+a child          the indexer: reads the logs, writes `.index/` beside them; ends with this process
 """
 
 from __future__ import annotations
@@ -99,12 +99,7 @@ def _say_where(host: str, port: int, secret: str, browser: bool) -> None:
     say(f"dashboard      {address}")
     if host in ("0.0.0.0", "::"):
         say(f"from elsewhere http://{socket.gethostname()}:{port}{query}")
-    if "SSH_CONNECTION" in os.environ:
-        say(
-            f"from your own  ssh -N -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}   and open {address}"
-        )
-    else:
-        say(f"over ssh       ssh -N -L {port}:localhost:{port} USER@{socket.gethostname()}")
+    say(f"over ssh       ssh -N -L {port}:localhost:{port} {getpass.getuser()}@{socket.gethostname()}")
     say("Ctrl-C ends it")
     if browser:
         webbrowser.open(address)

@@ -6,11 +6,12 @@ configuration, the environment file and the figures; what none of them holds is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rill.dashboard.config_view import value_at
 from rill.dashboard.metric_columns import MetricColumns
+from rill.dashboard.trace_index import TraceIndex
 
 UNKNOWN = "not recorded in this run's files"
 STEP_PARTS = {
@@ -19,6 +20,8 @@ STEP_PARTS = {
     "time/sync_s": "weight sync",
 }
 """The figures that a step's time is made of, and what the page calls them."""
+PHASE_PARTS = {"warm_up": "warm-up", "evaluate": "evaluation"}
+"""The same for spans outside the steps, by the last part of their names."""
 
 
 def run_card(values: Mapping[str, Any], starts: list[Any], figures: MetricColumns) -> list[dict[str, str]]:
@@ -38,10 +41,17 @@ def run_card(values: Mapping[str, Any], starts: list[Any], figures: MetricColumn
     return [{"question": question, "answer": answer or UNKNOWN} for question, answer in answers]
 
 
-def time_shares(figures: MetricColumns) -> list[tuple[str, float]]:
-    """Where the steps' time went: (what, seconds), the longest first."""
-    seconds = [(what, figures.total(name)) for name, what in STEP_PARTS.items()]
-    return sorted([(what, s) for what, s in seconds if s > 0], key=lambda part: -part[1])
+def time_shares(figures: MetricColumns, traces: Sequence[TraceIndex] = ()) -> list[tuple[str, float]]:
+    """Where the time went: (what, seconds), the longest first. Ranks that do the same at once count once."""
+    seconds = {what: figures.total(name) for name, what in STEP_PARTS.items()}
+    for trace in traces:
+        spent: dict[str, float] = {}
+        for (_, name), total_ns in zip(trace.state.pairs, trace.state.totals_ns):
+            what = PHASE_PARTS.get(name.rpartition(".")[2], "")
+            spent[what] = spent.get(what, 0.0) + total_ns / 1e9
+        for what in PHASE_PARTS.values():
+            seconds[what] = max(seconds.get(what, 0.0), spent.get(what, 0.0))
+    return sorted([(what, s) for what, s in seconds.items() if s > 0], key=lambda part: -part[1])
 
 
 def machine(starts: list[Any]) -> dict[str, str]:
@@ -56,7 +66,9 @@ def machine(starts: list[Any]) -> dict[str, str]:
         "python": str(last.get("python", "")),
         "cpus": str(last.get("num_cpus", "")),
         "versions": _versions(last),
-        "commit": f"{str(git['commit'])[:12]}{' with changes' if git.get('has_changes') else ''}" if git else "",
+        "commit": f"{str(git['commit'])[:12]}{' with changes' if git.get('has_changes') else ''}"
+        if git
+        else "",
         "starts": str(len(starts)),
     }
 

@@ -52,9 +52,7 @@ def value_at(values: dict[str, Any], key: str) -> Any:
 
 
 def _rows(values: dict[str, Any], origins: dict[str, str]) -> list[ConfigRow]:
-    rows = [
-        ConfigRow(key, show_value(value), origins.pop(key, "")) for key, value in _leaves(values, "")
-    ]
+    rows = [ConfigRow(key, show_value(value), origins.pop(key, "")) for key, value in _leaves(values, "")]
     rows += [ConfigRow(key, "", origin) for key, origin in origins.items() if origin]
     return sorted(rows, key=lambda row: (row.key.count(".") > 0, row.key.rpartition(".")[0], row.key))
 

@@ -15,7 +15,7 @@ import msgspec
 
 from rill.dashboard.log_reader import head_of, size_of
 
-FORMAT = 3
+FORMAT = 1
 """Raised with every change of what an index holds: others are made again."""
 STATE_FILE = "state.json"
 
@@ -43,9 +43,13 @@ def load_state(folder: Path, kind: type[S]) -> S | None:
 def state_to_go_on_with(folder: Path, log: Path, kind: type[S]) -> S:
     """The saved state if it belongs to this log and is whole; else a new one, in an emptied folder."""
     state = load_state(folder, kind)
-    if state is not None and not state.is_busy and state.read_to <= size_of(log):
-        if state.read_to == 0 or state.head == head_of(log, state.read_to):
-            return state
+    if (
+        state is not None
+        and not state.is_busy
+        and state.read_to <= size_of(log)
+        and (state.read_to == 0 or state.head == head_of(log, state.read_to))
+    ):
+        return state
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return kind()

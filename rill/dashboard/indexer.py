@@ -3,8 +3,8 @@
     run's processes ──append──▶ trace/*.jsonl, rollouts/*.jsonl ──this──▶ .index/ ──read by range──▶ the server
 
 `rill dashboard` runs it as a process of its own, so that parsing a large log takes nothing from the pages; `rill
-report` calls `bring_up_to_date` before it reads. Two indexers of one run do not meet: the second finds the lock taken and
-leaves the index to the first. A log that cannot be indexed is left out; the others are not.
+report` calls `bring_up_to_date` before it reads. Two indexers of one run do not meet: the second finds the lock taken
+and leaves the index to the first. A log that cannot be indexed is left out; the others are not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
 from rill.dashboard.index_state import load_state
 from rill.dashboard.log_reader import size_of
+from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
 from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
 
 INDEX_FOLDER = ".index"

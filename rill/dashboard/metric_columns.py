@@ -17,6 +17,18 @@ MAX_POINTS = 4000
 """A longer curve is averaged down to so many points."""
 
 
+class Record(msgspec.Struct):
+    """A line of the metrics file: the figures of a step, or a rewind."""
+
+    step: int | None = None
+    rewind: int | None = None
+    time_s: float = 0.0
+    values: dict[str, float | str] = {}
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
 class MetricColumns:
     def __init__(self, run: Path) -> None:
         self.path = run / METRICS_FILE
@@ -38,15 +50,17 @@ class MetricColumns:
         for block in new_blocks(self.path, self._read_to):
             for _, line in block.lines:
                 try:
-                    self._add(msgspec.json.decode(line))
-                except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, ValueError, AttributeError):
+                    self._add(_decoder.decode(line))
+                except (msgspec.MsgspecError, ValueError):
                     continue  # a damaged line, or one of another version of rill
             self._read_to = block.read_to
         self._head = head_of(self.path, self._read_to)
 
     def last(self, name: str) -> float | None:
         """Of the latest step that has it."""
-        return next((self._rows[s][name] for s in sorted(self._rows, reverse=True) if name in self._rows[s]), None)
+        return next(
+            (self._rows[s][name] for s in sorted(self._rows, reverse=True) if name in self._rows[s]), None
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -83,15 +97,15 @@ class MetricColumns:
             else [round(self._times[s], 1) for s in steps[:: len(steps) // MAX_POINTS + 1]],
         }
 
-    def _add(self, record: dict[str, Any]) -> None:
-        if "rewind" in record:
-            kept = {step for step in self._rows if step <= record["rewind"]}
-            self._rows = {step: row for step, row in self._rows.items() if step in kept}
-            self._times = {step: at for step, at in self._times.items() if step in kept}
-            return
-        step, values = int(record["step"]), {k: float(v) for k, v in record["values"].items()}
-        self._rows.setdefault(step, {}).update(values)
-        self._times.setdefault(step, float(record["time_s"]))
+    def _add(self, record: Record) -> None:
+        if record.rewind is not None:
+            last = record.rewind
+            self._rows = {step: row for step, row in self._rows.items() if step <= last}
+            self._times = {step: at for step, at in self._times.items() if step <= last}
+        elif record.step is not None:
+            values = {name: float(value) for name, value in record.values.items()}
+            self._rows.setdefault(record.step, {}).update(values)
+            self._times.setdefault(record.step, record.time_s)
 
 
 def thinned(x: list[int], y: list[float], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:

@@ -35,7 +35,7 @@ def overview(catalog: Catalog, key: str) -> dict[str, Any]:
         "findings": findings(run),
         "machine": machine(starts),
         "card": run_card(values, starts, figures),
-        "shares": time_shares(figures),
+        "shares": time_shares(figures, indexer.trace_indexes(run.path)),
         "indexed": round(indexer.progress(run.path), 4),
         "num_steps": _planned_steps(values),
         "resume": run.resume_command,

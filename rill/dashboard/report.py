@@ -1,9 +1,9 @@
 """One HTML file that shows a run: the dashboard's page with the data inside it.
 
 Made by `rill report RUN` and at the end of `rill train`. Reads the run folder only, so it works on a run that goes on,
-was killed, or was copied from elsewhere. The file needs no network and no server and can be mailed: what is too large for
-that is left out evenly (the longest spans, groups spread over the run). Its content policy lets nothing run but the page's
-own script, and model text is inside a data element, so markup in a rollout is text.
+was killed, or was copied from elsewhere. The file needs no network and no server and can be mailed: what is too large
+for that is left out evenly (the longest spans, groups spread over the run). Its content policy lets nothing run but the
+page's own script, and model text is inside a data element, so markup in a rollout is text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def page_with(data: dict[str, Any]) -> str:
     payload = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     page = page_html()
     for old, new in (
-        ('<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        ),
         ('<link rel="stylesheet" href="/static/app.css">', f"<style>{style}</style>"),
         (
             '<script src="/static/app.js"></script>',
@@ -108,7 +111,8 @@ def _groups(run: Run, rollouts: Rollouts) -> list[dict[str, Any]]:
     ]
     places.sort()
     wanted = np.unique(np.linspace(0, len(places) - 1, min(MAX_GROUPS, len(places))).astype(int))
-    num_bytes, media_bytes, found = 0, 0, []
+    num_bytes, media_bytes = 0, 0
+    found: list[dict[str, Any]] = []
     for i in wanted.tolist() if places else []:
         _, log, place = places[i]
         num_bytes += int(rollouts.indexes[log].groups.read(place, place + 1)[0]["length"])

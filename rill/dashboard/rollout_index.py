@@ -159,7 +159,7 @@ class RolloutIndexer:
         return (
             sum(1 << code for code in set(codes)),
             self._groups.num_rows + group,
-            sum(1 for is_sampled in sample.sampled if is_sampled),
+            len(sample.sampled) - sample.sampled.count(0),
             sample.num_tokens or len(sample.tokens),
             _number(sample.reward),
             _code(self.state.stops, sample.stop, 255),

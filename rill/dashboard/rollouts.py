@@ -19,9 +19,11 @@ from rill.dashboard.rollout_index import RolloutIndex, prompt_code
 from rill.dashboard.table import read_range
 from rill.errors import UserError
 
-MAX_ROWS = 200
+MAX_ROWS = 500
 SEARCH_S = 0.08
-SEARCH_BYTES = 4 * 1024 * 1024
+SEARCH_BYTES = 256 * 1024
+SEARCH_HITS = 150
+"""An answer to a search ends with the part of the text in which it has found so many."""
 ORDERS = ("newest", "oldest", "best", "worst", "spread", "longest")
 
 Mask = npt.NDArray[np.bool_]
@@ -54,15 +56,17 @@ class Rollouts:
 
     def __init__(self, indexes: Sequence[RolloutIndex]) -> None:
         self.indexes = [index for index in indexes if index.state.num_groups]
+        self._tables: dict[int, Any] = {}
         self.num_samples = sum(index.state.num_samples for index in self.indexes)
         self.num_groups = sum(index.state.num_groups for index in self.indexes)
 
     def facets(self) -> dict[str, Any]:
         """What can be chosen: steps with how many groups and which reward, tasks, stop reasons, tags."""
-        versions = [index.groups.read()[["version", "reward"]] for index in self.indexes]
-        rows = np.concatenate(versions) if versions else np.empty(0, [("version", "<i4"), ("reward", "<f4")])
-        steps, inverse, counts = np.unique(rows["version"] - 1, return_inverse=True, return_counts=True)
-        rewards = np.bincount(inverse, np.nan_to_num(rows["reward"]), len(steps)) if len(steps) else []
+        tables = [self._groups(log) for log in range(len(self.indexes))]
+        versions = np.concatenate([np.empty(0, np.int32), *(groups["version"] for groups in tables)])
+        means = np.concatenate([np.empty(0, np.float32), *(groups["reward"] for groups in tables)])
+        steps, inverse, counts = np.unique(versions - 1, return_inverse=True, return_counts=True)
+        rewards = np.bincount(inverse, np.nan_to_num(means), len(steps))
         return {
             "num_groups": self.num_groups,
             "num_samples": self.num_samples,
@@ -80,13 +84,13 @@ class Rollouts:
             raise UserError(f"order {query.order!r}: one of {', '.join(ORDERS)}")
         found, rows = [], []
         searched, text_bytes = query.searched, sum(index.state.text_bytes for index in self.indexes)
-        masks = [self._mask(index, query) for index in self.indexes]
+        masks = [self._mask(log, query) for log in range(len(self.indexes))]
         if query.text:
             masks, searched = self._search(masks, query)
-        for log, (index, mask) in enumerate(zip(self.indexes, masks)):
+        for log, mask in enumerate(masks):
             places = np.flatnonzero(mask)
             found.append(np.stack([np.full(len(places), log), places], axis=1))
-            rows.append(index.groups.read()[places] if len(places) else index.groups.read(0, 0))
+            rows.append(self._groups(log)[places])
         if not found:
             return {"total": 0, "groups": [], "searched": 0, "text_bytes": 0}
         where, groups = np.concatenate(found), np.concatenate(rows)
@@ -115,11 +119,11 @@ class Rollouts:
     def prompt(self, prompt_id: str) -> list[dict[str, Any]]:
         """One prompt over training: its groups, by step."""
         code = prompt_code(prompt_id)
-        found = []
-        for log, index in enumerate(self.indexes):
-            groups = index.groups.read()
-            for place in np.flatnonzero(groups["prompt"] == np.uint64(code)).tolist():
-                found.append(self._row(log, place, groups[place]))
+        found: list[dict[str, Any]] = []
+        for log in range(len(self.indexes)):
+            groups = self._groups(log)
+            places = np.flatnonzero(groups["prompt"] == np.uint64(code)).tolist()
+            found += [self._row(log, place, groups[place]) for place in places]
         return sorted(found, key=lambda row: (row["step"], row["log"], row["place"]))
 
     def _row(self, log: int, place: int, group: Any) -> dict[str, Any]:
@@ -141,8 +145,14 @@ class Rollouts:
             "is_dropped": bool(group["is_dropped"]),
         }
 
-    def _mask(self, index: RolloutIndex, query: Query) -> Mask:
-        groups = index.groups.read()
+    def _groups(self, log: int) -> Any:
+        """All groups of a log, read once."""
+        if log not in self._tables:
+            self._tables[log] = self.indexes[log].groups.read()
+        return self._tables[log]
+
+    def _mask(self, log: int, query: Query) -> Mask:
+        index, groups = self.indexes[log], self._groups(log)
         mask: Mask = np.ones(len(groups), dtype=bool)
         if query.from_step is not None:
             mask &= groups["version"] > query.from_step
@@ -167,35 +177,38 @@ class Rollouts:
         deadline = time.monotonic() + SEARCH_S
         hits: list[Mask] = [np.zeros_like(mask) for mask in masks]
         skip, searched = query.searched, 0
-        for index, mask, hit in zip(self.indexes, masks, hits):
+        num_found = 0
+        for log, (index, mask, hit) in enumerate(zip(self.indexes, masks, hits)):
             if skip >= index.state.text_bytes:
                 skip -= index.state.text_bytes
                 searched += index.state.text_bytes
                 continue
-            begins = index.groups.read()["text"]
+            begins = np.ascontiguousarray(self._groups(log)["text"])
             end = index.state.text_bytes - skip
             searched, skip = searched + skip, 0
-            while end > 0 and time.monotonic() < deadline:
+            while end > 0 and num_found < SEARCH_HITS and time.monotonic() < deadline:
                 begin = max(0, end - SEARCH_BYTES)
                 text = index.text.read(begin, end + len(needle) - 1).tobytes()
-                _mark(hit, begins, text, begin, needle)
+                num_found += _mark(hit, mask, begins, text, begin, needle)
                 searched += end - begin
                 end = begin
-            hit &= mask
             if end > 0:
                 break
         return hits, searched
 
 
-def _mark(hit: Mask, begins: npt.NDArray[Any], text: bytes, at: int, needle: bytes) -> None:
-    """Set the groups in which the needle occurs; on from the end of a group that has it."""
-    found = text.find(needle)
+def _mark(hit: Mask, mask: Mask, begins: npt.NDArray[Any], text: bytes, at: int, needle: bytes) -> int:
+    """Set the groups of the mask in which the needle occurs; how many. On from the end of a group that has it."""
+    found, count = text.find(needle), 0
     while found >= 0:
         place = int(np.searchsorted(begins, at + found, "right")) - 1
-        hit[place] = True
+        if mask[place] and not hit[place]:
+            hit[place] = True
+            count += 1
         if place + 1 >= len(begins):
-            return
+            break
         found = text.find(needle, max(found + 1, int(begins[place + 1]) - at))
+    return count
 
 
 def _sample_filters(index: RolloutIndex, query: Query) -> list[Callable[[Any], Any]]:
@@ -217,7 +230,7 @@ def _sample_filters(index: RolloutIndex, query: Query) -> list[Callable[[Any], A
 
 
 def _order(groups: npt.NDArray[Any], order: str) -> npt.NDArray[Any]:
-    keys = {
+    keys: dict[str, Callable[[], Any]] = {
         "newest": lambda: -groups["version"].astype(np.int64),
         "oldest": lambda: groups["version"],
         "best": lambda: -np.nan_to_num(groups["reward"]),

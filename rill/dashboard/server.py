@@ -82,7 +82,7 @@ class _Answers:
 
     def runs(self, request: Request) -> Any:
         found = []
-        for key, path in self._catalog.runs().items():
+        for key in self._catalog.runs():
             try:
                 found.append(self._catalog.summary(key, self._catalog.open(key)))
             except (OSError, UserError):

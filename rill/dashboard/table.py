@@ -52,3 +52,15 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
         return os.pread(fd, length, offset)
     finally:
         os.close(fd)
+
+
+def read_line(path: Path, offset: int, max_bytes: int) -> bytes:
+    """The line that begins at the offset, without its newline; b"" where it is longer than `max_bytes`."""
+    size = 4096
+    while size <= max_bytes:
+        found = read_range(path, offset, size)
+        line, newline, _ = found.partition(b"\n")
+        if newline or len(found) < size:
+            return line
+        size *= 16
+    return b""

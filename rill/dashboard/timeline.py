@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rill.dashboard.log_reader import MAX_LINE_BYTES
-from rill.dashboard.table import Rows, read_range
+from rill.dashboard.table import Rows, read_line
 from rill.dashboard.trace_index import CHUNK, INSTANT, UNFINISHED, TraceIndex
 from rill.errors import UserError
 
@@ -27,6 +27,8 @@ MAX_SPANS = 6000
 MAX_CHUNKS = 400
 MAX_COLUMNS = 4000
 MAX_LANES = 200
+FINER_THAN_BINS = 4
+"""A view whose columns are narrower than a bin by more than this is drawn from spans."""
 READ_ROWS = 500_000
 NS = 1_000_000_000
 FULL = 255
@@ -127,7 +129,7 @@ class Timeline:
         if not 0 <= process < len(self.indexes):
             raise UserError(f"there is no process {process} in this trace")
         log = self.indexes[process].log
-        line = read_range(log, offset, MAX_LINE_BYTES if offset >= 0 else 0).partition(b"\n")[0]
+        line = read_line(log, offset, MAX_LINE_BYTES) if offset >= 0 else b""
         try:
             record = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -141,7 +143,7 @@ class Timeline:
         wanted = set(lanes)
         found = []
         for i, index in enumerate(self.indexes):
-            if index.state.num_spans > MAX_SPANS and column_ns >= (1 << index.state.shift):
+            if index.state.num_spans > MAX_SPANS and column_ns * FINER_THAN_BINS >= (1 << index.state.shift):
                 return None
             rows = index.spans_between(first, last)
             shown = np.array(
@@ -153,7 +155,8 @@ class Timeline:
     def _as_spans(self, rows: Sequence[tuple[int, Rows]], lanes: Sequence[Lane]) -> dict[str, Any]:
         places = {lane: i for i, lane in enumerate(lanes)}
         names: dict[str, int] = {}
-        spans, chunks = [], []
+        spans: list[list[Any]] = []
+        chunks: list[list[Any]] = []
         for process, part in rows:
             index = self.indexes[process]
             for start, length, offset, pair, kind in part.tolist():
@@ -161,7 +164,15 @@ class Timeline:
                 code = names.setdefault(name, len(names))
                 begin_s = round((start - self.begin_ns) / NS, 9)
                 spans.append(
-                    [lane, code, begin_s, round(length / NS, 9), process, offset, kind & (INSTANT | UNFINISHED)]
+                    [
+                        lane,
+                        code,
+                        begin_s,
+                        round(length / NS, 9),
+                        process,
+                        offset,
+                        kind & (INSTANT | UNFINISHED),
+                    ]
                 )
                 if kind & CHUNK and len(chunks) < MAX_CHUNKS:
                     chunk = self.span(process, offset).get("attributes", {}).get("chunk")
@@ -189,8 +200,7 @@ class Timeline:
                 at = np.clip((short["start"] - first) / width, 0, num_columns - 1).astype(np.int64)
                 painted[lane].add(name, np.bincount(at, short["length"], num_columns))
                 long_spans.setdefault(lane, []).extend(
-                    (start, length, name)
-                    for start, length in own[~is_short][["start", "length"]].tolist()
+                    (start, length, name) for start, length in own[~is_short][["start", "length"]].tolist()
                 )
         for lane, spans_of_lane in long_spans.items():
             _paint_long(painted[lane], spans_of_lane, edges)
@@ -253,9 +263,10 @@ def _covered(parts: list[Rows], first: int, last: int) -> int:
     """Nanoseconds of [first, last] that lie under any of the rows."""
     if not parts:
         return 0
-    rows = np.sort(np.concatenate(parts), order="start")
-    starts = np.clip(rows["start"], first, last)
-    ends = np.clip(rows["start"] + rows["length"], first, last)
+    rows = np.concatenate(parts)
+    order = np.argsort(rows["start"], kind="stable")
+    starts = np.clip(rows["start"][order], first, last)
+    ends = np.clip((rows["start"] + rows["length"])[order], first, last)
     reached = np.concatenate([[first], np.maximum.accumulate(ends)[:-1]])
     return int(np.maximum(0, ends - np.maximum(starts, reached)).sum())
 
@@ -281,4 +292,3 @@ def _paint_long(columns: _Columns, spans: list[tuple[int, int, str]], edges: npt
         painted.setdefault(name, np.zeros(num_columns))[a:b] += filled
     for name, values in painted.items():
         columns.add(name, values)
-

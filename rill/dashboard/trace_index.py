@@ -37,8 +37,11 @@ FIRST_SHIFT = 20
 """Bins begin at about a millisecond."""
 MAX_NESTED = 8192
 """Spans of a lane that may still turn out to lie inside one that has not ended."""
-ENDED, INSTANT, UNFINISHED, CHUNK = 0, 1, 2, 4
-"""Kinds of rows; CHUNK is added where the span names the chunk it worked on."""
+INSTANT, UNFINISHED, CHUNK = 1, 2, 4
+"""Marks of rows; CHUNK is set where the span names the chunk it worked on."""
+
+Row = tuple[int, int, int, int, int]
+"""The fields of SPAN."""
 
 
 class TraceState(IndexState, kw_only=True):
@@ -48,6 +51,8 @@ class TraceState(IndexState, kw_only=True):
     num_counters: int = 0
     pairs: list[tuple[str, str]] = []
     """(lane, name); a device's lane belongs to no process."""
+    totals_ns: list[int] = []
+    """How long the ended spans of each pair took together."""
     counter_names: list[str] = []
     origin_ns: int = 0
     """Where the first bin begins; 0: nothing is written yet."""
@@ -103,24 +108,29 @@ class TraceIndexer:
             yield block.read_to
 
     def _add(self, block: Block) -> None:
-        rows: list[tuple[int, int, int, int, int]] = []
+        rows: list[Row] = []
         claims: list[tuple[int, int, int]] = []
         counters: list[tuple[int, float, int]] = []
-        state = self.state
+        state, decode, span_ended = self.state, _decoder.decode, self._span_ended
         for offset, line in block.lines:
             try:
-                record = _decoder.decode(line)
+                record = decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-            if record.kind == "counter":
+            kind = record.kind
+            if kind == "span":
+                span_ended(record, offset, rows, claims)
+            elif kind == "counter":
                 counters.append((record.at_ns, record.value, self._counter_code(record.name)))
-                continue
-            if record.kind == "process":
+            elif kind == "process":
                 rows += self._end_open_spans()
                 state.process = record.process or state.process
-                continue
-            if record.kind in ("span", "instant", "open") and record.name:
-                self._add_record(record, offset, rows, claims)
+            elif kind == "open":
+                self._open[self._pair_code(record.lane, record.name), record.at_ns] = offset
+                state.last_ns = max(state.last_ns, record.at_ns)
+            elif kind == "instant":
+                rows.append((record.at_ns, 0, offset, self._pair_code(record.lane, record.name), INSTANT))
+                state.last_ns = max(state.last_ns, record.at_ns)
         state.read_to = block.read_to
         state.open = [(pair, start, offset) for (pair, start), offset in self._open.items()]
         self._append(np.array(rows, dtype=SPAN), claims)
@@ -128,35 +138,30 @@ class TraceIndexer:
             self._counters.append(np.array(counters, dtype=COUNTER))
             state.num_counters = self._counters.num_rows
 
-    def _add_record(
-        self,
-        record: Record,
-        offset: int,
-        rows: list[tuple[int, int, int, int, int]],
-        claims: list[tuple[int, int, int]],
+    def _span_ended(
+        self, record: Record, offset: int, rows: list[Row], claims: list[tuple[int, int, int]]
     ) -> None:
-        start, length = record.at_ns, record.duration_ns
-        pair = self._pair_code(record.lane, record.name)
-        self.state.last_ns = max(self.state.last_ns, start + length)
-        if record.kind == "open":
-            self._open[pair, start] = offset
-            return
-        kind = INSTANT if record.kind == "instant" else ENDED
-        if b'"chunk"' in bytes(record.attributes):
-            kind |= CHUNK
-        rows.append((start, length, offset, pair, kind))
-        if kind & INSTANT:
-            return
+        """Called for every span of a log: what is inside it ended before it, and is claimed by it."""
+        start, length, lane = record.at_ns, record.duration_ns, record.lane
+        pair = self._pair_codes.get((lane, record.name))
+        if pair is None:
+            pair = self._pair_code(lane, record.name)
+        if start + length > self.state.last_ns:
+            self.state.last_ns = start + length
+        attributes = record.attributes
+        rows.append(
+            (start, length, offset, pair, CHUNK if attributes and b'"chunk"' in bytes(attributes) else 0)
+        )
         if self._open:
             self._open.pop((pair, start), None)
-        ended = self._unclaimed.get(record.lane)
+        ended = self._unclaimed.get(lane)
         if ended is None:
-            ended = self._unclaimed[record.lane] = deque(maxlen=MAX_NESTED)
+            ended = self._unclaimed[lane] = deque(maxlen=MAX_NESTED)
         while ended and ended[-1][0] >= start:
             claims.append((*ended.pop(), pair))
         ended.append((start, length))
 
-    def _end_open_spans(self) -> list[tuple[int, int, int, int, int]]:
+    def _end_open_spans(self) -> list[Row]:
         """A resumed run appends to the same log: what its earlier life left open ended with it."""
         last = self.state.last_ns
         rows = [
@@ -176,6 +181,8 @@ class TraceIndexer:
         self._summarise_blocks(first)
         spans = rows[(rows["kind"] & INSTANT) == 0]
         self._bins.add(spans["start"], spans["length"], spans["pair"], 1.0)
+        for pair in np.unique(spans["pair"]).tolist():
+            state.totals_ns[pair] += int(spans["length"][spans["pair"] == pair].sum())
         if claims:
             start, length, pair = np.array(claims, dtype=np.int64).T
             self._bins.add(start, length, pair, -1.0)
@@ -199,6 +206,7 @@ class TraceIndexer:
         if code is None:
             code = self._pair_codes[pair] = len(self.state.pairs)
             self.state.pairs.append(pair)
+            self.state.totals_ns.append(0)
         return code
 
     def _counter_code(self, name: str) -> int:
@@ -229,18 +237,15 @@ class _Bins:
         begin = np.maximum(start - state.origin_ns, 0)
         end = np.maximum(begin, start + length - state.origin_ns)
         first, last = begin >> state.shift, end >> state.shift
-        inside = first == last
-        bins = self._mapped
-        flat = pair[inside].astype(np.int64) * NUM_BINS + first[inside]
-        cells, inverse = np.unique(flat, return_inverse=True)
-        sums = np.bincount(inverse, weights=(end - begin)[inside] * sign, minlength=len(cells))
-        bins.reshape(-1)[cells] += sums.astype(np.float32)
-        width = 1 << state.shift
-        for i in np.flatnonzero(~inside):
-            row, a, b = bins[pair[i]], int(first[i]), int(last[i])
-            row[a] += sign * float(((a + 1) << state.shift) - begin[i])
-            row[b] += sign * float(end[i] - (b << state.shift))
-            row[a + 1 : b] += sign * width
+        row = pair.astype(np.int64) * NUM_BINS
+        in_first = np.minimum(end, (first + 1) << state.shift) - begin
+        in_last = np.where(last > first, end - (last << state.shift), 0)
+        cells, inverse = np.unique(np.concatenate([row + first, row + last]), return_inverse=True)
+        sums = np.bincount(inverse, weights=np.concatenate([in_first, in_last]) * sign, minlength=len(cells))
+        self._mapped.reshape(-1)[cells] += sums.astype(np.float32)
+        width = sign * (1 << state.shift)
+        for i in np.flatnonzero(last > first + 1):
+            self._mapped[pair[i], int(first[i]) + 1 : int(last[i])] += width
 
     def _make_room(self, end_ns: int) -> None:
         state, shift = self._state, self._state.shift
@@ -307,7 +312,8 @@ class TraceIndex:
         parts.append(self.spans.read(len(blocks) * BLOCK_ROWS))
         parts.append(self.unfinished())
         rows = np.concatenate(parts)
-        return rows[(rows["start"] <= last_ns) & (rows["start"] + rows["length"] >= first_ns)]
+        touching: Rows = rows[(rows["start"] <= last_ns) & (rows["start"] + rows["length"] >= first_ns)]
+        return touching
 
     def own_time(self, pair: int, edges_ns: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Nanoseconds between neighbouring edges that the pair was at work."""

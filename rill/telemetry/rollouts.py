@@ -1,4 +1,4 @@
-"""What the model said, read back from a run's `rollouts/*.jsonl` (written by rill.workflows.rollout_log).
+"""What the model said, read back from a run's `rollouts/*.jsonl` (written by rill.telemetry.rollout_log).
 
 Called by the report, by `rill runs rollouts` and by the summary at the end of a run; works while the run goes on.
 """

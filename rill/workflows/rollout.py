@@ -31,12 +31,12 @@ from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
+from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Group, Prompt, Sample, SamplingParams, Trajectory
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
 from rill.workflows.jobs import GroupJob, Outcome, sample_key
 from rill.workflows.policy_client import PolicyClient
-from rill.workflows.rollout_log import RolloutLog
 from rill.workflows.scoring import rewards_of
 from rill.workflows.sections import EvalConfig, SamplingConfig, SyncConfig
 

@@ -223,7 +223,9 @@ function themeButton(): HTMLElement {
     theme = next;
     if (next === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = next;
-    button.textContent = { auto: "◐ auto", light: "○ light", dark: "● dark" }[next] ?? next;
+    const sign = { auto: "◐", light: "○", dark: "●" }[next] ?? "";
+    button.setAttribute("aria-label", `theme: ${next}`);
+    replace(button, sign, h("span", { class: "wide" }, ` ${next}`));
     try {
       localStorage.setItem("rill-theme", next);
     } catch {

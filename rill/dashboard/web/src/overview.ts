@@ -173,7 +173,7 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
   return [
     run.status === "failed" || run.status === "interrupted" ? h("p", { class: "problem" }, `${run.status}: ${run.message || "no reason is recorded"}. `, h("code", {}, run.resume)) : null,
     h("div", { class: "tiles" }, ...tiles),
-    total ? h("section", { class: "where" }, h("h2", {}, "Where the steps' time went"), shares, h("p", { class: "soft" }, advice(run.shares[0]?.[0] ?? ""), " ", h("a", { href: context.href("timeline") }, "See the timeline."))) : null,
+    total ? h("section", { class: "where" }, h("h2", {}, "Where the time went"), shares, h("p", { class: "soft" }, advice(run.shares[0]?.[0] ?? ""), " ", h("a", { href: context.href("timeline") }, "See the timeline."))) : null,
   ];
 }
 
@@ -181,6 +181,8 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
 function advice(longest: string): string {
   if (/rollout/.test(longest)) return "Rollouts take longest: give them more devices, let them run ahead (loop.max_lag), or cut the longest answers.";
   if (/train/.test(longest)) return "Training takes longest: larger micro-batches, more devices for the actor, or sampling on other devices meanwhile (loop.max_lag).";
+  if (/warm-up/.test(longest)) return "The warm-up takes longest: start from a trained model (model.path), or make it shorter (warmup.steps).";
+  if (/eval/.test(longest)) return "Evaluation takes longest: evaluate less often (eval.every) or on fewer problems (eval.num_prompts).";
   if (/sync/.test(longest)) return "Weight sync takes longest: look at sync.transport, and at where trainer and engines are placed.";
   return "";
 }

@@ -3,10 +3,13 @@
 import { empty, h, later, number, replace, select } from "./dom";
 import { showGroup } from "./group";
 import type { Context, Mounted } from "./main";
-import type { Facets, GroupRow, RolloutPage } from "./types";
+import { inOrder } from "./source";
+import type { Facets, GroupRow } from "./types";
 
 const FILTERS = ["from", "to", "task", "prompt", "stop", "tag", "min", "max", "only", "text", "order"] as const;
 const COUNT = 40;
+/** As many as the server gives for one part of a search. */
+const SEARCH_COUNT = 500;
 
 export function rolloutsPage(root: HTMLElement, context: Context): Mounted {
   return new RolloutsPage(root, context);
@@ -17,12 +20,17 @@ class RolloutsPage implements Mounted {
   private readonly steps = h("div", { class: "steps" });
   private readonly count = h("p", { class: "soft", role: "status" });
   private readonly list = h("ul", { class: "groups", "aria-label": "Groups" });
-  private readonly more = h("button", { hidden: true, onclick: () => void this.load(true) }, "more");
+  private readonly more = h("button", { hidden: true, onclick: () => void this.showMore() }, "more");
   private readonly detail = h("article", { class: "group", "aria-label": "Group" });
   private rows: GroupRow[] = [];
   private facets: Facets | null = null;
   private asking: AbortController | null = null;
   private isClosed = false;
+  private options = "";
+  private limit = COUNT;
+  private total = 0;
+  private searched = 0;
+  private textBytes = 0;
   private readonly search = later(150, () => void this.load());
   private readonly onkey = (event: KeyboardEvent) => this.key(event);
 
@@ -35,7 +43,7 @@ class RolloutsPage implements Mounted {
   }
 
   refresh(): void {
-    if (this.context.run.status === "running" && this.rows.length <= COUNT) void this.load(false, true);
+    if (this.context.run.status === "running" && this.rows.length <= COUNT) void this.load(true);
   }
 
   close(): void {
@@ -45,7 +53,7 @@ class RolloutsPage implements Mounted {
   }
 
   private query(): Record<string, string> {
-    const query: Record<string, string> = { count: String(COUNT) };
+    const query: Record<string, string> = { count: String(this.context.params.get("text") ? SEARCH_COUNT : COUNT) };
     for (const name of FILTERS) if (this.context.params.get(name)) query[name] = this.context.params.get(name)!;
     return query;
   }
@@ -55,35 +63,71 @@ class RolloutsPage implements Mounted {
     void this.load();
   }
 
-  private async load(isMore = false, isQuiet = false): Promise<void> {
+  private reset(names: readonly string[]): void {
+    this.set(Object.fromEntries(names.map((name) => [name, null])));
+    this.drawBar();
+  }
+
+  private async load(isFresh = false): Promise<void> {
     this.asking?.abort();
     const asking = (this.asking = new AbortController());
-    const query = { ...this.query(), facets: "1", first: String(isMore ? this.rows.length : 0) };
-    try {
+    const query: Record<string, string> = { ...this.query(), ...(this.facets && !isFresh ? {} : { facets: "1" }) };
+    await this.guard(async () => {
       const found = await this.context.source.rollouts(this.context.run.key, query, asking.signal);
       if (this.isClosed) return;
       if (found.facets) this.facets = found.facets;
-      this.rows = isMore ? [...this.rows, ...found.groups] : found.groups;
-      if (!isQuiet || !this.bar.childElementCount) this.drawBar();
+      [this.rows, this.total, this.searched, this.textBytes, this.limit] = [found.groups, found.total, found.searched, found.text_bytes, COUNT];
+      this.drawBarIfNew();
       this.drawSteps();
-      this.drawList(found);
-      await this.searchOn(found, query, asking);
+      this.drawList();
+      await this.searchOn(asking);
+    });
+  }
+
+  private async showMore(): Promise<void> {
+    this.limit += COUNT;
+    const asking = (this.asking = new AbortController());
+    await this.guard(async () => {
+      if (this.context.params.get("text")) return this.searchOn(asking);
+      const found = await this.context.source.rollouts(this.context.run.key, { ...this.query(), first: String(this.rows.length) }, asking.signal);
+      this.rows.push(...found.groups);
+      this.drawList();
+    });
+    this.drawList();
+  }
+
+  /** A search takes a bounded time for one answer; go on until all text is looked through or the list is full. */
+  private async searchOn(asking: AbortController): Promise<void> {
+    while (this.isSearching() && !asking.signal.aborted && !this.isClosed) {
+      const next = await this.context.source.rollouts(this.context.run.key, { ...this.query(), searched: String(this.searched) }, asking.signal);
+      if (next.searched <= this.searched) return;
+      this.searched = next.searched;
+      this.total += next.total;
+      this.rows.push(...next.groups);
+      inOrder(this.rows, this.context.params.get("order") ?? "newest");
+      this.drawList();
+    }
+  }
+
+  private isSearching(): boolean {
+    return Boolean(this.context.params.get("text")) && this.searched < this.textBytes && this.rows.length < this.limit;
+  }
+
+  private async guard(act: () => Promise<void>): Promise<void> {
+    try {
+      await act();
     } catch (error) {
       if ((error as Error).name !== "AbortError") replace(this.count, (error as Error).message);
     }
   }
 
-  /** A search takes a bounded time for one answer; go on until all text is looked through or the page is full. */
-  private async searchOn(found: RolloutPage, query: Record<string, string>, asking: AbortController): Promise<void> {
-    let [searched, total] = [found.searched, found.total];
-    while (query.text && searched < found.text_bytes && this.rows.length < COUNT && !asking.signal.aborted && !this.isClosed) {
-      const next = await this.context.source.rollouts(this.context.run.key, { ...query, searched: String(searched), first: "0" }, asking.signal);
-      if (next.searched <= searched) return;
-      searched = next.searched;
-      total += next.total;
-      this.rows = [...this.rows, ...next.groups].slice(0, COUNT);
-      this.drawList({ ...next, total });
-    }
+  /** What is being typed or chosen is not drawn anew. */
+  private drawBarIfNew(): void {
+    const { tasks, stops, tags } = this.facets!;
+    const options = JSON.stringify([tasks, stops, tags]);
+    if (options === this.options || this.bar.contains(document.activeElement)) return;
+    this.options = options;
+    this.drawBar();
   }
 
   private drawBar(): void {
@@ -106,8 +150,8 @@ class RolloutsPage implements Mounted {
       one("tag", "tag", facets.tags),
       select("only", [["", "all"], ["failed", "failed rewards"], ["dropped", "dropped groups"]], params.get("only") ?? "", (value) => this.set({ only: value })),
       select("order", [["newest", "newest"], ["oldest", "oldest"], ["best", "best reward"], ["worst", "worst reward"], ["spread", "most different"], ["longest", "longest"]], params.get("order") ?? "newest", (value) => this.set({ order: value })),
-      prompt ? h("button", { class: "chip", onclick: () => this.set({ prompt: null }) }, `prompt ${prompt} ✕`) : null,
-      h("button", { onclick: () => this.set(Object.fromEntries(FILTERS.map((name) => [name, null]))) }, "reset"),
+      prompt ? h("button", { class: "chip", onclick: () => this.reset(["prompt"]) }, `prompt ${prompt} ✕`) : null,
+      h("button", { onclick: () => this.reset(FILTERS) }, "reset"),
     );
   }
 
@@ -138,15 +182,16 @@ class RolloutsPage implements Mounted {
     this.steps.hidden = bars.length < 2;
   }
 
-  private drawList(found: RolloutPage): void {
+  private drawList(): void {
     const facets = this.facets!;
-    const isSearching = Boolean(this.context.params.get("text")) && found.searched < found.text_bytes && this.rows.length < COUNT;
+    const isPart = Boolean(this.context.params.get("text")) && this.searched < this.textBytes;
+    const searching = this.isSearching() ? `, searched ${((100 * this.searched) / this.textBytes).toFixed(0)} % …` : "";
     if (!facets.num_groups) replace(this.count, "No rollouts yet. A run keeps some groups of every step (rollout.log_groups); they appear here once they are indexed.");
-    else replace(this.count, `${found.total.toLocaleString("en")} of ${facets.num_groups.toLocaleString("en")} groups${isSearching ? `, searched ${((100 * found.searched) / found.text_bytes).toFixed(0)} % …` : ""}`);
+    else replace(this.count, `${isPart ? "at least " : ""}${this.total.toLocaleString("en")} of ${facets.num_groups.toLocaleString("en")} groups${searching}`);
     const open = this.context.params.get("group");
     replace(
       this.list,
-      ...this.rows.map((row) => {
+      ...this.rows.slice(0, this.limit).map((row) => {
         const squares = row.rewards.slice(0, 32).map((reward) => {
           const square = h("i", { title: `reward ${number(reward)}` });
           square.style.setProperty("--r", String(reward === null ? 0 : Math.max(0, Math.min(1, reward))));
@@ -167,7 +212,7 @@ class RolloutsPage implements Mounted {
         );
       }),
     );
-    this.more.hidden = this.rows.length >= found.total;
+    this.more.hidden = this.limit >= this.total && !isPart;
   }
 
   private open(row?: GroupRow): void {

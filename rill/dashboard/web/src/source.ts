@@ -93,16 +93,7 @@ export class Embedded implements Source {
 
   async rollouts(_: string, query: Record<string, string>): Promise<RolloutPage> {
     const fits = this.rows().filter((row) => this.fits(row, query));
-    const by: Record<string, (row: GroupRow) => number> = {
-      newest: (row) => -row.step,
-      oldest: (row) => row.step,
-      best: (row) => -(row.reward ?? 0),
-      worst: (row) => row.reward ?? 0,
-      spread: (row) => Math.min(...row.rewards.map(Number)) - Math.max(...row.rewards.map(Number)),
-      longest: (row) => -Math.max(...row.num_sampled),
-    };
-    const key = by[query.order ?? "newest"] ?? by.newest!;
-    fits.sort((a, b) => key(a) - key(b) || a.place - b.place);
+    inOrder(fits, query.order);
     const first = Number(query.first ?? 0);
     return { total: fits.length, groups: fits.slice(first, first + Number(query.count ?? 50)), searched: 0, text_bytes: 0, facets: this.facets() };
   }
@@ -158,6 +149,21 @@ export class Embedded implements Source {
       tags: all(groups.flatMap((group) => [...(group.tags ?? []), ...group.samples.flatMap((sample) => sample.tags ?? [])])),
     };
   }
+}
+
+const ORDERS: Record<string, (row: GroupRow) => number> = {
+  newest: (row) => -row.step,
+  oldest: (row) => row.step,
+  best: (row) => -(row.reward ?? 0),
+  worst: (row) => row.reward ?? 0,
+  spread: (row) => Math.min(...row.rewards.map(Number)) - Math.max(...row.rewards.map(Number)),
+  longest: (row) => -Math.max(...row.num_sampled),
+};
+
+/** As the server orders them. */
+export function inOrder(rows: GroupRow[], order = "newest"): void {
+  const key = ORDERS[order] ?? ORDERS.newest!;
+  rows.sort((a, b) => key(a) - key(b) || a.log - b.log || a.place - b.place);
 }
 
 export function openingOf(sampled: number[], length: number): number {

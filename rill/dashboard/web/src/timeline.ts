@@ -7,7 +7,7 @@ import { css, duration, empty, h, later, replace } from "./dom";
 import type { Context, Mounted } from "./main";
 import type { FlowPage, Metrics, Span, TimelineView } from "./types";
 
-const ROW = 26;
+const [TALL_ROW, LOW_ROW, FEW_LANES] = [36, 26, 12];
 const AXIS = 24;
 const MAX_LANES = 60;
 const INSET = 5;
@@ -214,6 +214,10 @@ class TimelinePage implements Mounted {
     });
   }
 
+  private get row(): number {
+    return (this.data?.lanes.length ?? 0) > FEW_LANES ? LOW_ROW : TALL_ROW;
+  }
+
   private width(): number {
     return Math.max(50, this.canvas.clientWidth - this.left());
   }
@@ -229,14 +233,14 @@ class TimelinePage implements Mounted {
 
   private spanAt(event: MouseEvent): Span | undefined {
     const box = this.canvas.getBoundingClientRect();
-    const [at, lane] = [this.timeAt(event.clientX - box.left), Math.floor((event.clientY - box.top) / ROW)];
+    const [at, lane] = [this.timeAt(event.clientX - box.left), Math.floor((event.clientY - box.top) / this.row)];
     const near = (this.range()[1] - this.range()[0]) / this.width();
     return this.data?.spans?.filter((span) => span[0] === lane && span[2] - near <= at && at <= span[2] + span[3] + near).sort((a, b) => a[3] - b[3])[0];
   }
 
   private hover(event: PointerEvent): void {
     const box = this.canvas.getBoundingClientRect();
-    const lane = Math.floor((event.clientY - box.top) / ROW);
+    const lane = Math.floor((event.clientY - box.top) / this.row);
     const span = this.spanAt(event);
     let text = "";
     if (span) text = `${this.data!.names[span[1]]}: ${duration(span[3])} from ${span[2].toFixed(6)} s${span[6] & 2 ? ", not ended" : ""}`;
@@ -271,7 +275,7 @@ class TimelinePage implements Mounted {
   private draw(): void {
     const data = this.data;
     if (!data || this.isClosed) return;
-    const [width, height] = [this.canvas.parentElement!.clientWidth, data.lanes.length * ROW + AXIS];
+    const [width, height] = [this.canvas.parentElement!.clientWidth, data.lanes.length * this.row + AXIS];
     const ratio = devicePixelRatio || 1;
     [this.canvas.width, this.canvas.height] = [width * ratio, height * ratio];
     this.canvas.style.height = `${height}px`;
@@ -297,25 +301,25 @@ class TimelinePage implements Mounted {
 
   private drawLanes(c: CanvasRenderingContext2D, width: number, left: number): void {
     this.data!.lanes.forEach((lane, i) => {
-      const y = i * ROW;
+      const y = i * this.row;
       c.fillStyle = css(i % 2 ? "--bg" : "--card");
-      c.fillRect(0, y, width, ROW);
+      c.fillRect(0, y, width, this.row);
       c.save();
       c.beginPath();
-      c.rect(0, y, left - 46, ROW);
+      c.rect(0, y, left - 46, this.row);
       c.clip();
       c.fillStyle = css(lane.process ? "--soft" : "--ink");
       c.font = lane.process ? "12px system-ui" : "600 12px system-ui";
-      c.fillText(laneName(lane), 4, y + ROW / 2);
+      c.fillText(laneName(lane), 4, y + this.row / 2);
       c.restore();
       c.fillStyle = css("--soft");
       c.font = "11px system-ui";
       c.textAlign = "right";
-      c.fillText(`${(100 * (this.data!.busy[i] ?? 0)).toFixed(0)} %`, left - 8, y + ROW / 2);
+      c.fillText(`${(100 * (this.data!.busy[i] ?? 0)).toFixed(0)} %`, left - 8, y + this.row / 2);
       c.textAlign = "left";
     });
     c.textAlign = "right";
-    c.fillText("busy", left - 8, this.data!.lanes.length * ROW + AXIS - 9);
+    c.fillText("busy", left - 8, this.data!.lanes.length * this.row + AXIS - 9);
     c.textAlign = "left";
   }
 
@@ -329,8 +333,8 @@ class TimelinePage implements Mounted {
       const step = (x(to_s) - x(from_s)) / shares.length;
       shares.forEach((share, i) => {
         if (!share) return;
-        const tall = (share / full!) * (ROW - 6);
-        c.fillRect(x(from_s) + i * step, lane * ROW + ROW - 3 - base[i]! - tall, step + 0.5, tall);
+        const tall = (share / full!) * (this.row - 6);
+        c.fillRect(x(from_s) + i * step, lane * this.row + this.row - 3 - base[i]! - tall, step + 0.5, tall);
         base[i]! += tall;
       });
     }
@@ -345,10 +349,10 @@ class TimelinePage implements Mounted {
       const [a, b] = [Math.max(left - 2, x(start)), Math.min(width + 2, x(start + seconds))];
       if (b < left || a > width) continue;
       const inset = Math.min(3, depth[i]!) * INSET;
-      const [y, tall] = [lane * ROW + 3 + inset, ROW - 6 - inset];
+      const [y, tall] = [lane * this.row + 3 + inset, this.row - 6 - inset];
       c.fillStyle = this.fill(names[name]!);
       if (kind & 1) {
-        c.fillRect(a - 1, lane * ROW + 2, 2, ROW - 4);
+        c.fillRect(a - 1, lane * this.row + 2, 2, this.row - 4);
         continue;
       }
       c.fillRect(a, y, Math.max(0.7, b - a - (b - a > 3 ? 0.7 : 0)), tall);
@@ -376,8 +380,8 @@ class TimelinePage implements Mounted {
       for (let i = 1; i < stages.length; i++) {
         const [a, b] = [stages[i - 1]!, stages[i]!];
         c.beginPath();
-        c.moveTo(x(a[2] + a[3]), a[0] * ROW + ROW / 2);
-        c.lineTo(x(b[2]), b[0] * ROW + ROW / 2);
+        c.moveTo(x(a[2] + a[3]), a[0] * this.row + this.row / 2);
+        c.lineTo(x(b[2]), b[0] * this.row + this.row / 2);
         c.stroke();
       }
     }
@@ -394,7 +398,7 @@ class TimelinePage implements Mounted {
         const lane = this.data!.lanes.findIndex((one) => one.lane === part.lane || laneName(one) === part.lane);
         if (lane < 0) continue;
         c.fillStyle = this.fill(part.name);
-        c.fillRect(x(begin + part.start_s), lane * ROW + ROW - 3, Math.max(1, x(begin + part.end_s) - x(begin + part.start_s)), 3);
+        c.fillRect(x(begin + part.start_s), lane * this.row + this.row - 3, Math.max(1, x(begin + part.end_s) - x(begin + part.start_s)), 3);
       }
   }
 
