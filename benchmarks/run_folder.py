@@ -1,7 +1,8 @@
 """A run folder of any size, for looking at: made of the formats that a run writes, without running anything.
 
-The figures rise, rollouts hold prompts that come back, failed rewards and dropped groups; spans nest and take turns on
-a device as in a run with a trainer and several rollout workers. benchmarks/dashboard.py and the dashboard's tests use it.
+The figures rise, rollouts hold prompts that come back, failed rewards and dropped groups; spans nest and take turns
+on a device as in a run with a trainer and several rollout workers. benchmarks/dashboard.py and the dashboard's tests
+use it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,23 @@ GROUP_SIZE = 8
 NUM_PROMPTS = 5000
 BEGIN_NS = 1_750_000_000_000_000_000
 STEP_NS = 20_000_000_000
-WORDS = ["the", "answer", "is", "sum", "of", "two", "then", "we", "carry", "one", "and", "check", "it", "again", "so", "that", "every", "digit", "holds"]
+WORDS = (
+    "the",
+    "answer",
+    "is",
+    "sum",
+    "of",
+    "two",
+    "then",
+    "we",
+    "carry",
+    "one",
+    "and",
+    "check",
+    "it",
+    "again",
+    "digit",
+)
 _encode = msgspec.json.Encoder().encode
 
 

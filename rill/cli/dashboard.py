@@ -85,6 +85,7 @@ def _listen(host: str, port: int) -> socket.socket:
             bound = socket.socket(family, socket.SOCK_STREAM)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, number))
+            bound.listen(128)  # whoever follows the printed address at once waits, and is not refused
             return bound
         except OSError as found:
             bound.close()

@@ -19,7 +19,7 @@ def test_the_nine_questions_are_answered_from_the_files(tmp_path: Path) -> None:
             1, {"time/train_s": 3.0, "time/rollout_wait_s": 1.0, "mismatch/abs_mean": 1e-7, "lag/max": 2.0}
         )
     config = {
-        "rollout": {"engine": {"type": "native"}, "group_size": 8, "sampling": {"max_new_tokens": 40}, "env": {"type": "single_turn"}},
+        "rollout": {"engine": {"type": "native"}, "group_size": 8, "sampling": {"max_new_tokens": 40}},
         "placement": {"rollout": "0", "actor": "1"},
         "trainer": {"compute_dtype": "bfloat16"},
         "sync": {"canary": True},
