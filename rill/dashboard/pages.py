@@ -15,13 +15,17 @@ from rill.dashboard import indexer
 from rill.dashboard.card import machine, run_card, time_shares
 from rill.dashboard.catalog import Catalog, findings
 from rill.dashboard.config_view import read_config
+from rill.dashboard.metric_columns import MetricColumns
 from rill.dashboard.system import counter_series
 from rill.dashboard.timeline import Timeline
+from rill.telemetry.rollouts import read_rollouts, samples_of
 from rill.telemetry.run import Run
+from rill.telemetry.sinks.base import Account
 
 PLAN_FILE, FLOW_FILE = "plan.json", "flow.json"
 MAX_JSON_BYTES = 8 * 1024 * 1024
 LOG_TAIL_BYTES = 64 * 1024
+MAX_TOLD_GROUPS = 50
 
 
 def overview(catalog: Catalog, key: str) -> dict[str, Any]:
@@ -63,6 +67,23 @@ def flow(run: Run) -> dict[str, Any]:
 
 def timeline(run: Run) -> Timeline:
     return Timeline(indexer.trace_indexes(run.path))
+
+
+def account_of(run: Run) -> Account:
+    """What trackers are told when a run ends: its card, and the samples of groups spread over the run."""
+    figures = MetricColumns(run.path)
+    figures.refresh()
+    values, _, _ = read_config(run.config_path)
+    groups = read_rollouts(run)
+    chosen = groups[:: max(1, len(groups) // MAX_TOLD_GROUPS)]
+    return Account(
+        card=[(row["question"], row["answer"]) for row in run_card(values, run.starts(), figures)],
+        rollouts=[
+            (said.version - 1, said.prompt, said.response, said.reward)
+            for group in chosen
+            for said in samples_of(group)
+        ],
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
