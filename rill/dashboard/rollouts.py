@@ -22,7 +22,7 @@ from rill.errors import UserError
 MAX_ROWS = 500
 SEARCH_S = 0.08
 SEARCH_BYTES = 256 * 1024
-SEARCH_HITS = 150
+SEARCH_HITS = 60
 """An answer to a search ends with the part of the text in which it has found so many."""
 ORDERS = ("newest", "oldest", "best", "worst", "spread", "longest")
 

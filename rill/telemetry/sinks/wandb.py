@@ -9,7 +9,6 @@ from rill.config import PartConfig
 from rill.errors import MissingExtraError
 from rill.telemetry.sinks.base import ROLLOUT_COLUMNS, Account, RunInfo
 
-
 STEP = "step"
 
 

@@ -35,21 +35,30 @@ function bar(name: string, busy: number): HTMLElement {
   return h("div", { class: "meter" }, h("span", {}, name), h("span", { class: "track" }, fill), h("span", { class: "num" }, `${(100 * busy).toFixed(0)} % busy`));
 }
 
-/** Columns by the longest way from a source; a circle's back edge is drawn as it is. */
-function layers(nodes: FlowNode[], edges: FlowEdge[]): Map<string, number> {
+/** Columns by the longest way from a source; edges that close a circle do not count. */
+export function layers(nodes: FlowNode[], edges: FlowEdge[]): Map<string, number> {
   const layer = new Map(nodes.map((node) => [node.id, 0]));
-  for (let round = 0; round < nodes.length; round++)
-    for (const edge of edges) {
-      const next = (layer.get(edge.from) ?? 0) + 1;
-      if (layer.has(edge.from) && next > (layer.get(edge.to) ?? 0) && next < nodes.length && edge.from !== edge.to && !reaches(edges, edge.to, edge.from)) layer.set(edge.to, next);
-    }
+  const back = closing(nodes, edges);
+  const forward = edges.filter((edge) => !back.has(edge) && layer.has(edge.from) && layer.has(edge.to));
+  for (let round = 0; round < nodes.length; round++) for (const edge of forward) layer.set(edge.to, Math.max(layer.get(edge.to)!, layer.get(edge.from)! + 1));
   return layer;
 }
 
-function reaches(edges: FlowEdge[], from: string, to: string, seen = new Set<string>()): boolean {
-  if (from === to) return true;
-  seen.add(from);
-  return edges.some((edge) => edge.from === from && !seen.has(edge.to) && edge.to < from && reaches(edges, edge.to, to, seen));
+/** The edges that lead back to where a walk from the first nodes came from. */
+function closing(nodes: FlowNode[], edges: FlowEdge[]): Set<FlowEdge> {
+  const [found, done, path] = [new Set<FlowEdge>(), new Set<string>(), new Set<string>()];
+  const walk = (id: string) => {
+    path.add(id);
+    for (const edge of edges.filter((one) => one.from === id)) {
+      if (path.has(edge.to)) found.add(edge);
+      else if (!done.has(edge.to)) walk(edge.to);
+    }
+    path.delete(id);
+    done.add(id);
+  };
+  const sources = nodes.filter((node) => !edges.some((edge) => edge.to === node.id));
+  for (const node of [...sources, ...nodes]) if (!done.has(node.id)) walk(node.id);
+  return found;
 }
 
 function draw(nodes: FlowNode[], edges: FlowEdge[], bottleneck: string): SVGElement {
@@ -63,8 +72,8 @@ function draw(nodes: FlowNode[], edges: FlowEdge[], bottleneck: string): SVGElem
     place.set(node.id, [20 + column * (BOX_W + GAP_X), 30 + row * (BOX_H + GAP_Y)]);
   }
   const width = 40 + (Math.max(...layer.values()) + 1) * (BOX_W + GAP_X) - GAP_X;
-  const height = 70 + Math.max(...rows.values()) * (BOX_H + GAP_Y);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": "flow graph; the table below says the same" });
+  const height = 80 + Math.max(...rows.values()) * (BOX_H + GAP_Y);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "graph", role: "img", "aria-label": "flow graph; the table below says the same" });
   for (const edge of edges) {
     const [a, b] = [place.get(edge.from), place.get(edge.to)];
     if (!a || !b) continue;
@@ -73,7 +82,7 @@ function draw(nodes: FlowNode[], edges: FlowEdge[], bottleneck: string): SVGElem
     const path = isBack ? `M${x1} ${y1}C${x1} ${y1 + 50} ${x2} ${y2 + 50} ${x2} ${y2}` : `M${x1} ${y1}C${x1 + 50} ${y1} ${x2 - 50} ${y2} ${x2} ${y2}`;
     picture.append(svg("path", { d: path, class: "edge" }));
     const label = [edge.channel, edge.items_per_s !== undefined ? `${number(edge.items_per_s)}/s` : "", edge.depth !== undefined ? `${number(edge.depth)} waiting` : ""].filter(Boolean);
-    label.forEach((text, i) => picture.append(svg("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 + (isBack ? 40 : -20) + 13 * i, "text-anchor": "middle", class: "small" }, text)));
+    label.forEach((text, i) => picture.append(svg("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 + (isBack ? 52 : -7 - 13 * (label.length - 1)) + 13 * i, "text-anchor": "middle", class: "small" }, text)));
   }
   for (const node of nodes) {
     const [x, y] = place.get(node.id)!;

@@ -57,12 +57,12 @@ class Shell {
   private readonly aside = h("aside", { "aria-label": "Runs" });
   private readonly nav = h("nav", { "aria-label": "Pages" });
   private readonly head = h("div", { class: "head" });
-  private readonly page = h("main", { id: "page", tabindex: -1 });
+  private readonly page = h("div", { id: "page", tabindex: -1 });
   private readonly notice = h("div", { class: "notice", role: "status" });
 
   constructor(private readonly source: Source, root: HTMLElement) {
     const bar = h("header", {}, h("a", { class: "logo", href: "#/overview" }, "rill"), this.nav, themeButton());
-    put(root, h("a", { class: "skip", href: "#page", onclick: (event: Event) => (event.preventDefault(), this.page.focus()) }, "Skip to the page"), bar, h("div", { class: "body" }, this.aside, h("div", { class: "content" }, this.notice, this.head, this.page)));
+    put(root, h("a", { class: "skip", href: "#page", onclick: (event: Event) => (event.preventDefault(), this.page.focus()) }, "Skip to the page"), bar, h("div", { class: "body" }, this.aside, h("main", { class: "content" }, this.notice, this.head, this.page)));
     if (!source.isLive) this.aside.hidden = true;
     addEventListener("hashchange", () => this.show());
     addEventListener("keydown", (event) => this.key(event));

@@ -38,7 +38,7 @@ export function systemPage(root: HTMLElement, context: Context): Mounted {
       const [title, what] = KNOWN[name] ?? [name, "counter of the trace"];
       return board!.add({ title, what, name }, curves, 0);
     });
-    replace(root, plots.length ? h("div", { class: "plots" }, ...plots) : empty("Nothing measured yet. Every process of a run writes what it uses into its trace, every five seconds; runs of an older rill have not."), h("p", { class: "soft" }, plots.length ? "Seconds since the run's first event." : ""));
+    replace(root, h("h2", {}, "System"), plots.length ? h("div", { class: "plots" }, ...plots) : empty("Nothing measured yet. Every process of a run writes what it uses into its trace, every five seconds; runs of an older rill have not."), h("p", { class: "soft" }, plots.length ? "Seconds since the run's first event." : ""));
   };
   void load();
   return { refresh: () => void load(), close: () => board?.close() };
