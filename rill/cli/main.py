@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
     "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any local model, on a task"),
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
+    "dashboard": ("rill.cli.dashboard:app", "Look at runs in a browser: curves, timeline, rollouts, guards"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "doctor": (
