@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -47,6 +47,12 @@ class Curve:
 
     def at(self, x: float) -> float:
         return float(self(np.array([float(x)]))[0])
+
+    def scaled(self, factor: float) -> Curve:
+        """The same curve, so many times as high."""
+        first, *rest = self.coefficients
+        others = rest if self.family == "power" else [c * factor for c in rest]
+        return replace(self, coefficients=(first * factor, *others))
 
     def spread(self, x: float) -> float:
         """Relative uncertainty at x: the held-out error, and half of it again for each doubling outside."""
