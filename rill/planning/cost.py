@@ -25,8 +25,8 @@ from rill.planning.fit import Curve, constant
 from rill.planning.frontier import DEVICES, Floats, Frontier, Ints, Op, Source
 from rill.planning.graph import Graph, Node
 
-MEMORY_STEPS = 64
-"""Memory is counted in sixty-fourths of a device, rounded up."""
+MEMORY_STEPS = 16
+"""Memory is counted in sixteenths of a device, rounded up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ def memory_share(
     if cost.concurrency:
         held = np.minimum(held, cost.concurrency)
     used = option.memory_bytes(held.astype(np.float64)) + option.sharded_bytes / (replicas * option.parallel)
-    result: Floats = np.ceil(used / pool.memory_bytes * MEMORY_STEPS - 1e-9) / MEMORY_STEPS
+    result: Floats = np.maximum(0.0, np.ceil(used / pool.memory_bytes * MEMORY_STEPS - 1e-9)) / MEMORY_STEPS
     return result
 
 

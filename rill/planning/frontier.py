@@ -8,6 +8,7 @@ search small. A row remembers what it was made of, so that a plan can be read ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,6 +27,7 @@ LATENCY, INTERVAL, MEMORY, SWAP, MIX, DEVICES = range(6)
 _MAX_CELLS = 4_000_000
 _MAX_PAIRS = 1_000_000
 _FEW_ROWS = 128
+_BLOCK = 256
 
 
 class Op(IntEnum):
@@ -179,8 +181,9 @@ def undominated(axes: Sequence[npt.NDArray[np.generic]], value: Floats) -> Ints:
         distinct, rank = np.unique(axis, return_inverse=True)
         ranks.append(rank.reshape(-1))
         sizes.append(len(distinct))
-    num_cells = int(np.prod(sizes)) if sizes else 1
-    if num_cells > _MAX_CELLS or num_cells > 64 * len(value) * len(value):
+    num_cells = math.prod(sizes)
+    num_comparisons = len(value) * (_BLOCK + 4 * math.isqrt(len(value)))  # if few rows are kept, as is usual
+    if num_cells > _MAX_CELLS or num_cells * 8 > num_comparisons:
         return _undominated_in_blocks(ranks, value)
     return _undominated_on_grid(ranks, sizes, value)
 
@@ -214,23 +217,27 @@ def _undominated_on_grid(ranks: Sequence[Ints], sizes: Sequence[int], value: Flo
 
 
 def _undominated_in_blocks(ranks: Sequence[Ints], value: Floats) -> Ints:
-    """The same by comparison, for grids that would be too large: best values first, against what was kept so far."""
-    columns = np.stack([*ranks, np.unique(value, return_inverse=True)[1].reshape(-1)], axis=1).astype(np.int32)
-    order = np.lexsort(tuple(columns.T))
-    columns = columns[order]
-    _, first = np.unique(columns, axis=0, return_index=True)
-    first.sort()
-    columns, order = columns[first], order[first]
-    kept = np.zeros((0, columns.shape[1]), np.int32)
-    kept_rows: list[Ints] = []
-    for start in range(0, len(columns), 256):
-        block = columns[start : start + 256]
-        rivals = np.concatenate([kept, block])
-        is_below = np.ones((len(block), len(rivals)), np.bool_)
-        for column in range(columns.shape[1]):
-            is_below &= rivals[None, :, column] <= block[:, None, column]
-        is_below[np.arange(len(block)), len(kept) + np.arange(len(block))] = False
-        survives = ~is_below.any(axis=1)
-        kept = np.concatenate([kept, block[survives]])
-        kept_rows.append(order[start : start + 256][survives])
-    return np.sort(np.concatenate(kept_rows))
+    """The same by comparison, where a grid would be mostly empty: strongest rows first, against what was kept so far."""
+    columns = np.stack([*ranks, np.unique(value, return_inverse=True)[1].reshape(-1)]).astype(np.int32)
+    order = np.lexsort((*columns, columns.sum(axis=0)))
+    columns = columns[:, order]
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = (columns[:, 1:] != columns[:, :-1]).any(axis=0)  # equal rows lie side by side
+    columns, order = columns[:, is_new], order[is_new]
+    kept = np.zeros(0, np.int64)
+    for start in range(0, len(order), _BLOCK):
+        block = np.arange(start, min(start + _BLOCK, len(order)))
+        block = block[~_is_beaten(columns[:, block], columns[:, kept])]
+        rivals = columns[:, block]
+        kept = np.concatenate([kept, block[~_is_beaten(rivals, rivals, are_same=True)]])
+    return np.sort(order[kept])
+
+
+def _is_beaten(rows: npt.NDArray[np.int32], rivals: npt.NDArray[np.int32], are_same: bool = False) -> Bools:
+    is_below = np.ones((rows.shape[1], rivals.shape[1]), np.bool_)
+    for mine, its in zip(rows, rivals):
+        is_below &= its[None, :] <= mine[:, None]
+    if are_same:
+        np.fill_diagonal(is_below, False)
+    result: Bools = is_below.any(axis=1)
+    return result

@@ -133,23 +133,23 @@ def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
     stages = {
         (i, chunk): problem.stage(i, chunk) for i in range(len(problem.graph.nodes)) for chunk in problem.levels
     }
-    bound_s = _all_share(problem, mode, stages)
-    for num_choices in (_ROUGH, None):
-        run = _Search(problem, mode, stages, bound_s, num_choices)
-        root = run.root()
-        bound_s = min(bound_s, float(_step_s(problem, root).min(initial=np.inf)))
-    if not len(root):
-        raise PlanError(_why_not(problem, mode, stages))
-    row = int(np.argmin(_step_s(problem, root)))
-    tree = run.tree(problem.graph.everything, problem.graph.batch, root, row)
-    return Found(step_s=float(_step_s(problem, root)[row]), tree=tree)
+    for bound_s in _first_bounds(problem, mode, stages):
+        for num_choices in (_ROUGH, None):
+            run = _Search(problem, mode, stages, bound_s, num_choices)
+            root = run.root()
+            bound_s = min(bound_s, float(_step_s(problem, root).min(initial=np.inf)))
+        if len(root):
+            row = int(np.argmin(_step_s(problem, root)))
+            tree = run.tree(problem.graph.everything, problem.graph.batch, root, row)
+            return Found(step_s=float(_step_s(problem, root)[row]), tree=tree)
+    raise PlanError(_why_not(problem, mode, stages))
 
 
 def alternatives(problem: Problem, best: Found) -> list[tuple[Mode, Found | str]]:
     """The best plan of every other mode, or why it has none, for comparison with the winner."""
     others: list[tuple[Mode, Found | str]] = []
     for mode in (Mode.SHARED, Mode.SPLIT, Mode.HYBRID):
-        if mode is best.tree.mode or (mode is Mode.HYBRID and len(problem.graph.nodes) < 2):
+        if mode is best.tree.mode or (mode is Mode.HYBRID and _num_workers(problem) < 3):
             continue
         try:
             others.append((mode, search(problem, mode)))
@@ -158,19 +158,37 @@ def alternatives(problem: Problem, best: Found) -> list[tuple[Mode, Found | str]
     return others
 
 
+def _num_workers(problem: Problem) -> int:
+    return sum(len(node.members) or 1 for node in problem.graph.nodes)
+
+
 def _step_s(problem: Problem, frontier: Frontier) -> Floats:
     return np.maximum(frontier.interval, frontier.latency / (problem.lag + 1))
 
 
-def _all_share(problem: Problem, mode: Mode, stages: Stages) -> float:
-    """The step if all workers take turns on all devices: a bound to begin with, where such a plan is allowed."""
-    if mode in (Mode.SPLIT, Mode.HYBRID) or _pinned_pairs(problem):
-        return np.inf
+def _first_bounds(problem: Problem, mode: Mode, stages: Stages) -> list[float]:
+    """Steps that some plan is expected to stay below, to begin with; the last is one that every plan does."""
+    if mode is Mode.HYBRID:  # twice the best of all is a guess
+        return [2 * search(problem).step_s, np.inf]
+    is_free = not _pinned_pairs(problem) and not any(node.members for node in problem.graph.nodes)
+    if mode is Mode.SPLIT or not is_free:
+        return [np.inf]
+    # All workers in turns on all devices, each as fast as it can be: a plan that there is.
     wholes = [stages[i, problem.graph.batch].frontier for i in range(len(problem.graph.nodes))]
-    if mode is Mode.SHARED and any(node.members for node in problem.graph.nodes):
-        return np.inf
     turns = sum(float((way.latency + way.table[:, SWAP]).min(initial=np.inf)) for way in wholes)
-    return turns + sum(sync.bytes for sync in problem.graph.syncs) / problem.local_bytes_per_s
+    return [turns + sum(sync.bytes for sync in problem.graph.syncs) / problem.local_bytes_per_s]
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """Of a node, at any chunk size and on any devices."""
+
+    device_s: float
+    """Device-seconds of a step."""
+    latency_s: float
+    """Of one chunk."""
+    batch_s: float
+    """Of all chunks."""
 
 
 class _Search:
@@ -187,14 +205,14 @@ class _Search:
         self._index = {node.name: i for i, node in enumerate(self.graph.nodes)}
         self._memo: dict[tuple[int, int], Frontier] = {}
         self._operands: dict[tuple[int, int, Op], Frontier] = {}
-        self._paths: dict[int, float] = {}
+        self._chains: dict[int, tuple[float, float]] = {}
         self._stages = stages
         self._streaming = sum(
             1 << i
             for i, node in enumerate(self.graph.nodes)
             if any(problem.workers[m].streams for m in node.members or (node.name,))
         )
-        self._least_work, self._least_latency = self._least()
+        self._least = [self._least_of(i) for i in range(len(self.graph.nodes))]
         self._never_fits, self._always_fits = self._memory_matters()
         self._pairs = _pinned_pairs(problem)
 
@@ -316,45 +334,66 @@ class _Search:
     # --- what cannot lead to a step below the bound ---
 
     def _below_bound(self, part: int, chunk: int, table: Floats) -> Bools:
-        """Two lower bounds of any step that contains such a way. Devices: this way holds its own for k intervals, the
+        """Three lower bounds of any step that contains such a way. Devices: it holds its own while k chunks pass, the
         other workers need at least their least device-seconds, and all devices together have N · step. Latency: k
-        chunks must pass, and so must one through whatever comes before and after."""
+        chunks must pass here and one through whatever comes before and after; and one must pass here while one of
+        those works through the whole batch."""
         if not np.isfinite(self.bound_s):
             return np.ones(len(table), np.bool_)
         k = self.graph.batch / chunk
-        rest = sum(w for i, w in enumerate(self._least_work) if not part >> i & 1)
-        held = table[:, DEVICES:].sum(axis=1) * (k * table[:, INTERVAL])
-        passed = table[:, LATENCY] + (k - 1) * table[:, INTERVAL] + self._path_outside(part)
+        latency, interval = table[:, LATENCY], table[:, INTERVAL]
+        rest = sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1)
+        held = table[:, DEVICES:].sum(axis=1) * (np.minimum(latency, interval) + (k - 1) * interval)
+        chain, chain_and_batch = self._outside(part)
+        passed = latency + np.maximum((k - 1) * interval + chain, chain_and_batch)
         longest = np.maximum((held + rest) / self.problem.num_devices, passed / (self.problem.lag + 1))
         result: Bools = longest <= self.bound_s
         return result
 
-    def _path_outside(self, part: int) -> float:
-        """The longest chain through the part, without the part: its nodes' least latencies."""
-        if part not in self._paths:
+    def _outside(self, part: int) -> tuple[float, float]:
+        """The longest chain of nodes through the part, without the part: by the least latency of each, and with one of
+        them working through its whole batch."""
+        if part not in self._chains:
             num, parents = len(self.graph.nodes), self.graph.parents
-            before, after = [0.0] * num, [0.0] * num
-            own = [0.0 if part >> i & 1 else self._least_latency[i] for i in range(num)]
+            zero = (0.0, 0.0)
+            up, down = [zero] * num, [zero] * num
             for i in range(num):
-                before[i] = max((before[p] + own[p] for p in range(num) if parents[i] >> p & 1), default=0.0)
+                up[i] = self._longest(part, up, [p for p in range(num) if parents[i] >> p & 1])
             for i in reversed(range(num)):
-                after[i] = max((after[c] + own[c] for c in range(num) if parents[c] >> i & 1), default=0.0)
-            self._paths[part] = max(before[i] + after[i] for i in range(num) if part >> i & 1)
-        return self._paths[part]
+                down[i] = self._longest(part, down, [c for c in range(num) if parents[c] >> i & 1])
+            inside = [i for i in range(num) if part >> i & 1]
+            self._chains[part] = (
+                max(up[i][0] + down[i][0] for i in inside),
+                max(max(up[i][1] + down[i][0], up[i][0] + down[i][1]) for i in inside),
+            )
+        return self._chains[part]
 
-    def _least(self) -> tuple[list[float], list[float]]:
-        """Of each node, at any chunk size: the least device-seconds of a step, and the least latency of a chunk."""
-        work, latency = [], []
-        for i in range(len(self.graph.nodes)):
-            least_work = least_latency = np.inf
-            for chunk in self.problem.levels:
-                ways = self._stages[i, chunk].frontier
-                device_s = ways.devices.sum(axis=1) * ways.interval * (self.graph.batch / chunk)
-                least_work = min(least_work, device_s.min(initial=np.inf))
-                least_latency = min(least_latency, ways.latency.min(initial=np.inf))
-            work.append(0.0 if np.isinf(least_work) else float(least_work))
-            latency.append(0.0 if np.isinf(least_latency) else float(least_latency))
-        return work, latency
+    def _longest(
+        self, part: int, so_far: list[tuple[float, float]], nexts: list[int]
+    ) -> tuple[float, float]:
+        best = (0.0, 0.0)
+        for i in nexts:
+            chunk_s, batch_s = (0.0, 0.0) if part >> i & 1 else (self._least[i].latency_s, self._least[i].batch_s)
+            chain, with_batch = so_far[i]
+            best = (
+                max(best[0], chain + chunk_s),
+                max(best[1], with_batch + chunk_s, chain + batch_s),
+            )
+        return best
+
+    def _least_of(self, node: int) -> _Least:
+        device_s = latency_s = batch_s = np.inf
+        for chunk in self.problem.levels:
+            ways = self._stages[node, chunk].frontier
+            k = self.graph.batch / chunk
+            whole = ways.latency + (k - 1) * ways.interval
+            held = np.minimum(ways.latency, ways.interval) + (k - 1) * ways.interval
+            if chunk == self.graph.batch or not self._streaming >> node & 1:
+                device_s = min(device_s, (ways.devices.sum(axis=1) * held).min(initial=np.inf))
+            latency_s = min(latency_s, ways.latency.min(initial=np.inf))
+            batch_s = min(batch_s, whole.min(initial=np.inf))
+        finite = [0.0 if np.isinf(x) else float(x) for x in (device_s, latency_s, batch_s)]
+        return _Least(*finite)
 
     def _memory_matters(self) -> tuple[bool, bool]:
         """Whether no two workers ever fit into a device together, and whether all of them always do."""
