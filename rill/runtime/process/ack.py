@@ -43,16 +43,17 @@ class Header(NamedTuple):
     reply_to: str
     """The sender's mailbox, as the receiver reaches it."""
 
-    def pack(self) -> bytes:
-        reply_to = self.reply_to.encode()
-        return _HEADER.pack(*self[:4], len(reply_to)) + reply_to
-
     @staticmethod
     def unpack(data: bytes) -> tuple[Header, int]:
         """The header, and where the message begins."""
         token, ack_token, ack, seq, num_bytes = _HEADER.unpack_from(data)
         end = _HEADER.size + num_bytes
         return Header(token, ack_token, ack, seq, data[_HEADER.size : end].decode()), end
+
+
+def pack_header(token: bytes, ack_token: bytes, ack: int, seq: int, reply_to: bytes) -> bytes:
+    """A Header's bytes."""
+    return _HEADER.pack(token, ack_token, ack, seq, len(reply_to)) + reply_to
 
 
 M = TypeVar("M")

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import zmq
 
 from rill.errors import RunError
-from rill.runtime.process.ack import NO_STREAM, Header, Incoming, Outgoing
+from rill.runtime.process.ack import NO_STREAM, Header, Incoming, Outgoing, pack_header
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
@@ -207,6 +207,7 @@ class _Peer:
         self._context = context
         self._endpoint = endpoint
         self._reply_to = reply_to
+        self._reply_to_bytes = reply_to.encode()
         self._key = key
         self._lock = threading.Lock()
         self._socket: zmq.Socket[Any] | None = None
@@ -244,7 +245,7 @@ class _Peer:
             return
         incoming = self.incoming
         ack = incoming.told() if incoming.token != NO_STREAM else 0
-        head = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack() + packed[0]
+        head = pack_header(self.outgoing.token, incoming.token, ack, seq, self._reply_to_bytes) + packed[0]
         if len(packed) == 1:
             self._open().send(head)
         else:
@@ -276,14 +277,13 @@ def _pack(frames: Sequence[Any]) -> _Packed:
     """Every part of a message costs ZeroMQ as much as a small message does: so small ones travel together."""
     sizes, small, large = [], [], []
     for frame in frames:
-        if isinstance(frame, bytes) and len(frame) < LARGE_FRAME_BYTES:
+        if type(frame) is bytes and len(frame) < LARGE_FRAME_BYTES:
             sizes.append(len(frame))
             small.append(frame)
         else:
             sizes.append(_SEPARATE)
             large.append(zmq.Frame(frame, copy=True))
-    head = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
-    return [b"".join((head, *small)), *large]
+    return [b"".join((struct.pack(f"<H{len(sizes)}I", len(sizes), *sizes), *small)), *large]
 
 
 def _unpack(parts: Frames) -> tuple[Header, Frames]:
@@ -307,12 +307,11 @@ def _unpack(parts: Frames) -> tuple[Header, Frames]:
 
 def receive(socket: zmq.Socket[Any]) -> Frames:
     """The parts of one message. After the first, large ones are writable memory of their own, without a copy."""
-    frames: Frames = []
-    while True:
+    frames: Frames = [socket.recv()]
+    while socket.getsockopt(zmq.RCVMORE):
         frame = socket.recv(copy=False)
-        frames.append(frame.buffer if frames and len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
-        if not frame.more:
-            return frames
+        frames.append(frame.buffer if len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
+    return frames
 
 
 def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
