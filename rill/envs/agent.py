@@ -23,7 +23,7 @@ from rill.envs.events import EventLog
 from rill.envs.reply import Context, Reply
 from rill.envs.tokens import Node, TokenTree, chain_of, chain_start
 from rill.envs.tools import Tool, as_tool, toolbox
-from rill.errors import ConfigError, DataError, TooLongError
+from rill.errors import DataError, TooLongError
 from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Counts:
     is_cut_off: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Setting:
     """What the agents of one episode share."""
 
@@ -64,8 +64,18 @@ class Setting:
     log: EventLog
     episode_id: str
     group_id: str
-    endpoint: Endpoint | None = None
+    endpoint: Endpoint
     counts: Counts = field(default_factory=Counts)
+    running: asyncio.Task[Any] | None = None
+    """The environment's run()."""
+    interrupted: BaseException | None = None
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the episode from outside of its run(), as if this had been raised there."""
+        if self.interrupted is None:
+            self.interrupted = error
+            if self.running is not None:
+                self.running.cancel()
 
 
 class Agents(Mapping[str, "Agent"]):
@@ -200,15 +210,11 @@ class Agent:
     def base_url(self) -> str:
         """Where a program reaches this agent by HTTP, for as long as the episode lasts."""
         if self._base_url is None:
-            if self.setting.endpoint is None:
-                raise ConfigError(
-                    f"agent {self.name} has no base_url here: the run has no server for its agents"
-                )
             self._base_url = self.setting.endpoint.open(self)
         return self._base_url
 
     def close(self) -> None:
-        if self._base_url is not None and self.setting.endpoint is not None:
+        if self._base_url is not None:
             self.setting.endpoint.close(self)
 
     # --- asking the policy --------------------------------------------------------------------------------
