@@ -26,6 +26,7 @@ from rich.console import Console
 from rill.cli.console import say
 from rill.cli.progress import Progress
 from rill.cli.stall import StallWatch
+from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
 from rill.journal.checkpoints import step_of, whole_checkpoints
@@ -111,7 +112,8 @@ class Interrupts:
 
 def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
-    sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
+    told = RunInfo(name=run.name, id=run.id, directory=run.path, config=config.model_dump())
+    sinks = build_sinks(config.sinks, told)
     metrics = MetricLog(run.path, sinks)
     checkpoints = whole_checkpoints(run)
     if checkpoints or has_something_to_keep(run):
@@ -145,6 +147,9 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
     finally:
         watch.close()
+        if config.sinks:
+            with suppress(OSError):  # what ended the run is to be told, not this
+                metrics.tell(account_of(run))
         metrics.close()
         trace.flush()
     return progress, watch.findings
@@ -182,14 +187,17 @@ def _summarise(
         use = f"in an RL recipe reward_model.model.path={model}"
     if not progress.has_reports:
         say(f"{'nothing done':<14} the run had taken its last step already: raise loop.steps to go on")
-    for finding in findings:
-        say(f"{'guard':<14} {finding}")
+    if findings:  # each was told when it was found
+        say(
+            f"{'guards':<14} {len(findings)} finding{'' if len(findings) == 1 else 's'}, told above and in the report"
+        )
     for line in progress.summary():
         say(line)
     for when, sample in zip(("at first", "now"), then_and_now(run), strict=False):
         say(f"{when:<14} {sample.line()}")
     say()
     say(f"{'report':<14} {page.resolve().as_uri()}")
+    say(f"{'dashboard':<14} rill dashboard{'' if run.path.parent == Path(RUNS_FOLDER) else f' {run.path}'}")
     say(f"{'model':<14} {model}: {use}")
     if not Path("recipes/mine.toml").exists():
         say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")

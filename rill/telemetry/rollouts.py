@@ -26,6 +26,10 @@ class Said:
     """The newest that wrote a token of its group."""
     error: str | None
 
+    @property
+    def text(self) -> str:
+        return self.prompt + self.response
+
     def line(self, width: int = LINE_CHARACTERS) -> str:
         text = " ".join(f"{self.prompt}▸{self.response}".split())
         if len(text) > width:

@@ -127,7 +127,7 @@ class Episodes:
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)
         group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)
         verdict, samples = self._finish(self._algorithm, group, greedy)
-        self._log.write(group, dropped=verdict.reason)
+        self._log.write(group, dropped=verdict.reason, trained={sample.id: sample for sample in samples})
         outcome = self._outcome(
             task,
             lengths=tuple(sample.num_tokens for sample in samples),
