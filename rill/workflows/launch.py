@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import ConfigError, PlanError
+from rill.errors import ConfigError, PeerDiedError, PlanError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
@@ -78,9 +78,8 @@ class Launcher:
         self._starting: list[WorkerGroup[Any]] = []
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
-            model_folder(
-                config.model.path
-            )  # here, where a wrong path is one line and not a worker's traceback
+            # Here, where a wrong path is one line and not a worker's traceback.
+            model_folder(config.model.path)
         self.sync = routed(
             config.sync,
             cluster.devices,
@@ -104,10 +103,20 @@ class Launcher:
         return group
 
     def ready(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
+        trainer's ranks wait for each other, and the run ends with the first that is lost."""
         starting, self._starting = self._starting, []
+        timeout_s = self.config.loop.step_timeout_s
         for group in starting:
-            group.ready(self.config.loop.step_timeout_s)
+            try:
+                group.ready(timeout_s)
+            except PeerDiedError as death:
+                if group.name not in ("rollout", "env") or self.config.loop.max_relaunches == 0:
+                    raise
+                log.warning("%s: started again", str(death).splitlines()[0])
+                for rank in group.lost():
+                    group.relaunch(rank, timeout_s=timeout_s)
+                group.ready(timeout_s)
 
     # --- the parts that every RL run has --------------------------------------------------------------------
 
