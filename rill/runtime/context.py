@@ -67,14 +67,6 @@ class RuntimeContext:
     _recorder: Recorder | None = None
 
     @property
-    def session_id(self) -> str:
-        return self.site.session_id
-
-    @property
-    def session_dir(self) -> Path:
-        return self.site.session_dir
-
-    @property
     def shm_dir(self) -> Path:
         return self.site.shm_dir
 
@@ -89,10 +81,6 @@ class RuntimeContext:
     @property
     def key(self) -> SessionKey | None:
         return self.site.key
-
-    @property
-    def report_dir(self) -> Path | None:
-        return self.site.report_dir
 
     @property
     def recorder(self) -> Recorder:

@@ -38,7 +38,7 @@ from rill.telemetry import trace
 if TYPE_CHECKING:
     from rill.runtime.group import ClassRef
 
-HELLO, STOP, NO_HUB = b"hello", b"stop", b"no-hub"
+HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
 INIT, MEMBERS = "__init__", "__members__"
 """Calls that the runtime makes: build the worker; take note of the group's ranks."""
 
@@ -113,6 +113,7 @@ class WorkerProcess:
             if self._worker is not None:
                 self._worker.close()
         finally:
+            mailbox.post(driver, [GOODBYE, context.address.identity.encode()])  # after every answer
             runtime_context.uninstall(context)
             context.close()
             mailbox.close()
