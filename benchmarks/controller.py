@@ -1,6 +1,6 @@
 """What the controller costs: driver time of a step with workers that do nothing, as bytes, groups and ranks grow.
 
-    python benchmarks/controller.py [--steps 40] [--bytes 1024,65536,1048576] [--groups 8,64,512] [--ranks 8,1024]
+    python benchmarks/controller.py [--steps 40] [--bytes 1024,65536,1048576] [--groups 8,64,512] [--ranks 8,128]
 
 The real Loop, Fleet, Feeder, channels and hub; rollout workers that make no tokens and actors that train nothing. A
 rollout worker puts samples of a given size into the rollouts channel, an actor takes them by key, publishes a manifest
@@ -8,7 +8,7 @@ of as many tensors as a 1.5B model has and brings the engines to it; every engin
 
     step by bytes    driver time as samples grow: must not grow
     step by groups   driver time as the batch grows: must not grow
-    step by ranks    half of the ranks are engines, half are trainers, many to a process; the work of a step is the same
+    step by ranks    half of the ranks are engines, half are trainers; the work of a step is the same
                      number of groups and --work-s seconds of sleep in every engine and every trainer. `slowdown` is the
                      median step of the largest number of ranks over that of the smallest; the goal is 1.1
 
@@ -51,7 +51,6 @@ TIMEOUT_S = 600.0
 GROUP_SIZE = 8
 NUM_TENSORS = 338
 """Of a 1.5B model with 28 layers."""
-RANKS_PER_PROCESS = 64
 
 
 def report(**fields: Any) -> None:
@@ -187,13 +186,11 @@ def null_run(
     """Half of the ranks are engines, half trainers."""
     half = ranks // 2
     config = LoopConfig(steps=steps, groups_per_step=groups, step_timeout_s=TIMEOUT_S)
-    together = RANKS_PER_PROCESS if ranks > 64 else 1
     rollout = NullRollout.launch(
         cluster,
         name=f"rollout-{tag}",
         placement=f"0:0-{half - 1}",
         threads=1,
-        ranks_per_process=together,
         num_bytes=num_bytes,
         work_s=work_s,
     )
@@ -202,7 +199,6 @@ def null_run(
         name=f"actor-{tag}",
         placement=f"1:0-{half - 1}",
         threads=1,
-        ranks_per_process=together,
         work_s=work_s,
     )
     prompts = PromptPlan(data=Questions.Config(), loader=LoaderConfig())
@@ -236,7 +232,7 @@ def main() -> None:
     )
     parser.add_argument("--bytes", default="1024,65536,1048576", help="bytes of one sample")
     parser.add_argument("--groups", default="8,64,512", help="groups of 8 samples in a step")
-    parser.add_argument("--ranks", default="8,1024", help="simulated ranks; empty: none")
+    parser.add_argument("--ranks", default="8,128", help="ranks, a process each; empty: none")
     parser.add_argument("--rank-steps", type=int, default=8)
     parser.add_argument("--rank-groups", type=int, default=64, help="groups in a step with simulated ranks")
     parser.add_argument("--work-s", type=float, default=5.0, help="sleep of every rank in a step")

@@ -28,9 +28,6 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker
 
 ROOT = Path(__file__).parents[1]
-RANKS_PER_PROCESS = 64
-
-
 RESULTS: dict[tuple[str, str], float] = {}
 """Every value that was reported, by name and system."""
 
@@ -157,7 +154,7 @@ def start_ray_actor() -> Any:
 
 
 def measure_many_ranks(num_ranks: int, num_calls: int = 20) -> None:
-    """The driver with many ranks that share processes: one message per process and call."""
+    """The driver with many ranks, a process and a message each."""
     with Cluster(devices="cpu:1") as cluster:
         started_s = time.perf_counter()
         group = Node.launch(
@@ -165,7 +162,6 @@ def measure_many_ranks(num_ranks: int, num_calls: int = 20) -> None:
             name="node",
             placement=f"0:0-{num_ranks - 1}",
             threads=1,
-            ranks_per_process=RANKS_PER_PROCESS,
         )
         report(f"launch_{num_ranks}_ranks", "rill-local", time.perf_counter() - started_s, "s")
         group.nothing().wait(120)

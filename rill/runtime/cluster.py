@@ -13,34 +13,34 @@ session. A worker's death fails the calls that wait for it and nothing else.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rill.errors import PlanError, RunError
 from rill.runtime import context as runtime_context
-from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
-from rill.runtime.device.device import Device, DeviceSpec, Node, number
-from rill.runtime.device.placement import Placement, resolve, share_processes
-from rill.runtime.group import ClassRef, WorkerGroup
+from rill.runtime.context import DRIVER_GROUP, RuntimeContext, Site, WorkerAddress
+from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
+from rill.runtime.group import Move, WorkerGroup
+from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Event, Exited
-from rill.runtime.process.backend import Backend, LocalBackend
-from rill.runtime.process.call import CallBook
-from rill.runtime.process.launcher import Launcher, is_service
-from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.backend import Backend, LocalBackend, NodeEvents, OpenedNode
+from rill.runtime.process.call import Calls
+from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
+from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.supervisor import Supervisor, describe_exit
-from rill.runtime.transfer.collective import free_port
-from rill.runtime.worker import Worker
+from rill.runtime.worker import LaunchSpec, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -59,54 +59,59 @@ class Cluster:
         devices: DeviceSpec = "auto",
         *,
         labels: Sequence[str] = (),
+        elastic: bool = False,
         preload: Sequence[str] = (),
         trace_dir: str | Path | None = None,
         log_dir: str | Path | None = None,
         backend: Backend | None = None,
     ) -> None:
         """`devices`: "auto", a number, "cpu:4", "cuda:2,cpu:4", a list of Device, or these by label of the node (see
-        DeviceSpec). `preload`: modules that workers find imported, e.g. "torch": it then costs its time and memory
-        once (only for modules that stand a fork).
+        DeviceSpec). `elastic`: nodes may be added while it runs; its processes then listen on TCP, under a key.
+        `preload`: modules that workers find imported, e.g. "torch": it then costs its time and memory once (only for
+        modules that stand a fork).
         `trace_dir`: where workers write their trace. `log_dir`: keep the workers' output and stuck-run reports there;
         else the output is removed with the session, and reports stay in the system's temporary directory."""
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = True  # until it is open
         self._owner_pid = os.getpid()
-        self._backend = backend or LocalBackend(devices, frozenset(labels))
-        self.session = open_session()
-        self._report_dir = Path(log_dir).absolute() if log_dir is not None else None
-        self._log_dir = self._report_dir or self.session.session_dir / "logs"
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._backend = backend or LocalBackend(devices, frozenset(labels), elastic=elastic)
+        self._next_device_id = 0
+        self.devices: tuple[Device, ...] = ()
+        self._nodes: dict[str, NodeClient] = {}
         allow_many_files()
-        try:
-            opened = self._backend.open(
-                self.session, tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost
+        with contextlib.ExitStack() as undo:  # whatever fails below, nothing is left behind
+            self.session = open_session()
+            undo.callback(self.session.close)
+            report_dir = Path(log_dir).absolute() if log_dir is not None else None
+            self._log_dir = report_dir or self.session.session_dir / "logs"
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            undo.callback(self._backend.close)
+            events = NodeEvents(preload=tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost)
+            undo.callback(self._close_nodes)
+            opened = self._backend.open(self.session, events)
+            for node in opened:
+                self._admit(node)
+            first = opened[0].client.node
+            self._context = self._make_context(first, report_dir)
+            undo.callback(self._close_context)
+            is_spread = self._backend.is_spread
+            self._launcher = Launcher(
+                self._context,
+                hub_tcp=f"tcp://{first.host}:{free_port(first.host)}" if is_spread else "",
+                log_dir=self._log_dir,
+                trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
-        except BaseException:
-            self._backend.close()
-            self.session.close()
-            raise
-        self._nodes: dict[str, NodeClient] = {client.node.node_id: client for client in opened.nodes}
-        self.devices: tuple[Device, ...] = number(opened.devices)
-        first = opened.nodes[0].node
-        is_spread = len(self._nodes) > 1
-        hub_tcp = f"tcp://{first.host}:{free_port(first.host)}" if is_spread else ""
-        self._mailbox, self._context = self._make_context(first)
-        self._launcher = Launcher(
-            self.context,
-            hub_tcp=hub_tcp,
-            log_dir=self._log_dir,
-            trace_dir=str(trace_dir) if trace_dir is not None else None,
-        )
-        self._supervisor = Supervisor(self.context, self._launcher, self._node)
-        for client in opened.nodes:
-            self._start_services(client)
-        self.context.open()
-        self._mailbox.start()
-        self.context.directory.publish(self.context.address, 1)
-        runtime_context.install(self.context)
-        self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
-        atexit.register(self._at_exit)
+            self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
+            for node in opened:
+                self._start_services(node.client)
+            self._context.open()
+            self._context.mailbox.start()
+            self._context.directory.publish(self._context.address)
+            runtime_context.install(self._context)
+            self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
+            atexit.register(self._at_exit)
+            self._undo = undo.pop_all()
+            self._is_closed = False
 
     @classmethod
     def ray(cls, address: str = "local", devices: DeviceSpec = "auto", **options: Any) -> Cluster:
@@ -126,39 +131,61 @@ class Cluster:
         """The machines, the driver's first."""
         return [client.node for client in self._nodes.values()]
 
+    @property
+    def moves(self) -> list[Move]:
+        """The moves of groups so far, with what they took."""
+        return list(self._supervisor.moves)
+
     def coreside(self, *groups: str) -> None:
         """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
         self.context.hub.call("locks", "coreside", list(groups), HUB_WAIT_S)
 
-    # --- groups -------------------------------------------------------------------------------------------
+    def take_turns(self, *groups: str) -> None:
+        """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
+        self.context.hub.call("locks", "take_turns", list(groups), HUB_WAIT_S)
 
-    def launch(
-        self,
-        cls: type[W],
-        *,
-        name: str,
-        placement: Placement = "all",
-        env: Mapping[str, str] | None = None,
-        threads: int | None = None,
-        ranks_per_process: int = 1,
-        peer_access: bool = False,
-        init_kwargs: Mapping[str, Any] | None = None,
-    ) -> WorkerGroup[W]:
-        """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
-        if ranks_per_process < 1:
-            raise PlanError(f"{name}: ranks_per_process={ranks_per_process}: give at least 1")
-        ref = ClassRef.of(cls)
-        seats = share_processes(resolve(placement, self.devices), ranks_per_process)
-        world_size = self._supervisor.launch(
-            ref,
-            name,
-            seats,
-            env=dict(env or {}),
-            threads=threads,
-            peers=self.devices if peer_access else (),
-            init_kwargs=init_kwargs or {},
+    def history(self) -> list[CallRecord]:
+        """What the last calls of all workers took, put, held and waited for: the planner's material."""
+        records: list[CallRecord] = self.context.hub.query(
+            "history", "calls", None, HUB_WAIT_S, list[CallRecord]
         )
-        return WorkerGroup(cls, name, world_size, self._supervisor)
+        return records
+
+    def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
+        """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
+        self._supervisor.launch(cls, options)
+        return WorkerGroup(cls, options.name, self._supervisor)
+
+    # --- nodes that come and go ---------------------------------------------------------------------------
+
+    def add_node(
+        self, devices: NodeDevices = "auto", *, labels: Collection[str] = (), host: str | None = None
+    ) -> Node:
+        """Take one more node in; its devices get ids that were never used, and groups can be placed on them.
+
+        With Ray: a node that has joined the Ray cluster or has come back to it, that at `host` if given. Else one more
+        node on this machine (a rehearsal); the cluster must be `elastic`.
+        """
+        self._check_open()
+        opened = self._backend.add(devices, labels, host)
+        try:
+            self._admit(opened)
+            self._start_services(opened.client)
+        except BaseException:
+            self._dismiss(opened.client.node.node_id)
+            raise
+        return opened.client.node
+
+    def remove_node(self, node_id: str, *, notice_s: float = 0.0) -> None:
+        """End what runs on a node, as `WorkerGroup.remove` does, and give the node up. Items of channels that were put
+        there and are not taken yet go with it."""
+        self._check_open()
+        if node_id == self.context.node_id:
+            raise PlanError(f"{node_id} is the driver's own node: close the cluster instead")
+        self._node(node_id)
+        for group, ranks in self._supervisor.ranks_on(node_id).items():
+            self._supervisor.remove(group, ranks, notice_s)
+        self._dismiss(node_id)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -170,14 +197,8 @@ class Cluster:
             self._is_closed = True
         atexit.unregister(self._at_exit)
         self._supervisor.close(CLOSE_WAIT_S)
-        runtime_context.uninstall(self.context)
-        self.context.close()
-        self.context.calls.close()
-        self._mailbox.close()
-        for node in self._nodes.values():
-            node.close()
-        self._backend.close()
-        self.session.close()
+        runtime_context.uninstall(self._context)
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -189,13 +210,12 @@ class Cluster:
 
     # --- nodes --------------------------------------------------------------------------------------------
 
-    def _make_context(self, node: Node) -> tuple[Mailbox, RuntimeContext]:
-        session_dir = self.session.session_dir
-        is_spread = len(self._nodes) > 1
-        key = SessionKey.new() if is_spread else None
+    def _make_context(self, node: Node, report_dir: Path | None) -> RuntimeContext:
+        session = self.session
+        key = SessionKey.new() if self._backend.is_spread else None
         if key is not None:
-            key.save(session_dir)  # for the hub
-        mailbox = Mailbox(f"ipc://{session_dir}/driver", tcp_host=node.host if is_spread else None, key=key)
+            key.save(session.session_dir)  # for the hub
+        mailbox = Mailbox(f"ipc://{session.session_dir}/driver", tcp_host=node.host if key else None, key=key)
         address = WorkerAddress(
             DRIVER_GROUP,
             0,
@@ -203,29 +223,44 @@ class Cluster:
             os.getpid(),
             mailbox.endpoint,
             mailbox.tcp_endpoint,
-            mailbox.raw_endpoint,
         )
-        context = RuntimeContext(
-            session_id=self.session.session_id,
-            session_dir=session_dir,
-            shm_dir=self.session.shm_dir,
+        site = Site(
+            session_id=session.session_id,
+            session_dir=session.session_dir,
+            shm_dir=session.shm_dir,
             node_id=node.node_id,
-            address=address,
-            hub_endpoint=f"ipc://{session_dir}/hub.sock",
-            mailbox=mailbox,
-            calls=CallBook(mailbox, address),
+            hub_endpoint=f"ipc://{session.session_dir}/hub.sock",
             host=node.host,
-            num_nodes=len(self._nodes),
             key=key,
-            report_dir=self._report_dir,
+            report_dir=report_dir,
         )
-        return mailbox, context
+        return RuntimeContext(site, address, mailbox, Calls(mailbox, address))
+
+    def _close_context(self) -> None:
+        self._context.close()
+        self._context.mailbox.close()
+
+    def _close_nodes(self) -> None:
+        for client in self._nodes.values():
+            client.close()
+
+    def _admit(self, opened: OpenedNode) -> None:
+        """Number a node's devices, after all that were ever there."""
+        numbered = number(opened.devices, self._next_device_id)
+        self._next_device_id += len(numbered)
+        self._nodes[opened.client.node.node_id] = opened.client
+        self.devices = (*self.devices, *numbered)
+
+    def _dismiss(self, node_id: str) -> None:
+        self.devices = tuple(device for device in self.devices if device.node_id != node_id)
+        self._nodes.pop(node_id).close()
+        self._backend.release(node_id)
 
     def _start_services(self, client: NodeClient) -> None:
-        """The hub on the driver's node, and where there are several nodes a store server on each."""
+        """The hub on the driver's node, and where there may be several nodes a store server on each."""
         if client.node.node_id == self.context.node_id:
             client.start(self._launcher.hub())
-        if self.context.num_nodes > 1:
+        if self._backend.is_spread:
             client.start(self._launcher.store_server(client))
 
     def _on_event(self, event: Event) -> None:
@@ -235,17 +270,22 @@ class Cluster:
         how = describe_exit(event.exit_code, event.log_tail)
         if not is_service(event.key):
             self._supervisor.process_ended(event.key, how)
-        elif event.is_restarted:
+            return
+        if event.key != HUB_KEY:
+            with contextlib.suppress(RunError):  # where there is no hub any more, nobody needs to know
+                self._context.hub.submit("registry.died", [f"{event.key}[0]#{event.pid}", how])
+        if event.is_restarted:
             _log.warning("%s (pid %d) ended and was started again: %s", event.key, event.pid, how)
-        else:
-            _log.error(
-                "%s ended too often and is not started again, so the run will stop: %s", event.key, how
-            )
+            return
+        _log.error("%s ended too often and is not started again, so the run will stop: %s", event.key, how)
+        if event.key == HUB_KEY:
+            self._supervisor.hub_lost(f"the hub ended too often and is not started again: {how}")
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
         """On a node's reader thread."""
-        if not self._is_closed:
-            self._reopen(node_id)  # first, so that whoever sees its rank dead can relaunch it
+        if self._is_closed or node_id not in self._nodes:
+            return
+        self._reopen(node_id)  # first, so that whoever sees its rank dead can relaunch it
         self._supervisor.node_lost(node_id, reason)
 
     def _reopen(self, node_id: str) -> None:
@@ -253,6 +293,7 @@ class Cluster:
         try:
             client = self._nodes[node_id] = self._backend.reopen(node_id)
         except RunError:
+            self.devices = tuple(device for device in self.devices if device.node_id != node_id)
             return  # the node is gone for good: launches on it say so
         self._start_services(client)
 
@@ -260,6 +301,10 @@ class Cluster:
         if node_id not in self._nodes:
             raise RunError(f"{node_id} is gone: its devices cannot be used any more")
         return self._nodes[node_id]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RunError("the cluster is closed")
 
 
 def _close_at_exit(close: weakref.WeakMethod[Any]) -> None:

@@ -1,26 +1,27 @@
 """Who this process is in a run: its session, its node, its address and its doors to the rest.
 
-One per process, set before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the
-worker's main in a worker. Ranks that share a process have one each, found through the thread (or task) that runs
-them; the first of them, the lead, holds the doors that a process needs once. Everything that a channel, a lock or a
-transfer needs to know about its surroundings is read from `current()`.
+One per process, set before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the worker's main
+in a worker. Everything that a channel, a lock or a transfer needs to know about its surroundings is read from
+`current()`. Doors open at their first use and close with the process, in the opposite order.
 """
 
 from __future__ import annotations
 
 import threading
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rill.errors import RunError
 
 if TYPE_CHECKING:
-    from rill.runtime.hub.server import HubClient
-    from rill.runtime.process.call import CallBook
+    from rill.runtime.channels.ends import ChannelEnds
+    from rill.runtime.channels.recorder import Recorder
+    from rill.runtime.device.lock import DeviceLock
+    from rill.runtime.hub.client import HubClient
+    from rill.runtime.process.call import Calls
     from rill.runtime.process.directory import Directory
-    from rill.runtime.process.mailbox import Inbox
+    from rill.runtime.process.mailbox import Mailbox
     from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
     from rill.runtime.transfer.point_to_point import PointToPoint
@@ -40,14 +41,10 @@ class WorkerAddress:
     """The mailbox that processes of the same node send to (ipc)."""
     tcp_endpoint: str = ""
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
-    raw_endpoint: str = ""
-    """Where processes of other nodes send raw bytes, unencrypted. Empty where the run has one node."""
     incarnation: int = 0
     """Counts the launches of this rank, from 0."""
     gpus: tuple[int, ...] = ()
     """The GPUs that this process sees, by their numbers on the node; its cuda:0 is the first."""
-    lead: int = -1
-    """The first rank of the process that this one shares with others; -1: its process is its own."""
 
     @property
     def name(self) -> str:
@@ -59,19 +56,14 @@ class WorkerAddress:
         """Unique in the session and never used again."""
         return f"{self.group}[{self.rank}]#{self.incarnation}"
 
-    @property
-    def process_identity(self) -> str:
-        """The identity of its process's first rank: equal for ranks that share a process."""
-        return self.identity if self.lead < 0 else f"{self.group}[{self.lead}]#{self.incarnation}"
-
     def endpoint_from(self, node_id: str) -> str:
         """The endpoint that a process on `node_id` connects to."""
         return self.endpoint if node_id == self.node_id else self.tcp_endpoint
 
 
-@dataclass(slots=True)
-class RuntimeContext:
-    """The doors of one process, or of one rank of a process that several share."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What every process of a session is told about where it runs."""
 
     session_id: str
     session_dir: Path
@@ -79,152 +71,183 @@ class RuntimeContext:
     shm_dir: Path
     """Shared-memory files of this session on this node; whoever survives removes it with everything in it."""
     node_id: str
-    address: WorkerAddress
     hub_endpoint: str
-    mailbox: Inbox
-    """What is sent here arrives in it."""
-    calls: CallBook
-    """The remote calls that this process waits for."""
     host: str = "127.0.0.1"
     """The address of this node that other nodes can reach."""
-    num_nodes: int = 1
     key: SessionKey | None = None
-    """What lets this process in at other nodes. None where the run has one node."""
+    """What lets this process in at other nodes. None where the run stays on one node."""
+    report_dir: Path | None = None
+    """Where a stuck-run report is written: a folder that outlives the session. None: the user's under the system's
+    temporary directory."""
+
+
+class Door(Protocol):
+    """Something that is opened once and closed with the process."""
+
+    def close(self) -> None: ...
+
+
+D = TypeVar("D", bound=Door)
+
+
+@dataclass(slots=True)
+class RuntimeContext:
+    """The doors of one process."""
+
+    site: Site
+    address: WorkerAddress
+    mailbox: Mailbox
+    """What is sent here arrives in it."""
+    calls: Calls
+    """The remote calls that this process waits for."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
     own_gpus: frozenset[int] = frozenset()
     """Of the GPUs that this process sees, those that are its own, by their numbers on the node."""
-    report_dir: Path | None = None
-    """Where a stuck-run report is written: a folder that outlives the session. None: the user's under the system's
-    temporary directory."""
-    lead: RuntimeContext | None = None
-    """The first rank of a shared process, whose store, parcels, directory and calls this rank uses."""
     registration: dict[str, Any] | None = None
     """What the hub is told about this rank when its line to the hub opens."""
-    services: dict[str, Any] = field(default_factory=dict)
-    """Doors that are opened at first use and closed with the process, by name."""
+    channels: dict[str, ChannelEnds] = field(default_factory=dict)
+    """The ends of channels that were used here, by name."""
+    device_lock: DeviceLock | None = None
+    """This worker's turn on its devices, once it has asked for one."""
     lock: threading.RLock = field(default_factory=threading.RLock)
+    _opened: list[Door] = field(default_factory=list)
+    _hub: HubClient | None = None
+    _store: Any = None
+    _directory: Directory | None = None
+    _parcels: Parcels | None = None
+    _transfer: PointToPoint | None = None
+    _recorder: Recorder | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self.site.session_id
+
+    @property
+    def session_dir(self) -> Path:
+        return self.site.session_dir
+
+    @property
+    def shm_dir(self) -> Path:
+        return self.site.shm_dir
+
+    @property
+    def node_id(self) -> str:
+        return self.site.node_id
+
+    @property
+    def host(self) -> str:
+        return self.site.host
+
+    @property
+    def key(self) -> SessionKey | None:
+        return self.site.key
+
+    @property
+    def report_dir(self) -> Path | None:
+        return self.site.report_dir
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this process's calls do."""
+        with self.lock:
+            if self._recorder is None:
+                from rill.runtime.channels.recorder import Recorder
+
+                self._recorder = self._keep(Recorder(self.address.group, self.address.rank, self.hub))
+            return self._recorder
 
     @property
     def hub(self) -> HubClient:
-        """This rank's client of the control plane."""
-        hub: HubClient = self._service("hub", _open_hub)
-        return hub
+        """This process's client of the control plane."""
+        with self.lock:
+            if self._hub is None:
+                from rill.runtime.hub.client import HubClient
+
+                self._hub = self._keep(HubClient(self.site.hub_endpoint, self.address.identity, self.key))
+                if self.registration is not None:  # does not wait: the hub may still be starting
+                    self._hub.submit("registry.register", self.registration)
+            return self._hub
 
     @property
     def store(self) -> Any:
         """This process's client of the payload store."""
-        return self.lead.store if self.lead is not None else self._service("store", _open_store)
+        with self.lock:
+            if self._store is None:
+                from rill.runtime.transfer.store import open_store
+
+                self._store = self._keep(open_store(self))
+            return self._store
 
     @property
     def directory(self) -> Directory:
         """Where the other processes are, and which are gone."""
-        if self.lead is not None:
-            return self.lead.directory
-        directory: Directory = self._service("directory", _open_directory)
-        return directory
+        with self.lock:
+            if self._directory is None:
+                from rill.runtime.process.directory import Directory
+
+                self._directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
+            return self._directory
 
     @property
     def parcels(self) -> Parcels:
         """Packs objects for other processes of the node."""
-        if self.lead is not None:
-            return self.lead.parcels
-        parcels: Parcels = self._service("parcels", _open_parcels)
-        return parcels
+        with self.lock:
+            if self._parcels is None:
+                from rill.runtime.transfer.parcel import Parcels
+
+                self._parcels = self._keep(Parcels(self))
+            return self._parcels
 
     @property
     def transfer(self) -> PointToPoint:
         """Point-to-point transfer between workers."""
-        transfer: PointToPoint = self._service("transfer", _open_transfer)
-        return transfer
+        with self.lock:
+            if self._transfer is None:
+                from rill.runtime.transfer.point_to_point import PointToPoint
+
+                self._transfer = self._keep(PointToPoint(self))
+            return self._transfer
 
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
-        if self.lead is None:
-            parcels = self.parcels
-            self.calls.unpack = lambda frames: parcels.unpack(frames, device=self._caller_device())
-            self.directory.on_death(self.calls.peer_died)
-            self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
+        parcels, directory = self.parcels, self.directory
+        self.calls.unpack = lambda frames: parcels.unpack(frames, device=self.torch_device)
+        directory.on_death(self.calls.peer_died)
+        directory.on_death(lambda identity, _: parcels.peer_died(identity))
         assert self.transfer is not None
 
     def close(self) -> None:
-        """Close the doors in the opposite order of their opening."""
+        """Close what is open, in the opposite order of its opening."""
         with self.lock:
-            opened = list(self.services.values())
-            self.services.clear()
-        for service in reversed(opened):
-            service.close()
+            lock, self.device_lock = self.device_lock, None
+            doors: list[Door] = [*self.channels.values(), *([lock] if lock is not None else ())]
+            doors += reversed(self._opened)
+            self.channels.clear()
+            self._opened.clear()
+        for door in doors:
+            door.close()
 
-    def _caller_device(self) -> str | None:
-        """Where GPU tensors of a call's results go: the device of the rank that asks, which may share this process."""
-        rank = _of_thread.get()
-        return (rank or self).torch_device
-
-    def _service(self, name: str, opener: Any) -> Any:
-        with self.lock:
-            if name not in self.services:
-                self.services[name] = opener(self)
-            return self.services[name]
-
-
-def _open_hub(context: RuntimeContext) -> Any:
-    from rill.runtime.hub.server import HubClient
-
-    client = HubClient(context.hub_endpoint, context.address.identity, context.key)
-    if context.registration is not None:
-        client.submit(
-            "registry.register", context.registration
-        )  # does not wait: the hub may still be starting
-    return client
-
-
-def _open_store(context: RuntimeContext) -> Any:
-    from rill.runtime.transfer.store import open_store
-
-    return open_store(context)
-
-
-def _open_directory(context: RuntimeContext) -> Any:
-    from rill.runtime.process.directory import Directory
-
-    return Directory(context, follows_hub=context.address.group != DRIVER_GROUP)
-
-
-def _open_parcels(context: RuntimeContext) -> Any:
-    from rill.runtime.transfer.parcel import Parcels
-
-    return Parcels(context)
-
-
-def _open_transfer(context: RuntimeContext) -> Any:
-    from rill.runtime.transfer.point_to_point import PointToPoint
-
-    return PointToPoint(context)
+    def _keep(self, door: D) -> D:
+        self._opened.append(door)
+        return door
 
 
 # --- the current one --------------------------------------------------------------------------------------
 
-_of_thread: ContextVar[RuntimeContext | None] = ContextVar("rill-rank", default=None)
-"""Set in the threads of ranks that share a process. A ContextVar, so that tasks and asyncio.to_thread inherit it."""
 _of_process: list[RuntimeContext] = []
 
 
 def current() -> RuntimeContext:
-    """The context of the rank that this thread or task works for, else of this process."""
-    context = _of_thread.get()
-    if context is not None:
-        return context
+    """The context of this process."""
     if not _of_process:
-        raise RunError(
-            "there is no cluster here: create one first (`with Cluster(...) as cluster`); in a process that several"
-            " ranks share, start threads with `contextvars.copy_context().run`, so that they know their rank"
-        )
+        raise RunError("there is no cluster here: create one first (`with Cluster(...) as cluster`)")
     return _of_process[-1]
 
 
 def is_set() -> bool:
     """Whether `current()` has an answer."""
-    return _of_thread.get() is not None or bool(_of_process)
+    return bool(_of_process)
 
 
 def install(context: RuntimeContext) -> None:
@@ -236,8 +259,3 @@ def uninstall(context: RuntimeContext) -> None:
     """Undo `install`."""
     if context in _of_process:
         _of_process.remove(context)
-
-
-def install_for_thread(context: RuntimeContext) -> None:
-    """Make `context` that of the calling thread."""
-    _of_thread.set(context)

@@ -4,7 +4,12 @@
     handle = group.on(0, 2).stats()                # on ranks 0 and 2
     results = handle.wait(timeout_s=60)
 
-A group may be passed to other workers as an argument; they call it directly, without the driver.
+    group.add(count=2)                             # two more ranks on free devices; their ids were never used before
+    group.remove(1, notice_s=30)                   # rank 1 finishes what it was asked for, then goes
+    group.move("4-7")                              # the whole group to other devices, with its state
+
+A group may be passed to other workers as an argument; they call it directly, without the driver. Calls go to those who
+are members when the call is made. Only the driver changes a group.
 """
 
 from __future__ import annotations
@@ -12,14 +17,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
 from rill.runtime.context import RuntimeContext, WorkerAddress, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
-from rill.runtime.process.call import HostProcess, encode_arguments
+from rill.runtime.process.call import encode_arguments
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
+
+if TYPE_CHECKING:
+    from rill.runtime.device.placement import Placement
 
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
@@ -32,10 +40,16 @@ class ClassRef:
     qualname: str
 
     @staticmethod
-    def of(cls: type[Any]) -> ClassRef:
+    def of(cls: type[Worker]) -> ClassRef:
         if "<locals>" in cls.__qualname__:
             raise UserError(
                 f"{cls.__qualname__} is defined inside a function: move it to the top level of a module"
+            )
+        hidden = sorted(set(callable_methods(cls)) & {n for n in vars(WorkerGroup) if n[0] != "_"})
+        if hidden:
+            raise UserError(
+                f"{cls.__qualname__}.{hidden[0]}() cannot be called through its group, whose own method has that "
+                "name: rename it"
             )
         return ClassRef(cls.__module__, cls.__qualname__)
 
@@ -48,37 +62,33 @@ class ClassRef:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The processes of a group and its ranks, as they are now."""
+    """The members of a group, as they are at one moment."""
 
-    hosts: tuple[HostProcess, ...]
+    version: int
+    """Grows with every change."""
     addresses: tuple[WorkerAddress, ...]
-    """By rank."""
-    ranks: tuple[tuple[int, ...], ...]
-    """The ranks of each process."""
-    places: tuple[tuple[int, int], ...]
-    """By rank: the number of its process and its position there."""
+    """In the order of ranks, which need not count without gaps."""
 
-    @staticmethod
-    def of(hosts: Sequence[HostProcess]) -> Roster:
-        ranks = tuple(tuple(address.rank for address in host.addresses) for host in hosts)
-        places = {rank: (n, k) for n, held in enumerate(ranks) for k, rank in enumerate(held)}
-        addresses = sorted((a for host in hosts for a in host.addresses), key=lambda address: address.rank)
-        return Roster(tuple(hosts), tuple(addresses), ranks, tuple(places[rank] for rank in sorted(places)))
 
-    def renewed(self, found: Sequence[HostProcess]) -> Roster:
-        """With the processes that have come in the place of others of the same ranks."""
-        newer = {host.addresses[0].rank: host for host in found}
-        return Roster.of([newer.get(host.addresses[0].rank, host) for host in self.hosts])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What a group's move took with it, and how long it took."""
 
-    def parts(self, chosen: Sequence[int]) -> list[tuple[HostProcess, list[int], list[int]]]:
-        """For each process of `chosen` ranks: itself, the ranks' positions in it, and their places in `chosen`."""
-        parts: dict[int, tuple[list[int], list[int]]] = {}
-        for index, rank in enumerate(chosen):
-            number, position = self.places[rank]
-            positions, indices = parts.setdefault(number, ([], []))
-            positions.append(position)
-            indices.append(index)
-        return [(self.hosts[number], *part) for number, part in parts.items()]
+    group: str
+    before: tuple[tuple[int, ...], ...]
+    """The devices of each rank."""
+    after: tuple[tuple[int, ...], ...]
+    state_bytes: int
+    """What the workers' `state` gave; 0 where it gave nothing."""
+    state_s: float
+    """Asking for the state, after the calls before it had ended."""
+    stop_s: float
+    start_s: float
+    restore_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.state_s + self.stop_s + self.start_s + self.restore_s
 
 
 class GroupOwner(Protocol):
@@ -87,8 +97,15 @@ class GroupOwner(Protocol):
     @property
     def context(self) -> RuntimeContext: ...
     def roster(self, group: str) -> Roster: ...
+    def ranks(self, group: str) -> tuple[int, ...]: ...
+    def lost(self, group: str) -> list[int]: ...
     def wait_ready(self, group: str, timeout_s: float) -> None: ...
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
+    def add(
+        self, group: str, placement: Placement | None, count: int | None, timeout_s: float
+    ) -> list[int]: ...
+    def remove(self, group: str, ranks: Sequence[int], notice_s: float) -> None: ...
+    def move(self, group: str, placement: Placement, timeout_s: float) -> Move: ...
     def close_group(self, group: str, timeout_s: float) -> None: ...
     def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
 
@@ -96,36 +113,70 @@ class GroupOwner(Protocol):
 class WorkerGroup(Generic[W_co]):
     """The driver's view of a group."""
 
-    def __init__(self, cls: type[W_co], name: str, size: int, owner: GroupOwner) -> None:
+    def __init__(self, cls: type[W_co], name: str, owner: GroupOwner) -> None:
         self.name = name
-        self.size = size
         self._cls = cls
         self._owner = owner
-        self._all = tuple(range(size))
         self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has now."""
+        return len(self.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ids of its members now. An id is never given to another rank, so there may be gaps."""
+        return self._owner.ranks(self.name)
 
     def on(self, *ranks: int) -> Selection[W_co]:
         """Some of the ranks, for calls to them alone."""
-        unknown = [rank for rank in ranks if not 0 <= rank < self.size]
+        known = self.ranks
+        unknown = [rank for rank in ranks if rank not in known]
         if unknown or not ranks:
-            raise UserError(f"{self.name} has ranks 0 to {self.size - 1}, asked for {unknown or 'none'}")
-        return Selection(self, None if ranks == self._all else ranks)
+            raise UserError(f"{self.name} has ranks {_spoken(known)}, asked for {unknown or 'none'}")
+        return Selection(self, ranks)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
         """Call by name; `group.method(...)` is the same."""
         return self._call(method, None, args, kwargs)
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Wait until every rank's `__init__` has run; raises what the first failing one raised."""
+        """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
+        `relaunch` the ranks that are `lost()`, or `close` the group."""
         self._owner.wait_ready(self.name, timeout_s)
 
-    def relaunch(self, rank: int, *, timeout_s: float = DEFAULT_WAIT_S) -> None:
-        """Start a rank again, in a new process, with the arguments of its launch. A live one is ended first.
+    def lost(self) -> list[int]:
+        """The ranks whose process has ended or whose `__init__` failed: `relaunch` or `remove` them."""
+        return self._owner.lost(self.name)
 
-        Ranks that share its process (`ranks_per_process`) end and start with it.
-        """
+    def relaunch(self, rank: int, *, timeout_s: float = DEFAULT_WAIT_S) -> None:
+        """Start a rank again, in a new process, with the arguments of its launch. A live one is ended first."""
         self.on(rank)
         self._owner.relaunch(self.name, rank, timeout_s)
+
+    def add(
+        self,
+        *,
+        placement: Placement | None = None,
+        count: int | None = None,
+        timeout_s: float = DEFAULT_WAIT_S,
+    ) -> list[int]:
+        """Start more ranks, on `placement` or `count` of them on devices that no group has; gives their ids, once they
+        are ready. Calls made from then on go to them too. Should one fail to start, the group is as before."""
+        return self._owner.add(self.name, placement, count, timeout_s)
+
+    def remove(self, *ranks: int, notice_s: float = 0.0) -> None:
+        """Take ranks out. They get no new calls; with notice they are told (`Worker.notice`) and have so long to finish
+        the calls before and to `close`; what is left then is killed, and calls it did not answer fail."""
+        self.on(*ranks)
+        self._owner.remove(self.name, ranks, notice_s)
+
+    def move(self, placement: Placement, *, timeout_s: float = DEFAULT_WAIT_S) -> Move:
+        """End the group's processes after the calls before, and start it on `placement`, which may have another size,
+        with what `Worker.state` gave. Name, channels and locks stay; ranks count from 0 again. Should it fail to start
+        there, it is started where it was, and the error says so."""
+        return self._owner.move(self.name, placement, timeout_s)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """End the workers: those idle run their `close`, those busy past the time are killed. Safe to call twice."""
@@ -145,33 +196,22 @@ class WorkerGroup(Generic[W_co]):
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self.size, self._owner.roster(self.name)))
+        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self._owner.roster(self.name)))
 
     def _call(
         self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Handle:
-        """One message per process, whatever the number of ranks in it. `ranks`: None for all."""
+        """`ranks`: None for all."""
         self._check_method(method)
-        roster = self._owner.roster(self.name)
-        context = self._owner.context
-        at_once = is_concurrent(self._methods[method])
         encoded = encode_arguments(args, kwargs)
-        if ranks is None:
-            handle = Handle(
-                f"{self.name}.{method}", roster.addresses, context.calls.pump, self._owner.diagnose
-            )
-            payload = context.parcels.pack(encoded, roster.hosts)
-            for host, held in zip(roster.hosts, roster.ranks, strict=True):
-                context.calls.call(host, method, payload, handle, held, concurrent=at_once)
-            return handle
-        parts = roster.parts(ranks)
-        targets = [roster.addresses[rank] for rank in ranks]
-        handle = Handle(f"{self.name}.{method}", targets, context.calls.pump, self._owner.diagnose)
-        payload = context.parcels.pack(encoded, [host for host, _, _ in parts])
-        for host, positions, indices in parts:
-            context.calls.call(
-                host, method, payload, handle, indices, positions=positions, concurrent=at_once
-            )
+        targets = self._owner.roster(self.name).addresses
+        if ranks is not None:
+            by_rank = {address.rank: address for address in targets}
+            targets = tuple(by_rank[rank] for rank in ranks)
+        context = self._owner.context
+        handle = Handle(f"{self.name}.{method}", targets, self._owner.diagnose)
+        payload = context.parcels.pack(encoded, targets)
+        context.calls.call(handle, method, payload, concurrent=is_concurrent(self._methods[method]))
         return handle
 
     def _check_method(self, method: str) -> None:
@@ -184,8 +224,7 @@ class WorkerGroup(Generic[W_co]):
 class Selection(Generic[W_co]):
     """Some ranks of a group."""
 
-    def __init__(self, group: WorkerGroup[W_co], ranks: tuple[int, ...] | None) -> None:
-        """`ranks`: None for all, which needs no sorting out."""
+    def __init__(self, group: WorkerGroup[W_co], ranks: tuple[int, ...]) -> None:
         self._group = group
         self._ranks = ranks
 
@@ -203,31 +242,54 @@ class _RemoteOwner:
     """Stands for the cluster in a process that was given a group."""
 
     def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+        self._given = roster
 
     @property
     def context(self) -> RuntimeContext:
         return current()
 
     def roster(self, group: str) -> Roster:
-        """As it was given, but for processes that have died since and were started again."""
+        """As it was given, or as the hub has told since."""
+        return current().directory.newest_roster(group, self._given)
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        return tuple(address.rank for address in self.roster(group).addresses)
+
+    def lost(self, group: str) -> list[int]:
         directory = current().directory
-        if any(directory.is_dead(host.identity) for host in self._roster.hosts):
-            self._roster = self._roster.renewed(directory.processes(group))
-        return self._roster
+        return [a.rank for a in self.roster(group).addresses if directory.is_dead(a.identity)]
 
     def wait_ready(self, group: str, timeout_s: float) -> None:
         """A group can only be passed on once it is ready."""
 
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None:
-        raise UserError(f"only the driver, which launched {group}, can relaunch its ranks")
+        raise _not_here(group)
+
+    def add(self, group: str, placement: Placement | None, count: int | None, timeout_s: float) -> list[int]:
+        raise _not_here(group)
+
+    def remove(self, group: str, ranks: Sequence[int], notice_s: float) -> None:
+        raise _not_here(group)
+
+    def move(self, group: str, placement: Placement, timeout_s: float) -> Move:
+        raise _not_here(group)
 
     def close_group(self, group: str, timeout_s: float) -> None:
-        raise UserError(f"only the driver, which launched {group}, can close it")
+        raise _not_here(group)
 
     def diagnose(self, message: str, timeout_s: float) -> StuckError:
         return StuckError(message)
 
 
-def _rebuild_group(ref: ClassRef, name: str, size: int, roster: Roster) -> WorkerGroup[Any]:
-    return WorkerGroup(ref.load(), name, size, _RemoteOwner(roster))
+def _not_here(group: str) -> UserError:
+    return UserError(f"only the driver, which launched {group}, can change or close it")
+
+
+def _rebuild_group(ref: ClassRef, name: str, roster: Roster) -> WorkerGroup[Any]:
+    return WorkerGroup(ref.load(), name, _RemoteOwner(roster))
+
+
+def _spoken(ranks: Sequence[int]) -> str:
+    if list(ranks) == list(range(len(ranks))):
+        return f"0 to {len(ranks) - 1}"
+    return ", ".join(map(str, ranks))

@@ -1,25 +1,108 @@
 """What a group call gives at once: the results to come, one per rank.
 
 `wait` gives the results or raises the first failure as soon as it is known, so that a rank which waits for a dead
-one does not hold up the caller. `outcomes` waits for everybody and raises nothing.
+one does not hold up the caller. `outcomes` waits for everybody and raises nothing. Any number of threads may ask, any
+number of times: everybody gets the same.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from rill.errors import RillError, StuckError
+from rill.errors import RillError, StuckError, WorkerError
 from rill.runtime.context import WorkerAddress
-from rill.runtime.process.call import Lost, Outcome, Reply
-from rill.runtime.process.line_pump import LinePump, Waiter
 from rill.runtime.process.waits import waiting
 
 DEFAULT_WAIT_S = 3600.0
 
 Reduction: TypeAlias = Literal["max", "min", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank's part of a call ended."""
+
+    value: Any
+    error: RillError | None
+    seconds: float
+    """Time inside the method, on the worker."""
+    timers: Mapping[str, float]
+    """Seconds by the name given to `Worker.timer`, summed over the call."""
+
+
+class Reply:
+    """One rank's answer as it arrived; decoded once, in the thread that first wants it. What decoding gave or raised is
+    kept for those who ask later."""
+
+    __slots__ = ("_address", "_decode", "_failure", "_lock", "_value", "is_error", "seconds", "timers")
+
+    def __init__(
+        self,
+        is_error: bool,
+        seconds: float,
+        timers: Mapping[str, float],
+        decode: Callable[[], Any],
+        address: WorkerAddress,
+    ) -> None:
+        self.is_error = is_error
+        self.seconds = seconds
+        self.timers = timers
+        self._decode: Callable[[], Any] | None = decode
+        self._address = address
+        self._lock = threading.Lock()
+        self._value: Any = None
+        self._failure: Exception | None = None
+
+    def value(self) -> Any:
+        """The result; for a failure, the error to raise."""
+        with self._lock:
+            if self._decode is not None:
+                try:
+                    value = self._decode()
+                    self._value = self._error(*value) if self.is_error else value
+                except Exception as error:  # noqa: BLE001  boundary: kept, and raised for everybody who asks
+                    self._failure = error
+                self._decode = None
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+    def outcome(self) -> Outcome:
+        value = self.value()
+        if self.is_error:
+            return Outcome(None, value, self.seconds, self.timers)
+        return Outcome(value, None, self.seconds, self.timers)
+
+    def _error(self, message: str, remote_traceback: str, cause: BaseException | None) -> WorkerError:
+        address = self._address
+        error = WorkerError(
+            message, group=address.group, rank=address.rank, remote_traceback=remote_traceback
+        )
+        error.__cause__ = cause
+        return error
+
+
+class Lost:
+    """In the place of an answer that will not come."""
+
+    __slots__ = ("_error",)
+    is_error = True
+    seconds = 0.0
+    timers: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, error: RillError) -> None:
+        self._error = error
+
+    def value(self) -> RillError:
+        return self._error
+
+    def outcome(self) -> Outcome:
+        return Outcome(None, self._error, self.seconds, self.timers)
 
 
 class Handle:
@@ -29,18 +112,15 @@ class Handle:
         self,
         method: str,
         targets: Sequence[WorkerAddress],
-        pump: LinePump,
         diagnose: Callable[[str, float], StuckError] = lambda message, _: StuckError(message),
     ) -> None:
-        """`pump`: what a waiting thread helps to read. `diagnose(message, deadline)` makes the error of a deadline."""
+        """`diagnose(message, deadline)` makes the error of a deadline."""
         self.method = method
         self.targets = tuple(targets)
         self._slots: list[Reply | Lost | None] = [None] * len(targets)
         self._num_left = len(targets)
         self._failed = False
-        self._pump = pump
-        self._lock = threading.Lock()
-        self._waiters: list[Waiter] = []
+        self._changed = threading.Condition()
         self._callbacks: list[Callable[[Handle], None]] = []
         self._started_s = time.monotonic()
         self._diagnose = diagnose
@@ -63,21 +143,17 @@ class Handle:
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until every rank has answered or failed; False past the time, which is no error here."""
-        if self._num_left:
-            with waiting(f"results of {self.method}", self._waits_on):
-                self._pump.wait(self._waiters, lambda: self._num_left == 0, timeout_s)
-        return self._num_left == 0
+        if self._num_left == 0:
+            return True
+        with waiting(f"results of {self.method}", self._waits_on), self._changed:
+            return self._changed.wait_for(lambda: self._num_left == 0, timeout_s)
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
-        if self._num_left:
-            self._pump.poll()
         return [None if slot is None else slot.outcome() for slot in self._slots]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        if self._num_left:
-            self._pump.poll()
         return self._num_left == 0
 
     def seconds(self, reduce: Reduction = "max", timer: str | None = None) -> float:
@@ -97,23 +173,23 @@ class Handle:
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
         """Call `callback` once every rank has answered or failed; it must not block."""
-        with self._lock:
+        with self._changed:
             if self._num_left > 0:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
-    def fill(self, outcomes: Sequence[tuple[int, Reply | Lost]]) -> None:
-        """Called by whoever reads the answers, once per rank."""
-        with self._lock:
-            for index, outcome in outcomes:
-                self._slots[index] = outcome
-                if outcome.is_error:
-                    self._failed = True
-            self._num_left -= len(outcomes)
+    def fill(self, index: int, outcome: Reply | Lost) -> None:
+        """Called by whoever reads the answers. Only the first outcome of a rank counts."""
+        with self._changed:
+            if self._slots[index] is not None:
+                return
+            self._slots[index] = outcome
+            self._failed = self._failed or outcome.is_error
+            self._num_left -= 1
             is_done = self._num_left == 0
-        if self._waiters and (is_done or self._failed):
-            self._pump.wake(self._waiters)
+            if is_done or self._failed:
+                self._changed.notify_all()
         if is_done:
             for callback in self._callbacks:
                 callback(self)
@@ -121,8 +197,8 @@ class Handle:
     def _wait_for(self, is_settled: Callable[[], bool], timeout_s: float) -> None:
         if is_settled():
             return
-        with waiting(f"results of {self.method}", self._waits_on):
-            in_time = self._pump.wait(self._waiters, is_settled, timeout_s)
+        with waiting(f"results of {self.method}", self._waits_on), self._changed:
+            in_time = self._changed.wait_for(is_settled, timeout_s)
         if not in_time:
             raise self._stuck(timeout_s)
 
@@ -133,7 +209,7 @@ class Handle:
 
     def _waits_on(self) -> str:
         """For the stuck-run report: the first rank that has not answered."""
-        return next((t.name for t, slot in zip(self.targets, self._slots, strict=True) if slot is None), "")
+        return next(iter(self._missing()), "")
 
     def _missing(self) -> list[str]:
         return [target.name for target, slot in zip(self.targets, self._slots, strict=True) if slot is None]

@@ -7,14 +7,16 @@ for what must work while a long call runs (`abort`, `stats`, `update_weights`).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+from rill.errors import StuckError
 from rill.runtime.context import current
 from rill.runtime.device.device import Device
 from rill.runtime.transfer.collective import Rendezvous, rendezvous
@@ -44,21 +46,38 @@ def is_concurrent(method: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """What a group is launched with, now and when ranks are added or started again."""
+
+    name: str
+    placement: Placement = "all"
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to each process's environment before anything is imported."""
+    threads: int | None = None
+    """A bound for OpenMP and torch threads. None: the node's cores, shared evenly by the group's ranks there."""
+    peer_access: bool = False
+    """Whether each process sees the other GPUs of its node, after its own."""
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seating:
     """What a worker knows about itself before its `__init__` runs."""
 
     group_name: str
     rank: int
-    world_size: int
+    ranks: tuple[int, ...]
     devices: tuple[Device, ...]
     device: str
 
 
 class Worker:
-    """One rank. `rank`, `world_size`, `group_name`, `devices` and `device` are set before `__init__` runs."""
+    """One rank. `rank`, `ranks`, `group_name`, `devices` and `device` are set before `__init__` runs."""
 
     rank: int
-    world_size: int
+    ranks: tuple[int, ...]
+    """The ids of the group's ranks. Ranks that are added or removed change it between two calls, in the order in which
+    the driver made calls and changes."""
     group_name: str
     devices: tuple[Device, ...]
     device: str
@@ -73,7 +92,6 @@ class Worker:
         placement: Placement = "all",
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
-        ranks_per_process: int = 1,
         peer_access: bool = False,
         launch_timeout_s: float = LAUNCH_WAIT_S,
         **init_kwargs: Any,
@@ -82,8 +100,6 @@ class Worker:
 
         `name` defaults to the class's name; `env` is added to each process's environment before anything is
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
-        `ranks_per_process`: so many ranks that follow each other on a node share a process, each with a thread of its
-        own: for many light ranks (a simulation, clients of a service). A call to all of them is one message.
         `peer_access`: let each process see the other GPUs of its node, after its own, so that tensors sent from them
         come from GPU to GPU; costs a CUDA context on each GPU that sends.
         Returns when every rank is ready; raises what the first failing `__init__` raised.
@@ -94,11 +110,16 @@ class Worker:
             placement=placement,
             env=env,
             threads=threads,
-            ranks_per_process=ranks_per_process,
             peer_access=peer_access,
             **init_kwargs,
         )
-        group.ready(launch_timeout_s)
+        try:
+            group.ready(launch_timeout_s)
+        except BaseException:
+            # An agent that is still importing reads of the kill only then; why the wait ended is what counts.
+            with contextlib.suppress(StuckError):
+                group.close(timeout_s=0.0)
+            raise
         return group
 
     @classmethod
@@ -110,21 +131,19 @@ class Worker:
         placement: Placement = "all",
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
-        ranks_per_process: int = 1,
         peer_access: bool = False,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
-        return cluster.launch(
-            cls,
+        options = LaunchSpec(
             name=name or cls.__name__,
             placement=placement,
             env=dict(env or {}),
             threads=threads,
-            ranks_per_process=ranks_per_process,
             peer_access=peer_access,
             init_kwargs=init_kwargs,
         )
+        return cluster.launch(cls, options)
 
     # --- to override --------------------------------------------------------------------------------------
 
@@ -137,7 +156,28 @@ class Worker:
     def close(self) -> None:
         """Called once, on the main thread, when the group is closed in order."""
 
+    def notice(self, notice_s: float) -> None:
+        """This rank is being removed and has so long to finish: end loops that would go on. In a thread of its own."""
+
+    def state(self) -> Any:
+        """What a move of the group should take along; None: nothing. Asked of every rank."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Take over what `state` gave before a move, after `__init__`. Not called where every rank gave None."""
+
+    @classmethod
+    def reshard(cls, states: Sequence[Any], size: int) -> Sequence[Any]:
+        """The states for `size` ranks, made from those of the ranks before; runs in the driver. By default ranks get
+        them in turn, which is right where every rank holds the same."""
+        return [states[n % len(states)] for n in range(size)]
+
     # --- for use inside methods ---------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -177,15 +217,15 @@ class Worker:
 
     def broadcast(self, obj: Any = None, *, source: int = 0, timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """Every rank of the group calls it; each gets what rank `source` gave."""
-        return current().transfer.broadcast(obj, self.world_size, source=source, timeout_s=timeout_s)
+        return current().transfer.broadcast(obj, self.ranks, source=source, timeout_s=timeout_s)
 
     def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Future[Any]:
         """As `broadcast`, at once; `result(timeout)` waits. `obj` must not be changed before the future is done."""
-        return current().transfer.broadcast_async(obj, self.world_size, source=source)
+        return current().transfer.broadcast_async(obj, self.ranks, source=source)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
         """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""
-        return rendezvous(current(), self.world_size, timeout_s=timeout_s)
+        return rendezvous(current(), self.ranks, timeout_s=timeout_s)
 
 
 class _ThisCall(threading.local):
@@ -207,7 +247,7 @@ def build(cls: type[Worker], seating: Seating, init_kwargs: Mapping[str, Any]) -
     worker = cls.__new__(cls)
     worker.group_name = seating.group_name
     worker.rank = seating.rank
-    worker.world_size = seating.world_size
+    worker.ranks = seating.ranks
     worker.devices = seating.devices
     worker.device = seating.device
     worker.__init__(**init_kwargs)  # type: ignore[misc]
@@ -215,6 +255,7 @@ def build(cls: type[Worker], seating: Seating, init_kwargs: Mapping[str, Any]) -
 
 
 _NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")) - {"onload", "offload"}
+"""`state` and the like are called by the runtime alone."""
 
 
 def callable_methods(cls: type[Worker]) -> list[str]:

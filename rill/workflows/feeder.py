@@ -198,7 +198,6 @@ class Feeder(Worker):
         if not keys:
             return {}
         samples: dict[str, Sample] = dict(zip(keys, self._rollouts.take(keys=keys), strict=True))
-        self._rollouts.done()
         self._put_samples(samples)
         return samples
 

@@ -23,8 +23,7 @@ from typing import Any
 from rill.errors import PeerDiedError, RillError, RunError, WorkerError, boundary
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
-from rill.runtime.handle import Handle
-from rill.runtime.process.call import Outcome
+from rill.runtime.handle import Handle, Outcome
 from rill.telemetry import trace
 from rill.types import PolicyVersion, Prompt
 from rill.weights import SealedManifest

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rill.runtime.channel import Channel
+from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 
 
@@ -37,13 +37,6 @@ class Producer(Worker):
                 file.flush()
                 time.sleep(0.002)
 
-    def put_share(
-        self, channel: Channel, key: Any, numbers: list[int], weights: dict[int, float] | None = None
-    ) -> None:
-        part = [n for n in numbers if n % self.world_size == self.rank]
-        of_part = None if weights is None else [weights[n] for n in part]
-        channel.put_share(key, part, rank=self.rank, world_size=self.world_size, weights=of_part)
-
 
 class Consumer(Worker):
     """Takes until the epoch ends."""
@@ -54,6 +47,47 @@ class Consumer(Worker):
             taken.append(_number(item))
             time.sleep(delay_s)
         return taken
+
+    def relay(self, channel: Channel, onwards: Channel, delay_s: float = 0.0) -> int:
+        count = 0
+        for item in channel:
+            onwards.put(item)
+            time.sleep(delay_s)
+            count += 1
+        return count
+
+    def relay_until(self, channel: Channel, onwards: Channel, bad: int) -> None:
+        """Fails at one number."""
+        for item in channel:
+            onwards.put(item)
+            if item == bad:
+                raise ValueError(f"{bad} is bad")
+
+    def relay_and_die(self, channel: Channel, onwards: Channel, at: int) -> None:
+        """Killed with the output put and the item not finished."""
+        for item in channel:
+            onwards.put(item)
+            if item == at:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    async def relay_with_leases(self, channel: Channel, onwards: Channel, bad: int = -1) -> int:
+        """All at once, each finished by its own task; `bad` fails the first time."""
+        import asyncio
+
+        failed: list[int] = []
+
+        async def one(lease: Lease) -> None:
+            async with lease:
+                await asyncio.sleep(0.001 * (lease.value % 7))
+                await onwards.put_async(lease.value)
+                if lease.value == bad and not failed:
+                    failed.append(bad)
+                    raise ValueError(bad)
+
+        tasks = [asyncio.ensure_future(one(lease)) async for lease in channel.leases()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return len(tasks)
 
     def pass_on(self, channel: Channel, onwards: Channel) -> int:
         number = int(channel.take(timeout_s=30))
@@ -86,9 +120,6 @@ class Consumer(Worker):
         while channel.stats()["leased"] > 1:  # until the broker knows
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def take_share(self, channel: Channel, key: Any, balance: str = "count") -> list[int]:
-        return channel.take_share(key, rank=self.rank, world_size=self.world_size, balance=balance)
 
     def take_forever(self, channel: Channel, timeout_s: float) -> None:
         channel.take(timeout_s=timeout_s)
@@ -127,7 +158,6 @@ class GpuWorker(Worker):
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started_s
             seen.append((str(item["x"].device), bool((item["x"] == item["n"]).all()), seconds))
-        channel.done()
         return seen
 
     def memory(self) -> int:
@@ -173,6 +203,11 @@ class Stage(Worker):
         """Work of no channel, beside whatever call is under way."""
         with self.device_lock:
             self.events.append("weights")
+
+    @concurrent
+    def take_beside(self, channel: Channel) -> int:
+        """Waits on a channel without the lock, beside whatever call is under way."""
+        return int(channel.take(timeout_s=30))
 
     def put_all(self, channel: Channel, count: int) -> None:
         with self.device_lock(channel):

@@ -7,13 +7,18 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rill.runtime.hub.messages import Commit, Descriptor, Done, Grant, Puts, Take
 from rill.runtime.hub.server import hub_command
-from rill.runtime.hub.state import FAILURE, PUSH, REPLY, Machine
+from rill.runtime.hub.service import OutKind
+from rill.runtime.hub.state import Machine
 
 
 class FakeHub:
@@ -27,6 +32,8 @@ class FakeHub:
         self.replies: dict[tuple[str, int], Any] = {}
         self.failures: dict[tuple[str, int], list[str]] = {}
         self.pushes: dict[str, list[tuple[str, Any]]] = {}
+        self.said: dict[str, deque[tuple[OutKind, Any, Any]]] = {}
+        """Everything to each client, in order, for tests that deliver it one by one."""
         self.now_s = 100.0
 
     def join(self, client: str, **info: Any) -> None:
@@ -39,8 +46,9 @@ class FakeHub:
         seq = self._next_seq.get(client, 1)
         self._next_seq[client] = seq + 1
         self.now_s += 0.001
-        self.journal.append(("apply", client, seq, [[method, payload]], self.now_s))
-        self.machine.apply(client, seq, [[method, payload]], self.now_s)
+        request = (method, msgspec.Raw(msgspec.msgpack.encode(payload)))
+        self.journal.append(("apply", client, seq, [request], self.now_s))
+        self.machine.apply(client, seq, [request], self.now_s)
         self._collect()
         return seq
 
@@ -78,27 +86,47 @@ class FakeHub:
                     continue
                 assert out == self._seen_out.get(client, 0) + 1
                 self._seen_out[client] = out
-                if kind == REPLY:
+                self.said.setdefault(client, deque()).append((kind, ref, body))
+                if kind is OutKind.REPLY:
                     assert (client, ref) not in self.replies, "a request was answered twice"
                     self.replies[(client, ref)] = body
-                elif kind == FAILURE:
+                elif kind is OutKind.FAILURE:
                     self.failures[(client, ref)] = body
-                elif kind == PUSH:
+                elif kind is OutKind.PUSH:
                     self.pushes.setdefault(client, []).append((ref, body))
             stream.confirm(self._seen_out.get(client, 0))
 
 
-OPTIONS = {"capacity_items": None, "capacity_bytes": None, "granularity": 1, "producers": None}
-
-
-def descriptor(value: int, weight: float = 1.0, key: Any = None) -> list[Any]:
+def descriptor(value: int, weight: float = 1.0, key: Any = None) -> Descriptor:
     """An inline item that carries a number."""
-    return [weight, key, 8, str(value).encode(), None]
+    return Descriptor(weight, key, 8, str(value).encode(), None)
 
 
-def values_of(answer: Any) -> list[int]:
+def puts(*values: int, channel: str = "c", **kwargs: Any) -> Puts:
+    return Puts(channel, [descriptor(value, **kwargs) for value in values])
+
+
+def put(*values: int, channel: str = "c", wants_reply: bool = False, **kwargs: Any) -> Commit:
+    """A plain put."""
+    return Commit([], [puts(*values, channel=channel, **kwargs)], wants_reply)
+
+
+def done(ids: list[int], *outputs: Puts, channel: str = "c", wants_reply: bool = False) -> Commit:
+    """Finish items, and put what came of them."""
+    return Commit([Done(channel, ids)], list(outputs), wants_reply)
+
+
+def take(count: int = 1, *, channel: str = "c", in_loop: bool = True, **kwargs: Any) -> Take:
+    return Take(channel, min_items=count, in_loop=in_loop, **kwargs)
+
+
+def values_of(grant: Grant) -> list[int]:
     """The numbers in a take's answer."""
-    return [int(item[4]) for item in answer[1]]
+    return [int(item.inline) for item in grant.items if isinstance(item.inline, bytes)]
+
+
+def ids_of(grant: Grant) -> list[int]:
+    return [item.id for item in grant.items]
 
 
 class HubProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -19,9 +20,17 @@ import numpy as np
 import psutil
 import pytest
 
-from rill.errors import ChannelClosedError, ConfigError, PeerDiedError, StuckError, UnpicklableError
-from rill.runtime.channel import Channel, ItemInfo, Lease
+from rill.errors import (
+    ChannelClosedError,
+    ConfigError,
+    PeerDiedError,
+    StuckError,
+    UnpicklableError,
+    WorkerError,
+)
+from rill.runtime.channel import Channel, Lease
 from rill.runtime.cluster import Cluster
+from rill.runtime.context import current
 from rill.runtime.process.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
 from tests.runtime.leftovers import nothing_left
@@ -148,24 +157,11 @@ def test_items_are_taken_by_key_in_the_order_asked(channel: Channel) -> None:
     assert [channel.take(), channel.take()] == [1, 3]
 
 
-def test_a_consumer_may_choose_for_itself(channel: Channel) -> None:
-    def two_heaviest(queued: list[ItemInfo]) -> list[ItemInfo]:
-        return sorted(queued, key=lambda item: -item.weight)[:2] if len(queued) >= 3 else []
-
-    threading.Timer(0.1, lambda: channel.put(30, weight=30.0)).start()
-    for n in (10, 20):
-        channel.put(n, weight=float(n))
-    assert sorted(channel.take_chosen(two_heaviest)) == [20, 30]
-    assert channel.take() == 10
-
-
-def test_peek_and_stats_tell_what_is_there(channel: Channel) -> None:
+def test_stats_tell_what_is_there(channel: Channel) -> None:
     channel.put(1, weight=2.5, key="k")
     channel.flush()
-    (info,) = channel.peek()
-    assert (info.weight, info.key) == (2.5, "k")
     stats = channel.stats()
-    assert stats["depth"] == 1 and stats["producers"]["driver[0]"][0] == 1
+    assert stats["depth"] == 1 and stats["producers"]["driver[0]"]["items"] == 1
 
 
 async def test_tasks_take_and_put_side_by_side(cluster: Cluster) -> None:
@@ -191,7 +187,7 @@ async def test_a_cancelled_take_holds_nothing_back(cluster: Cluster) -> None:
         async for _ in channel:
             pass
 
-    for take in (channel.take_async, loop, lambda: channel.take_batch_async(count=2)):
+    for take in (channel.take_async, loop):
         waiting = asyncio.ensure_future(take())
         await asyncio.sleep(0.05)
         waiting.cancel()
@@ -219,23 +215,6 @@ async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster
     assert await channel.take_async(timeout_s=5) == 3
 
 
-async def test_batches_are_taken_by_tasks(cluster: Cluster) -> None:
-    channel = Channel.create(cluster, next(_names))
-    first, second = (
-        asyncio.ensure_future(channel.take_batch_async(count=3)),
-        asyncio.ensure_future(channel.take_batch_async(weight=4.0)),
-    )
-    await asyncio.sleep(0.05)
-    for n in range(8):
-        channel.put(n, weight=2.0)
-    channel.end()
-    assert await first == [0, 1, 2] and await second == [3, 4]
-    assert await channel.take_batch_async(count=9) == [5, 6, 7]
-    assert await channel.take_batch_async(count=1) == []
-    with pytest.raises(ConfigError, match="one of weight= and count="):
-        await channel.take_batch_async()
-
-
 async def test_every_lease_ends_by_itself_and_the_loop_with_the_last(cluster: Cluster) -> None:
     channel = Channel.create(cluster, next(_names))
     channel.put_many([0, 1, 2])
@@ -260,12 +239,187 @@ async def test_every_lease_ends_by_itself_and_the_loop_with_the_last(cluster: Cl
 
 def test_read_ahead_is_given_back_to_others(channel: Channel, consumers) -> None:
     channel.put_many(list(range(300)))
-    for _ in range(50):
-        channel.take()
-    channel.done()
+    for number in channel:
+        if number == 49:
+            break
     channel.end()
     taken = consumers.consume(channel).wait(timeout_s=WAIT_S)
     assert sorted(n for part in taken for n in part) == list(range(50, 300))
+
+
+def test_a_batch_is_whole_although_a_loop_had_read_ahead(channel: Channel) -> None:
+    channel.put_many(list(range(300)))
+    for number in channel:
+        if number == 99:
+            break
+    assert channel.take_batch(count=64) == list(range(100, 164))
+
+
+def test_puts_that_found_no_room_in_time_stay_out(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names), capacity_items=1)
+    channel.put(0)
+    started_s = time.monotonic()
+    for n in range(1, 5):
+        with pytest.raises(StuckError, match="room in channel"):
+            channel.put(n, timeout_s=0)
+    assert time.monotonic() - started_s < 15, "the hub was asked about a put it did not know"
+    assert channel.take() == 0
+    with pytest.raises(StuckError):
+        channel.take(timeout_s=0.2)
+
+
+def test_an_interrupted_take_leaves_no_lease(channel: Channel) -> None:
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for put_before in (False, True):
+        thread = threading.Thread(target=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            while True:
+                if put_before:
+                    channel.put(1)
+                channel.take(timeout_s=30)
+        thread.join()
+        channel.put("after")
+        channel.end()
+        taken = list(channel)
+        assert taken[-1] == "after"
+        assert channel.stats()["leased"] == 0
+
+
+# --- relays -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_loop_body_puts_goes_when_the_loop_goes_on(cluster: Cluster) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    numbers.put_many([1, 2])
+    numbers.end()
+    for number in numbers:
+        onwards.put(number)
+        current().hub.sync(WAIT_S)
+        assert onwards.stats()["depth"] == number - 1
+    current().hub.sync(WAIT_S)
+    assert onwards.stats()["depth"] == 2
+
+
+def test_a_wait_in_the_body_sends_what_was_put_before_it(cluster: Cluster, consumers) -> None:
+    """A body that asks somebody through a channel, and waits for the answer, gets it."""
+    numbers, asked, answered = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(3))
+    relaying = consumers.on(0).relay(asked, answered)
+    numbers.put_many([1, 2, 3])
+    numbers.end()
+    for number in numbers:
+        asked.put(number)
+        assert answered.take(timeout_s=WAIT_S) == number
+    asked.end()
+    relaying.wait(timeout_s=WAIT_S)
+
+
+def test_a_loop_that_is_left_by_an_exception_gives_its_item_back(cluster: Cluster) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    numbers.put_many([1, 2])
+    with pytest.raises(ValueError, match="at 1"):
+        try:
+            for number in numbers:
+                onwards.put(number)
+                raise ValueError(f"at {number}")
+        finally:
+            onwards.flush()  # an operation on a channel while the exception is on its way
+    assert onwards.stats()["depth"] == 0
+    assert [numbers.take(timeout_s=WAIT_S) for _ in range(2)] == [1, 2]
+
+
+def test_a_failed_call_gives_back_what_it_had_and_has_put_nothing_of_it(cluster: Cluster, consumers) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    numbers.put_many(list(range(6)))
+    numbers.end()
+    with pytest.raises(WorkerError, match="3 is bad"):
+        consumers.on(0).relay_until(numbers, onwards, 3).wait(timeout_s=WAIT_S)
+    consumers.on(1).relay(numbers, onwards).wait(timeout_s=WAIT_S)
+    onwards.end()
+    assert list(onwards) == list(range(6))
+
+
+def test_an_item_that_always_fails_is_set_aside_and_named(cluster: Cluster, consumers) -> None:
+    numbers, onwards = (
+        Channel.create(cluster, next(_names), timeout_s=WAIT_S, max_failures=2) for _ in range(2)
+    )
+    numbers.put_many([1, 2, 3])
+    numbers.end()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="2 is bad"):
+            consumers.on(0).relay_until(numbers, onwards, 2).wait(timeout_s=WAIT_S)
+    consumers.on(0).relay(numbers, onwards).wait(timeout_s=WAIT_S)
+    onwards.end()
+    assert list(onwards) == [1, 3]
+    (named,) = numbers.stats()["set_aside"]
+    assert "2 is bad" in named["error"]
+
+
+def test_leases_finish_with_what_was_put_under_them(cluster: Cluster, consumers) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    numbers.put_many(list(range(30)))
+    numbers.end()
+    assert consumers.on(0).relay_with_leases(numbers, onwards, 11).wait(timeout_s=WAIT_S) == [31]
+    onwards.end()
+    assert sorted(onwards) == list(range(30))
+    assert numbers.stats()["num_redelivered"] == 1
+
+
+def test_a_lease_that_nobody_finishes_goes_back(cluster: Cluster) -> None:
+    channel = Channel.create(cluster, next(_names), timeout_s=WAIT_S)
+    channel.put(1)
+
+    async def forget() -> None:
+        async for lease in channel.leases():
+            assert lease.value == 1
+            return
+
+    asyncio.run(forget())
+    gc.collect()
+    assert channel.take(timeout_s=WAIT_S) == 1
+
+
+def test_a_relay_killed_before_it_finished_has_put_nothing(cluster: Cluster, consumers) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    doomed = Consumer.launch(cluster, name="relay", placement="3")
+    numbers.put_many(list(range(8)))
+    numbers.end()
+    with pytest.raises(PeerDiedError):
+        doomed.relay_and_die(numbers, onwards, 5).wait(timeout_s=WAIT_S)
+    consumers.on(0).relay(numbers, onwards).wait(timeout_s=WAIT_S)
+    onwards.end()
+    assert list(onwards) == list(range(8))
+    doomed.close()
+
+
+def test_relays_killed_at_random_lose_nothing_and_double_nothing(cluster: Cluster) -> None:
+    numbers, onwards = (Channel.create(cluster, next(_names), timeout_s=WAIT_S) for _ in range(2))
+    relays = Consumer.launch(cluster, name="relays", placement="0")
+    rng = random.Random(3)
+    count = 3000
+    numbers.put_many(list(range(count)))
+    numbers.end()
+    for _ in range(8):
+        relaying = relays.relay(numbers, onwards, 0.0002)
+        time.sleep(rng.uniform(0.0, 0.12))
+        if rng.random() < 0.5:
+            hub = hub_pid(cluster)
+            os.kill(hub, signal.SIGSTOP)  # what it is sent meanwhile lies in sockets
+            time.sleep(0.05)
+            os.kill(relays.addresses()[0].pid, signal.SIGKILL)
+            os.kill(hub, signal.SIGCONT)
+        else:
+            os.kill(relays.addresses()[0].pid, signal.SIGKILL)
+        with contextlib.suppress(PeerDiedError):
+            relaying.wait(timeout_s=WAIT_S)
+        relays.relaunch(0)
+    relays.relay(numbers, onwards).wait(timeout_s=WAIT_S)
+    onwards.end()
+    assert sorted(onwards) == list(range(count))
+    relays.close()
 
 
 # --- several processes ------------------------------------------------------------------------------------
@@ -306,21 +460,6 @@ def test_granularity_shapes_batches_that_worker_code_never_mentions(channel: Cha
     assert sorted(batches) == [[7], [8]]
 
 
-def test_two_producers_feed_three_consumers_by_shares(channel: Channel, producers, consumers) -> None:
-    one = consumers.take_share(channel, ("step", 1, "x"))
-    producers.put_share(channel, ("step", 1, "x"), list(range(10))).wait(timeout_s=WAIT_S)
-    assert [len(part) for part in one.wait(timeout_s=WAIT_S)] == [4, 3, 3]
-    producers.put_share(channel, ("step", 1, "y"), list(range(100, 106))).wait(timeout_s=WAIT_S)
-    two = consumers.take_share(channel, ("step", 1, "y")).wait(timeout_s=WAIT_S)
-    assert [n for part in two for n in part] == [100, 102, 104, 101, 103, 105]
-    heavy = {0: 4.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
-    producers.put_share(channel, ("step", 2, "x"), list(heavy), heavy).wait(timeout_s=WAIT_S)
-    by_weight = consumers.take_share(channel, ("step", 2, "x"), "weight").wait(timeout_s=WAIT_S)
-    assert by_weight == [[0], [2, 1], [4, 3]], "as equal as it gets, each share in the producers' order"
-    with pytest.raises(ConfigError, match="put_share got 2 objects and 1 weights"):
-        channel.put_share("k", [1, 2], rank=0, world_size=1, weights=[1.0])
-
-
 def test_a_slow_consumer_bounds_the_memory_of_its_producer(cluster: Cluster, producers, consumers) -> None:
     size = 250_000  # 2 MB an item
     channel = Channel.create(cluster, next(_names), capacity_bytes=8_000_000, timeout_s=WAIT_S)
@@ -344,15 +483,13 @@ def test_several_tasks_of_one_worker_take_and_finish_their_own_items(channel: Ch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offload", [True, False])
-def test_gpu_tensors_arrive_on_their_consumers_device(offload: bool) -> None:
+def test_gpu_tensors_arrive_on_their_consumers_device() -> None:
     with Cluster() as cluster:
         producer = GpuWorker.launch(cluster, name="producer", placement="cuda:0")
         consumer = GpuWorker.launch(cluster, name="consumer", placement="cuda:0")
-        channel = Channel.create(cluster, "c", offload=offload)
+        channel = Channel.create(cluster, "c")
         before = producer.memory().wait()[0]
         producer.produce(channel, 5, 1 << 22).wait(timeout_s=WAIT_S)
-        assert (producer.memory().wait()[0] - before > 4 << 24) != offload
         (seen,) = consumer.consume(channel, 5).wait(timeout_s=WAIT_S)
         assert [(device, is_right) for device, is_right, _ in seen] == [("cuda:0", True)] * 5
         deadline_s = time.monotonic() + 10

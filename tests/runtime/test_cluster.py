@@ -10,10 +10,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rill.errors import PeerDiedError, RunError, UserError
+from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError
 from rill.runtime import context as runtime_context
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
@@ -78,7 +79,7 @@ def test_the_death_of_the_agent_fails_its_workers_and_they_can_be_relaunched() -
             waiting.wait(10)
         assert becomes_true(lambda: not is_running(pid))
         group.relaunch(0)
-        assert group.add(1).wait(20) == [1]
+        assert group.plus(1).wait(20) == [1]
 
 
 def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
@@ -96,12 +97,52 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
     assert len(caplog.records) == 1, "its end with the cluster is no news"
 
 
-def test_a_service_that_is_given_up_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_dies_while_the_hub_is_down_is_buried_when_it_is_back() -> None:
+    with Cluster(devices="cpu:2") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1)
+        assert becomes_true(lambda: {"echo[0]#0", "echo[1]#0"} <= members_of(cluster).keys())
+        hub = find_process("rill.runtime.hub.server", str(cluster.session.session_dir))
+        os.kill(hub, signal.SIGSTOP)
+        os.kill(group.addresses()[1].pid, signal.SIGKILL)
+        assert becomes_true(lambda: group.lost() == [1])
+        os.kill(hub, signal.SIGKILL)
+        assert becomes_true(lambda: "echo[1]#0" not in members_of(cluster))
+        assert "echo[0]#0" in members_of(cluster)
+
+
+def members_of(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.context.hub.query("registry", "members", None, 20)
+    return found
+
+
+def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Cluster(devices="cpu:1") as cluster:
-        cluster._on_event(Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False))
+        group = Echo.launch(cluster, name="echo", threads=1)
+        waiting = group.fetch("never/published")
+        given_up = Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False)
+        time.sleep(0.2)
+        cluster._on_event(given_up)
+        with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):
+            waiting.wait(20)
+        with pytest.raises(RillError, match="(?s)ended too often.*no room"):
+            cluster.context.hub.fetch("never/published", 20)
     (record,) = caplog.records
-    assert record.levelname == "ERROR"
-    assert "not started again" in record.getMessage() and "no room" in record.getMessage()
+    assert record.levelname == "ERROR" and "not started again" in record.getMessage()
+
+
+def test_whatever_fails_while_a_cluster_opens_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no such file")
+
+    for place in ("Launcher.hub", "Cluster._make_context", "RuntimeContext.open"):
+        with nothing_left() as room, monkeypatch.context() as patched:
+            patched.setattr(f"rill.runtime.cluster.{place}", refuse)
+            with pytest.raises(OSError, match="no such file"):
+                Cluster(devices="cpu:1")
+            room.note_sessions()
+    assert not runtime_context.is_set()
 
 
 def find_process(*words: str) -> int:
@@ -151,10 +192,10 @@ def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:
     with Cluster(devices="cpu:1") as outer:
         group = Echo.launch(outer, name="echo", threads=1)
         with Cluster(devices="cpu:1") as inner:
-            assert Echo.launch(inner, name="echo", threads=1, base=5).add(1).wait(20) == [6]
+            assert Echo.launch(inner, name="echo", threads=1, base=5).plus(1).wait(20) == [6]
             assert group.echo(bytes(200_000)).wait(20) == [bytes(200_000)]
         assert runtime_context.current() is outer.context
-        assert group.add(1).wait(20) == [1]
+        assert group.plus(1).wait(20) == [1]
 
 
 def test_registered_kinds_are_placed_like_any_device() -> None:
@@ -201,7 +242,7 @@ def kill_and_relaunch(num_kills: int, seed: int) -> None:
         for _ in range(num_kills):
             victim = choose.randrange(2)
             pid = group.addresses()[victim].pid
-            handles = [group.add(number) for number in range(choose.randrange(20))]
+            handles = [group.plus(number) for number in range(choose.randrange(20))]
             time.sleep(choose.random() * 0.01)
             os.kill(pid, signal.SIGKILL)
             for number, handle in enumerate(handles):
@@ -213,7 +254,7 @@ def kill_and_relaunch(num_kills: int, seed: int) -> None:
                         assert rank == victim
                         assert f"echo[{victim}]" in str(outcome.error)
             group.relaunch(victim)
-            assert group.add(1).wait(20) == [2, 2]
+            assert group.plus(1).wait(20) == [2, 2]
 
 
 def test_kills_at_random_moments_cost_only_the_calls_on_the_dead() -> None:

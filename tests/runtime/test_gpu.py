@@ -72,12 +72,9 @@ class Holder(Worker):
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
-@pytest.mark.parametrize("ranks_per_process", [1, 2])
-def test_tensors_in_arguments_and_results_of_calls_come_to_the_called_ranks_device(
-    size: int, ranks_per_process: int
-) -> None:
+def test_tensors_in_arguments_and_results_of_calls_come_to_the_called_ranks_device(size: int) -> None:
     with Cluster() as cluster:
-        group = Holder.launch(cluster, name="g", placement="cuda:0:0-1", ranks_per_process=ranks_per_process)
+        group = Holder.launch(cluster, name="g", placement="cuda:0:0-1")
         other = Holder.launch(cluster, name="other", placement="cuda:0")
         there = torch.full((size,), 3.0, device="cuda")
         assert group.where(there).wait(60) == [("cuda:0", 3.0)] * 2

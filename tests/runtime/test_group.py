@@ -39,7 +39,7 @@ def echo(cluster: Cluster) -> WorkerGroup[Echo]:
 
 
 def test_a_call_runs_on_every_rank_and_gives_one_result_each(echo: WorkerGroup[Echo]) -> None:
-    assert echo.add(1).wait(10) == [11, 11]
+    assert echo.plus(1).wait(10) == [11, 11]
 
 
 def test_a_worker_knows_its_seat_before_init_runs(echo: WorkerGroup[Echo]) -> None:
@@ -96,7 +96,7 @@ def test_an_exception_comes_with_group_rank_and_traceback_and_the_worker_lives_o
     assert (caught.value.group, caught.value.rank) == ("echo", 1)
     assert "in fail" in caught.value.remote_traceback
     assert isinstance(caught.value.__cause__, ValueError)
-    assert echo.add(1).wait(10) == [11, 11]
+    assert echo.plus(1).wait(10) == [11, 11]
 
 
 def test_a_failure_ends_the_wait_before_the_slow_ranks_end(echo: WorkerGroup[Echo]) -> None:
@@ -125,8 +125,8 @@ def test_handles_carry_times_and_timers(echo: WorkerGroup[Echo]) -> None:
 
 
 def test_an_unknown_method_lists_those_that_exist(echo: WorkerGroup[Echo]) -> None:
-    with pytest.raises(AttributeError, match=r"unknown method of Echo 'ad' .did you mean 'add'"):
-        echo.ad(1)
+    with pytest.raises(AttributeError, match=r"unknown method of Echo 'plu' .did you mean 'plus'"):
+        echo.plu(1)
 
 
 def test_an_argument_that_cannot_travel_is_named_by_its_path(echo: WorkerGroup[Echo]) -> None:
@@ -166,7 +166,7 @@ def test_closing_runs_the_workers_own_close(cluster: Cluster, tmp_path: Path) ->
     group.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mark-0", "mark-1"]
     with pytest.raises(RunError, match="closed"):
-        group.add(1)
+        group.plus(1)
 
 
 def test_several_devices_to_a_process_and_several_processes_to_a_device(cluster: Cluster) -> None:
@@ -182,11 +182,11 @@ def test_a_dead_worker_fails_its_handle_names_itself_and_can_be_relaunched(clust
     group = Echo.launch(cluster, name="mortal", placement="0-1", base=1)
     with pytest.raises(PeerDiedError, match=r"(?s)mortal\[1\].*exit code 7.*last words of the worker"):
         group.on(1).die(7).wait(10)
-    assert group.on(0).add(1).wait(10) == [2]
+    assert group.on(0).plus(1).wait(10) == [2]
     with pytest.raises(PeerDiedError, match=r"mortal\[1\] is gone"):
-        group.on(1).add(1).wait(10)
+        group.on(1).plus(1).wait(10)
     group.relaunch(1)
-    assert group.add(1).wait(10) == [2, 2]
+    assert group.plus(1).wait(10) == [2, 2]
     assert [address.incarnation for address in group.addresses()] == [0, 1]
     group.close()
 
@@ -211,7 +211,7 @@ def test_a_call_before_a_slow_start_is_over_waits_for_it(
 ) -> None:
     monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.3)
     group = Slow.launch_async(cluster, name="slow", placement="0", start_s=1.0)
-    assert group.on(0).add(1).wait(20) == [1]
+    assert group.on(0).plus(1).wait(20) == [1]
     group.close()
 
 

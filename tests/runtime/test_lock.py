@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.hub.locks import LINGER_S
+from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted
+from rill.runtime.hub.service import OutKind
 from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
-from tests.runtime.hub_fakes import OPTIONS, FakeHub, descriptor
+from tests.runtime.hub_fakes import FakeHub, put, take
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60.0
@@ -40,11 +45,13 @@ class Turns:
                     f"{group}[{rank}]#0", group=group, rank=rank, world_size=len(ranks), devices=devices
                 )
         for name in ("prompts", "rollouts"):
-            self.hub.call("driver[0]#0", "broker.create", [name, OPTIONS])
+            self.hub.call("driver[0]#0", "broker.create", ChannelOptions(name))
 
     def ask(self, worker: str, *channels: str, resumed: bool = False) -> None:
         devices = self.hub.machine.membership.members[f"{worker}#0"]["devices"]
-        self.asked[worker] = self.hub.send(f"{worker}#0", "locks.acquire", [devices, list(channels), resumed])
+        self.asked[worker] = self.hub.send(
+            f"{worker}#0", "locks.acquire", Acquire(devices, list(channels), resumed)
+        )
 
     def is_in(self, worker: str) -> bool:
         return (f"{worker}#0", self.asked[worker]) in self.hub.replies
@@ -56,15 +63,16 @@ class Turns:
     def is_asked_to_offload(self, worker: str) -> bool:
         return any(topic == "evict" for topic, _ in self.hub.pushes.get(f"{worker}#0", ()))
 
-    def offload(self, worker: str) -> None:
-        self.hub.pushes.pop(f"{worker}#0", None)
-        self.hub.send(f"{worker}#0", "locks.offloaded", None)
+    def offload(self, worker: str, *, is_kept: bool = False) -> None:
+        """Answer the newest order to offload."""
+        orders = [body for topic, body in self.hub.pushes.pop(f"{worker}#0", ()) if topic == "evict"]
+        self.hub.send(f"{worker}#0", "locks.evicted", Evicted(orders[-1].number, is_kept))
 
     def put(self, worker: str, channel: str) -> None:
-        self.hub.send(f"{worker}#0", "broker.put", [channel, [descriptor(1)]])
+        self.hub.send(f"{worker}#0", "broker.commit", put(1, channel=channel))
 
     def take(self, worker: str, channel: str) -> None:
-        self.hub.send(f"{worker}#0", "broker.take", [channel, 1, 1, 1, True, []])
+        self.hub.send(f"{worker}#0", "broker.take", take(channel=channel))
 
 
 def test_groups_on_different_devices_never_wait_for_each_other() -> None:
@@ -114,7 +122,7 @@ def test_a_rank_that_lent_goes_back_into_the_turn_that_its_group_kept() -> None:
     turns.ask("rollout[0]", "prompts", "rollouts")
     assert turns.is_asked_to_offload("actor[0]") and turns.is_asked_to_offload("actor[1]")
     turns.offload("actor[0]")
-    turns.hub.send("actor[1]#0", "locks.kept", None)
+    turns.offload("actor[1]", is_kept=True)
     turns.ask("actor[0]", "rollouts", resumed=True)
     assert turns.is_in("actor[0]") and not turns.is_in("rollout[0]")
 
@@ -186,6 +194,20 @@ def test_a_holder_that_waits_for_somebody_else_keeps_its_devices() -> None:
     assert not turns.is_asked_to_offload("rollout[0]")
 
 
+def test_a_holder_lends_to_the_group_that_feeds_it_through_another() -> None:
+    """first ──▶ prompts ──▶ second (elsewhere) ──▶ rollouts ──▶ third, which has the device and waits."""
+    turns = Turns(first=[[0]], second=[[1]], third=[[0]])
+    turns.ask("third[0]", "rollouts")
+    turns.take("third[0]", "rollouts")
+    turns.ask("second[0]", "prompts", "rollouts")
+    turns.take("second[0]", "prompts")
+    assert not turns.is_asked_to_offload("third[0]")
+    turns.ask("first[0]", "prompts")
+    assert turns.is_asked_to_offload("third[0]")
+    turns.offload("third[0]")
+    assert turns.is_in("first[0]")
+
+
 def test_a_dead_holder_frees_its_devices() -> None:
     turns = Turns(a=[[0]], b=[[0]])
     turns.ask("a[0]")
@@ -225,6 +247,166 @@ def test_groups_that_fit_together_need_no_turns() -> None:
     assert not turns.is_asked_to_offload("a[0]")
 
 
+def test_groups_that_do_not_fit_any_more_take_turns_again() -> None:
+    turns = Turns(a=[[0]], b=[[0]])
+    turns.hub.send("driver[0]#0", "locks.coreside", ["a", "b"])
+    turns.ask("a[0]")
+    turns.ask("b[0]")
+    turns.leave("a[0]")
+    turns.leave("b[0]")
+    turns.hub.send("driver[0]#0", "locks.take_turns", ["a", "b"])
+    turns.ask("a[0]")
+    assert turns.is_asked_to_offload("b[0]") and not turns.is_in("a[0]")
+    turns.offload("b[0]")
+    assert turns.is_in("a[0]")
+
+
+def test_a_late_answer_to_an_eviction_does_not_hide_memory_that_came_back() -> None:
+    """A is told to offload for B, B dies, A enters again: what A then says of the first order counts no more."""
+    turns = Turns(a=[[0]], b=[[0]], c=[[0]])
+    turns.ask("a[0]")
+    turns.leave("a[0]")
+    turns.ask("b[0]")
+    assert turns.is_asked_to_offload("a[0]")
+    turns.hub.kill("b[0]#0")
+    turns.ask("a[0]")
+    assert turns.is_in("a[0]")
+    turns.offload("a[0]")  # the answer to the first order
+    turns.leave("a[0]")
+    turns.ask("c[0]")
+    assert turns.is_asked_to_offload("a[0]") and not turns.is_in("c[0]")
+    turns.offload("a[0]")
+    assert turns.is_in("c[0]")
+
+
+class OneOwnerPerDevice(RuleBasedStateMachine):
+    """Workers of three groups on two shared devices that ask, leave, offload when told, wait on channels, die and come
+    back, and a hub that restarts; whatever the hub says reaches them late, but in its order.
+
+    The clients do what DeviceLock does: memory is there from the turn on, until an order to offload finds no turn (or
+    one that is lent). The promise: while a worker is in its turn, no other group has memory on its devices.
+    """
+
+    GROUPS = {"a": [[0]], "b": [[0], [1]], "c": [[1]]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hub = FakeHub()
+        self.hub.join("driver[0]#0")
+        for name in ("prompts", "rollouts"):
+            self.hub.call("driver[0]#0", "broker.create", ChannelOptions(name))
+        self.workers = [(g, r) for g, ranks in self.GROUPS.items() for r in range(len(ranks))]
+        self.launch = dict.fromkeys(self.workers, 0)
+        self.asked: dict[tuple[str, int], int] = {}
+        self.turn: dict[tuple[str, int], int] = {}
+        self.loaded: set[tuple[str, int]] = set()
+        self.blocked: dict[tuple[str, int], int] = {}
+        for worker in self.workers:
+            self.join(worker)
+
+    def client(self, worker: tuple[str, int]) -> str:
+        return f"{worker[0]}[{worker[1]}]#{self.launch[worker]}"
+
+    def join(self, worker: tuple[str, int]) -> None:
+        group, rank = worker
+        devices = self.GROUPS[group]
+        self.hub.join(
+            self.client(worker), group=group, rank=rank, world_size=len(devices), devices=devices[rank]
+        )
+
+    def pick(self, n: int) -> tuple[str, int]:
+        return self.workers[n % len(self.workers)]
+
+    @rule(n=st.integers(0, 3), has_channel=st.booleans())
+    def ask(self, n: int, has_channel: bool) -> None:
+        worker = self.pick(n)
+        if worker not in self.asked and worker not in self.turn:
+            wish = Acquire(self.GROUPS[worker[0]][worker[1]], ["prompts"] if has_channel else [], False)
+            self.asked[worker] = self.hub.send(self.client(worker), "locks.acquire", wish)
+
+    @rule(n=st.integers(0, 3))
+    def leave(self, n: int) -> None:
+        worker = self.pick(n)
+        if worker in self.turn and worker not in self.blocked:
+            self.hub.send(self.client(worker), "locks.release", self.turn.pop(worker))
+
+    @rule(n=st.integers(0, 3))
+    def wait_for_data(self, n: int) -> None:
+        worker = self.pick(n)
+        if worker in self.turn and worker not in self.blocked:
+            self.blocked[worker] = self.hub.send(self.client(worker), "broker.take", take(channel="prompts"))
+
+    @rule()
+    def put(self) -> None:
+        self.hub.send("driver[0]#0", "broker.commit", put(1, channel="prompts"))
+
+    @rule(n=st.integers(0, 3))
+    def deliver(self, n: int) -> None:
+        worker = self.pick(n)
+        said = self.hub.said.get(self.client(worker))
+        if not said:
+            return
+        kind, ref, body = said.popleft()
+        if isinstance(body, Evict):
+            self.evict(worker, body)
+        elif kind is OutKind.REPLY and self.asked.get(worker) == ref:
+            del self.asked[worker]
+            self.turn[worker] = body
+            self.loaded.add(worker)
+        elif kind is OutKind.REPLY and self.blocked.get(worker) == ref:
+            del self.blocked[worker]
+            if worker not in self.turn:  # it was lent meanwhile
+                wish = Acquire(self.GROUPS[worker[0]][worker[1]], ["prompts"], True)
+                self.asked[worker] = self.hub.send(self.client(worker), "locks.acquire", wish)
+
+    def evict(self, worker: tuple[str, int], order: Evict) -> None:
+        is_lending = order.turn != 0 and self.turn.get(worker) == order.turn and worker in self.blocked
+        is_kept = not (is_lending or (order.turn == 0 and worker not in self.turn))
+        if not is_kept:
+            self.turn.pop(worker, None)
+            self.loaded.discard(worker)
+        self.hub.send(self.client(worker), "locks.evicted", Evicted(order.number, is_kept))
+
+    @rule(n=st.integers(0, 3))
+    def kill(self, n: int) -> None:
+        worker = self.pick(n)
+        self.hub.kill(self.client(worker))
+        for table in (self.asked, self.turn, self.blocked):
+            table.pop(worker, None)
+        self.loaded.discard(worker)
+        self.launch[worker] += 1
+        self.join(worker)
+
+    @rule()
+    def pass_time(self) -> None:
+        self.hub.tick(LINGER_S + 0.01)
+
+    @rule()
+    def restart_hub(self) -> None:
+        self.hub.restart_from_snapshot()
+
+    @invariant()
+    def one_owner(self) -> None:
+        for group, rank in self.turn:
+            for other, other_rank in self.loaded:
+                shared = set(self.GROUPS[group][rank]) & set(self.GROUPS[other][other_rank])
+                assert group == other or not shared, f"{group} works while {other} has memory on {shared}"
+
+    def teardown(self) -> None:
+        """Nobody is forgotten: when all let go and answer, everybody who asked gets a turn."""
+        for _ in range(400):
+            for n in range(len(self.workers)):
+                self.leave(n)
+                self.deliver(n)
+            self.put()
+            self.pass_time()
+        assert not self.asked, "somebody waits for devices that nobody holds"
+
+
+TestOneOwnerPerDevice = OneOwnerPerDevice.TestCase
+TestOneOwnerPerDevice.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
 def test_turns_survive_a_hub_restart() -> None:
     turns = Turns(a=[[0]], b=[[0]])
     turns.ask("a[0]")
@@ -236,6 +418,40 @@ def test_turns_survive_a_hub_restart() -> None:
 
 
 # --- with processes ---------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_waits_beside_a_block_does_not_lend_it(cluster: Cluster, tmp_path: Path) -> None:
+    """While one thread computes in its block another waits for data of the very group that wants the devices."""
+    holder, other = launch(cluster, "2", tmp_path), launch(cluster, "2", tmp_path)
+    numbers = Channel.create(cluster, next(_names), timeout_s=WAIT_S)
+    holding = holder.hold(1.0)
+    waiting = holder.take_beside(numbers)
+    time.sleep(0.3)  # it holds, and waits
+    putting = other.put_all(numbers, 1)
+    began_s = holding.wait(timeout_s=WAIT_S)[0]
+    putting.wait(timeout_s=WAIT_S)
+    assert waiting.wait(timeout_s=WAIT_S) == [0]
+    events = holder.history().wait(timeout_s=WAIT_S)[0]
+    assert events == ["onload", "offload"]
+    ended = [r for r in cluster.history() if r.group == holder.name and r.method == "offload"]
+    assert ended and time.time() - ended[0].started_s < time.monotonic() - began_s - 0.9, (
+        "offloaded in the block"
+    )
+
+
+def test_the_history_tells_what_a_call_took_put_and_held(cluster: Cluster, tmp_path: Path) -> None:
+    rollout, actor = launch(cluster, "3", tmp_path), launch(cluster, "3", tmp_path)
+    run_figure_5(cluster, rollout, actor, actor_first=False)
+    records = cluster.history()
+    generate = [r for r in records if (r.group, r.method) == (rollout.name, "generate")]
+    train = [r for r in records if (r.group, r.method) == (actor.name, "train")]
+    assert len(generate) == len(train) == 3
+    (prompts,), (rollouts,) = generate[0].took, generate[0].put
+    assert generate[0].took[prompts].items == generate[0].put[rollouts].items > 0
+    assert list(train[0].took) == [rollouts] and train[0].took[rollouts].num_bytes > 0
+    assert [turn.devices for turn in train[0].turns] == [[3]]
+    assert any(r.method == "offload" and r.offload_s >= 0 for r in records)
+
 
 _names = (f"stage{n}" for n in itertools.count())
 

@@ -202,7 +202,7 @@ def test_a_future_is_that_of_the_standard_library(cluster: Cluster) -> None:
 
 
 def test_a_rank_that_does_not_exist_is_named(pair: WorkerGroup[Any]) -> None:
-    with pytest.raises(WorkerError, match=r"pair has ranks 0 to 1"):
+    with pytest.raises(WorkerError, match=r"pair has ranks 0, 1"):
         pair.on(0).send_to("pair", 7, timeout_s=0.3).wait(10)
 
 

@@ -22,12 +22,12 @@ def cluster() -> Iterator[Cluster]:
 
 def test_a_group_runs_on_ray_as_it_does_locally(cluster: Cluster) -> None:
     group = Echo.launch(cluster, name="echo", placement="0-1", threads=1, base=1)
-    assert group.add(1).wait(30) == [2, 2]
+    assert group.plus(1).wait(30) == [2, 2]
     np.testing.assert_array_equal(group.echo(np.arange(100_000)).wait(30)[1], np.arange(100_000))
     with pytest.raises(PeerDiedError, match="exit code 4"):
         group.on(1).die(4).wait(30)
     group.relaunch(1)
-    assert group.add(2).wait(30) == [3, 3]
+    assert group.plus(2).wait(30) == [3, 3]
     group.close()
 
 

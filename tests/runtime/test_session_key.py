@@ -15,10 +15,9 @@ import zmq
 
 from rill.errors import RunError, StuckError
 from rill.runtime.hub.server import HubClient, hub_command
-from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import KEY_NAME, SessionKey
-from rill.runtime.transfer.collective import free_port
 from tests.runtime.hub_fakes import HubProcess
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,10 +30,8 @@ class Inbox:
 
     def __init__(self, folder: Path) -> None:
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.raw: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox(f"ipc://{folder}/inbox", tcp_host="127.0.0.1", key=KEY)
         self.mailbox.on(b"kind", self.arrived.put)
-        self.mailbox.on_raw(self.raw.put)
         self.mailbox.start()
 
 
@@ -66,15 +63,6 @@ def test_a_mailbox_hears_its_session_and_nobody_else_on_tcp(inbox: Inbox, tmp_pa
 def test_a_mailbox_on_the_same_node_needs_no_key(inbox: Inbox, tmp_path: Path) -> None:
     post_from(tmp_path, "neighbour", None, inbox.mailbox.endpoint)
     assert inbox.arrived.get(timeout=10) == [b"neighbour"]
-
-
-def test_what_comes_in_the_clear_never_reaches_a_handler_of_messages(inbox: Inbox) -> None:
-    stranger = zmq.Context.instance().socket(zmq.PUSH)
-    stranger.connect(inbox.mailbox.raw_endpoint)
-    stranger.send_multipart([b"kind", pickle.dumps("harm")])
-    assert inbox.raw.get(timeout=10)[0] == b"kind"
-    assert inbox.arrived.empty()
-    stranger.close(linger=0)
 
 
 def test_a_port_for_other_nodes_is_not_opened_without_a_key(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.context import RuntimeContext, WorkerAddress
+from rill.runtime.context import RuntimeContext, Site, WorkerAddress
 from rill.runtime.process.scratch import ScratchFolder
 from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
@@ -237,14 +237,17 @@ KEY = SessionKey.new()
 def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> RuntimeContext:
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
-    return RuntimeContext(
+    site = Site(
         session_id="s",
         session_dir=hub.session_dir,
         shm_dir=shm_dir,
         node_id=node_id,
-        address=WorkerAddress(group, 0, node_id, os.getpid(), ""),
         hub_endpoint=hub.endpoint,
         key=KEY,
+    )
+    return RuntimeContext(
+        site,
+        WorkerAddress(group, 0, node_id, os.getpid(), ""),
         mailbox=None,  # type: ignore[arg-type]
         calls=None,  # type: ignore[arg-type]
     )

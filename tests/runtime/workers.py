@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
@@ -29,7 +31,7 @@ class Echo(Worker):
         if fail_on_rank == self.rank:
             raise ValueError(f"rank {self.rank} cannot start")
 
-    def add(self, number: int) -> int:
+    def plus(self, number: int) -> int:
         return self.base + number
 
     def echo(self, value: Any) -> Any:
@@ -98,14 +100,23 @@ class Echo(Worker):
     def start_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
+    def fetch(self, key: str) -> Any:
+        return current().hub.fetch(key, 60)
+
+    def take_one(self, channel: Channel) -> Any:
+        return channel.take(20)
+
+    def hold_the_interpreter(self, seconds: float) -> None:
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # without letting go of the lock
+
     def keep(self, other: WorkerGroup[Echo]) -> None:
         self.kept = other
 
     def call_kept(self, number: int) -> list[int]:
-        return self.kept.add(number).wait(10)
+        return self.kept.plus(number).wait(10)
 
     def call_other(self, other: WorkerGroup[Echo], number: int) -> list[int]:
-        return other.add(number).wait(timeout_s=10)
+        return other.plus(number).wait(timeout_s=10)
 
     def close(self) -> None:
         if self.marker is not None:
@@ -215,3 +226,46 @@ class Peer(Worker):
     def meet(self) -> tuple[str, int, int]:
         met = self.rendezvous(timeout_s=10)
         return met.init_method, met.rank, met.world_size
+
+
+class Mover(Worker):
+    """Counts; takes its count along when it is moved."""
+
+    def __init__(self, refuse_device: int = -1) -> None:
+        self.count = 0
+        if refuse_device in [device.id for device in self.devices]:
+            raise ValueError(f"device {refuse_device} is too hot")
+        self.told: list[str] = []
+        self.given = threading.Event()
+
+    def increase(self, by: int) -> int:
+        self.count += by
+        return self.count
+
+    def where(self) -> tuple[int, tuple[int, ...], list[int], int]:
+        return self.rank, self.ranks, [device.id for device in self.devices], self.world_size
+
+    def work_until_noticed(self) -> str:
+        return "noticed" if self.given.wait(30) else "never"
+
+    def notice(self, notice_s: float) -> None:
+        self.given.set()
+
+    def state(self) -> dict[str, Any] | None:
+        return {"count": self.count, "pad": bytes(100_000)} if self.count else None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    @classmethod
+    def reshard(cls, states: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        return [{"count": sum(state["count"] for state in states), "pad": b""}] * size
+
+    def keep(self, other: WorkerGroup[Mover]) -> None:
+        self.other = other
+
+    def ask_kept(self) -> list[Any]:
+        return [self.other.ranks, self.other.increase(0).wait(10)]
+
+    def shrink_kept(self) -> None:
+        self.other.remove(0)

@@ -1,14 +1,12 @@
-"""The consuming end of a channel in one process: leases, read-ahead, acknowledgements and returned memory.
+"""The consuming end of a channel in one process: waits, leases, read-ahead and returned memory.
 
-    take ──▶ buffer (read ahead) ──▶ the caller         the caller's next take says that it is done with the last one
-                │ idle for a moment                     views of shared memory gone ──▶ released
-                ▼
+    take ──▶ [read ahead] ──▶ a lease, and the object itself       lease done ──▶ one commit with what was put
+                  │ idle for a moment                              views of shared memory gone ──▶ released
+                  ▼
              given back: nobody starves behind a consumer that stopped taking
 
-How far it reads ahead follows the consumer's own pace: what it would work through in READ_AHEAD_S, so a consumer of
-long tasks holds one item and a tight loop holds hundreds. Up to its fair part of the queue, that is; what takes it no
-longer than AT_ONCE_S is given to one consumer though others wait too: waking them all would cost more than the work.
-Done, released and returned items travel with the next request, or by themselves within SETTLE_S.
+A loop over an unbounded channel reads ahead as long as its items take it no time: twice as many with every refill, half
+as many as soon as an item takes longer than QUICK_S, and never more than its part of the queue.
 """
 
 from __future__ import annotations
@@ -16,230 +14,261 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.answer import Pending
-from rill.runtime.hub.client import HubClient
-from rill.runtime.hub.grants import EPOCH_END, ITEMS
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.channels.lease import Lease, hold
+from rill.runtime.channels.producer import Producer, came_while_lending
+from rill.runtime.hub.answer import Asked
+from rill.runtime.hub.messages import Cancel, Done, GiveBack, Grant, GrantKind, Item, Puts, Settle, Take
+from rill.runtime.process.report import stuck
+from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import decode
 
 if TYPE_CHECKING:
-    from rill.runtime.transfer.store import Store
+    from rill.runtime.context import RuntimeContext
 
-READ_AHEAD_S = 0.002
-AT_ONCE_S = 0.001
-SETTLE_S = 0.01
+QUICK_S = 0.001
+MAX_AHEAD = 256
 IDLE_S = 0.02
-_MAX_READ_AHEAD = 512
-_LARGEST_STEP = 8.0
+"""What was read ahead and is not touched for so long goes back."""
+SETTLE_S = 0.01
+"""Released memory is told within this time."""
 
-WireItem = tuple[int, float, Any, int, Any, Any]  # id, weight, key, num_bytes, inline, ref
 
+class Consumer:
+    """Thread-safe."""
 
-class ConsumerPort:
-    """Thread-safe. A holder is whoever takes: a thread, or a task of an event loop."""
-
-    def __init__(
-        self, hub: HubClient, store: Store, name: str, *, reads_ahead: bool, device: str | None = None
-    ) -> None:
-        self._device = device
-        self._hub = hub
-        self._store = store
-        self._name = name
-        self._reads_ahead = reads_ahead
-        self._buffer: deque[WireItem] = deque()
-        self._is_loop_buffer = False
-        self._held: dict[object, list[int]] = {}
-        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self._done: list[int] = []
+    def __init__(self, context: RuntimeContext, producer: Producer) -> None:
+        self.name = producer.name
+        self._context = context
+        self._hub = context.hub
+        self._producer = producer
+        self._ahead: deque[Item] = deque()
+        self._num_ahead = 1
+        self._num_given = 0
+        self._refilled_s = 0.0
+        self._touched_s = 0.0
+        self._taken: dict[object, Lease] = {}
+        """What `take` gave last, by thread or task: the next take finishes it."""
         self._released: deque[int] = deque()
-        self._unsettled_since_s = 0.0
-        self._pace_s = READ_AHEAD_S
-        self._returned_at_s = 0.0
+        self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
+        self._released_s = 0.0
+        self._is_passing = False
         self._lock = threading.Lock()
-        hub.add_ticker(self._tick)
+        self._hub.add_ticker(self._tick)
 
     # --- taking -------------------------------------------------------------------------------------------
 
-    def next_buffered(self, holder: object, *, in_loop: bool) -> WireItem | None:
-        """An item that is here already. The holder is done with what it had."""
-        with self._lock:
-            self._note_pace()
-            self._finish(holder)
-            if self._buffer and self._is_loop_buffer != in_loop:
-                self._give_back()
-            if not self._buffer:
-                return None
-            item = self._buffer.popleft()
-            self._held.setdefault(holder, []).append(item[0])
-            return item
+    def take(self, take: Take, holder: object, timeout_s: float) -> tuple[Lease | None, list[Any]]:
+        """The next chunk, or nothing at the epoch's end."""
+        items = self._next_ahead(take)
+        if items is None:
+            asked = self._ask(take)
+            try:
+                items = self._accept(take, self._answer(asked, timeout_s))
+            except BaseException:  # an interrupt must not leave a lease that nobody knows of
+                self._withdraw(asked)
+                raise
+        return self._open(items, holder)
 
-    def request(self, pending: Pending, *, min_items: int, in_loop: bool) -> None:
-        """Ask the broker for items from the front; `min_items` 0 means the channel's granularity."""
-        at_once = ahead = 1
-        if self._reads_ahead and min_items <= 1:
-            pace_s = max(self._pace_s, 1e-6)
-            at_once, ahead = (
-                max(1, min(_MAX_READ_AHEAD, int(t / pace_s))) for t in (AT_ONCE_S, READ_AHEAD_S)
-            )
-        with self._lock:
-            if (
-                self._released
-            ):  # in the same message: the sooner their producer writes there again, the warmer it is
-                self._settle()
-            done, self._done = self._done, []
-            payload = [self._name, min_items, at_once, max(min_items, ahead), in_loop, done]
-            self._hub.submit("broker.take", payload, pending)
+    async def take_async(
+        self, take: Take, holder: object, timeout_s: float
+    ) -> tuple[Lease | None, list[Any]]:
+        """As `take`, on an event loop."""
+        items = self._next_ahead(take)
+        if items is None:
+            asked = self._ask(take)
+            what = f"take from channel {self.name!r}"
+            try:
+                with waiting(what, f"channel:{self.name}"):
+                    grant = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
+                items = self._accept(take, grant)
+            except TimeoutError:
+                error = stuck(self._context, what, timeout_s)
+                self._withdraw(asked)
+                raise error from None
+            except BaseException:
+                self._withdraw(asked)
+                raise
+        return self._open(items, holder)
 
-    def request_by(self, pending: Pending, holder: object, how: str, argument: Any, *, in_loop: bool) -> None:
-        """Ask by "weight", "keys" or "ids". The holder is done with what it had."""
+    def replace_taken(self, holder: object, lease: Lease | None) -> None:
+        """`take` finishes what it gave this holder before."""
         with self._lock:
-            self._finish(holder)
+            before = self._taken.pop(holder, None)
+            if lease is not None:
+                self._taken[holder] = lease
+        if before is not None:
+            before.finish()
+
+    def _next_ahead(self, take: Take) -> list[Item] | None:
+        """From what is here already. Only loops read ahead; whoever else takes gives it back first."""
+        with self._lock:
+            now_s = self._touched_s = time.monotonic()
+            is_loop = take.in_loop and take.min_items == 0 and take.weight is None
+            if self._ahead and not is_loop:
+                self._return_ahead()
+            if self._ahead:
+                self._num_given += 1
+                return [self._ahead.popleft()]
+            if is_loop:
+                is_quick = now_s - self._refilled_s < QUICK_S * max(1, self._num_given)
+                self._num_ahead = (
+                    min(MAX_AHEAD, 2 * self._num_ahead) if is_quick else max(1, self._num_ahead // 2)
+                )
+                take.max_items = 1 if self._producer.is_bounded else self._num_ahead
+            return None
+
+    def _ask(self, take: Take) -> Asked[Grant]:
+        with self._lock:
             self._settle()
-            self._hub.submit("broker.take_by", [self._name, how, argument, in_loop], pending)
+        return self._hub.ask("broker.take", take, Grant, self._return_grant)
 
-    def request_share(self, pending: Pending, holder: object, payload: list[Any]) -> None:
+    def _answer(self, asked: Asked[Grant], timeout_s: float) -> Grant:
+        if asked.done():
+            return asked.result()
+        what = f"take from channel {self.name!r}"
+        with waiting(what, f"channel:{self.name}"):
+            if not came_while_lending(self._context, asked, timeout_s):
+                raise stuck(
+                    self._context, what, timeout_s
+                )  # while it still waits, so that the report shows it
+        return asked.result()
+
+    def _accept(self, take: Take, grant: Grant) -> list[Item]:
+        """Of what was granted the first are this chunk, the rest is read ahead."""
+        if grant.kind is not GrantKind.ITEMS:
+            self._is_passing = grant.kind is GrantKind.EPOCH_END
+            return []
         with self._lock:
-            self._finish(holder)
-            self._settle()
-            self._hub.submit("broker.take_share", [self._name, *payload], pending)
+            self._refilled_s = self._touched_s = time.monotonic()
+            self._num_given = grant.num_wanted
+            self._ahead.extend(grant.items[grant.num_wanted :])
+        if len(grant.items) > grant.num_wanted:
+            self._hub.wake()
+        return grant.items[: grant.num_wanted]
 
-    def accept(
-        self, holder: object, items: list[WireItem], *, num_wanted: int, in_loop: bool
-    ) -> list[WireItem]:
-        """Of a granted answer, the first `num_wanted` go to the holder and the rest into the buffer."""
-        mine = items[:num_wanted]
-        with self._lock:
-            self._held.setdefault(holder, []).extend(item[0] for item in mine)
-            if len(items) > num_wanted:
-                if self._buffer and self._is_loop_buffer != in_loop:
-                    self._give_back()
-                self._is_loop_buffer = in_loop
-                self._buffer.extend(items[num_wanted:])
-                self._returned_at_s = time.monotonic()
-                self._hub.wake()
-            else:
-                self._returned_at_s = time.monotonic()
-        return mine
+    def _open(self, items: list[Item], holder: object) -> tuple[Lease | None, list[Any]]:
+        if not items:
+            return None, []
+        lease = Lease(self, items, holder)
+        if holder is not None:
+            hold(lease)
+        try:
+            values = [self._value(item) for item in items]
+        except Exception as error:
+            lease.give_back(f"it could not be read: {error}")
+            raise
+        self._producer.recorder.took(self.name, items)
+        return lease, values
 
-    def give_up(self, pending: Pending, method: str, *payload: Any) -> bool:
-        """After a deadline: cancel, and send back what may still come. False: the answer has just come."""
-        if not pending.abandon(self._return_grant):
-            return False
-        self._hub.submit(f"broker.{method}", [self._name, *payload, pending.seq])
-        return True
-
-    def send_back(self, pending: Pending) -> None:
-        """Return what an answer brought that is here already."""
-        if pending.error is None:
-            self._return_grant(pending.value)
-
-    def open(self, item: WireItem) -> Any:
+    def _value(self, item: Item) -> Any:
         """The object itself; tensors that were on a GPU arrive on this process's device."""
-        item_id, _, _, _, inline, ref = item
-        if ref is None:
-            if isinstance(inline, bytes):
-                return decode(inline, (), device=self._device)
-            return decode(inline[0], [bytearray(part) for part in inline[1:]], device=self._device)
-        return self._store.read(Ref.of(ref), lambda: self._release(item_id), device=self._device)
+        device = self._context.torch_device
+        if item.ref is not None:
+            return self._context.store.read(item.ref, lambda: self._release(item.id), device=device)
+        if isinstance(item.inline, bytes):
+            return decode(item.inline, (), device=device)
+        assert item.inline is not None
+        return decode(item.inline[0], [bytearray(part) for part in item.inline[1:]], device=device)
 
-    def finish(self, holder: object) -> None:
-        """The holder is done with everything it has taken."""
+    def _withdraw(self, asked: Asked[Grant]) -> None:
+        """Nobody waits for this take any more; what it brings, or has brought, goes back."""
+        if asked.cancel():
+            self._hub.submit("broker.cancel", Cancel(self.name, asked.seq))
+        elif asked.exception() is None:
+            self._return_grant(asked.result())
+
+    def _return_grant(self, grant: Grant) -> None:
+        if grant.kind is GrantKind.ITEMS:
+            self._hub.submit("broker.settle", Settle(self.name, [], [item.id for item in grant.items]))
+        elif grant.kind is GrantKind.EPOCH_END:
+            self._hub.submit("broker.unend", self.name)
+
+    # --- finishing ----------------------------------------------------------------------------------------
+
+    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None) -> None:
+        """What a lease comes to; waits for room in bounded channels."""
+        self._producer.commit(done, puts, num_bytes, timeout_s)
+
+    async def commit_async(
+        self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None
+    ) -> None:
+        await self._producer.commit_async(done, puts, num_bytes, timeout_s)
+
+    def send(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
+        """As `commit`, without waiting for room: the hub lets the rest in when there is some."""
+        self._producer.send(done, puts, num_bytes)
+
+    def give_back(self, ids: list[int], puts: list[Puts], error: str) -> None:
+        """These items are somebody else's; what was put for them is not put."""
+        for part in puts:
+            self._producer.forget(part.items)
+        if error:
+            self._hub.submit("broker.give_back", GiveBack(self.name, ids, error))
+        else:
+            self._hub.submit("broker.settle", Settle(self.name, [], ids))
+
+    def dropped(self, ids: list[int], puts: list[Puts]) -> None:
+        """From a finalizer, where no lock may be taken: a lease that nobody finished."""
+        self._dropped.append((ids, puts))
+        self._hub.wake()
+
+    def pass_end(self) -> bool:
+        """A call ends well: should its process die now, the epoch's end that its loop met does not come again."""
+        is_passing, self._is_passing = self._is_passing, False
+        if is_passing:
+            self._hub.submit("broker.pass_end", self.name)
+        return is_passing
+
+    def return_ahead(self) -> None:
+        """A loop was left: what it had read ahead goes back."""
         with self._lock:
-            self._finish(holder)
-
-    def settle(self) -> bool:
-        """Send what is finished now rather than with the next request; whether there was anything."""
-        with self._lock:
-            return self._settle()
-
-    def finish_with(self, task: asyncio.Task[Any]) -> None:
-        """The holder is a task: it is done with what it took when it ends."""
-        if task not in self._tasks:
-            self._tasks.add(task)
-            task.add_done_callback(self.finish)
+            self._return_ahead()
 
     def close(self) -> None:
         """Nothing will be taken here any more."""
         self._hub.remove_ticker(self._tick)
 
-    def put_back(self) -> None:
-        """Return what was read ahead: the holder has left its loop."""
-        with self._lock:
-            self._give_back()
-            self._settle()
-
     # --- settling -----------------------------------------------------------------------------------------
 
-    def _note_pace(self) -> None:
-        """How long the caller was away since its last item."""
-        if self._returned_at_s:
-            now_s = time.monotonic()
-            # A processor shared with others is away for milliseconds now and then: not this consumer's pace. One that
-            # does become slow is known to be within a few items, and what lies unused goes back after IDLE_S.
-            away_s = min(now_s - self._returned_at_s, _LARGEST_STEP * self._pace_s)
-            self._pace_s += 0.2 * (away_s - self._pace_s)
-            self._returned_at_s = now_s
-
-    def _finish(self, holder: object) -> None:
-        held = self._held.pop(holder, None)
-        if held:
-            if not self._done:
-                self._mark_unsettled()
-            self._done.extend(held)
+    def _return_ahead(self) -> None:
+        if self._ahead:
+            returned = [item.id for item in self._ahead]
+            self._ahead.clear()
+            self._hub.submit("broker.settle", Settle(self.name, [], returned))
 
     def _release(self, item_id: int) -> None:
         """From a finalizer: no lock may be taken here."""
         self._released.append(item_id)
-        if not self._unsettled_since_s:
-            self._mark_unsettled()
-
-    def _mark_unsettled(self) -> None:
-        if not self._unsettled_since_s:
-            self._unsettled_since_s = time.monotonic()
+        if not self._released_s:
+            self._released_s = time.monotonic()
             self._hub.wake()
 
-    def _give_back(self) -> None:
-        if self._buffer:
-            returned = [item[0] for item in self._buffer]
-            self._buffer.clear()
-            self._hub.submit("broker.settle", [self._name, [], [], returned])
-
-    def _return_grant(self, answer: Any) -> None:
-        """An answer that came after its deadline."""
-        if answer[0] == ITEMS and answer[1]:
-            returned = [item[0] for item in answer[1]]
-            self._hub.submit("broker.settle", [self._name, [], [], returned])
-        elif answer[0] == EPOCH_END:
-            self._hub.submit("broker.unend", self._name)
-
-    def _settle(self) -> bool:
-        self._unsettled_since_s = 0.0
-        done, self._done = self._done, []
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
-        if done or released:
-            self._hub.submit("broker.settle", [self._name, done, released, []])
-        return bool(done or released)
+    def _settle(self) -> None:
+        self._released_s = 0.0
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        if released:
+            self._hub.submit("broker.settle", Settle(self.name, released, []))
 
     def _tick(self, now_s: float) -> float:
-        """On the io thread: send acknowledgements that found no request to travel with; return idle read-ahead."""
+        """On the io thread: tell of released memory, return what is not used."""
+        while self._dropped:
+            ids, puts = self._dropped.popleft()
+            self.give_back(ids, puts, "its lease was dropped without `done`")
         wait_s = 1.0
-        if not (self._unsettled_since_s or self._buffer or self._released):
+        if not (self._ahead or self._released):
             return wait_s
         with self._lock:
-            if self._buffer:
-                idle_s = now_s - self._returned_at_s
+            if self._ahead:
+                idle_s = now_s - self._touched_s
                 if idle_s >= IDLE_S:
-                    self._give_back()
+                    self._return_ahead()
                 else:
                     wait_s = IDLE_S - idle_s + 0.001
-            if self._unsettled_since_s or self._released:
-                waited_s = now_s - self._unsettled_since_s
+            if self._released:
+                waited_s = now_s - self._released_s
                 if waited_s >= SETTLE_S:
                     self._settle()
                 else:

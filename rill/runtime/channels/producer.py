@@ -1,140 +1,198 @@
-"""The producing end of a channel in one process: descriptors on their way to the broker.
+"""The producing end of a channel in one process: objects become descriptors, descriptors go to the broker.
 
-Unbounded channels: `put` returns once the descriptor is queued here. One message is under way at a time: what is put
-meanwhile gathers and goes out when the broker has confirmed it, so a lone item leaves at once, and the busier the hub
-the larger the messages, whatever the number of producers. A window bounds what is not confirmed.
-
-Bounded channels: `put` returns once the broker has let the item in, so a full channel stops its producer at once.
+put ──▶ encode ──▶ small: inside the descriptor; large: into this node's shared memory
+          │
+          ├── inside a lease: joins it, and goes when it is done (lease.py)
+          ├── unbounded channel: on its way when `put` returns; a window bounds what the hub has not confirmed
+          └── bounded channel: `put` returns when the broker has let it in
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rill import errors
 from rill.errors import RillError, RunError
-from rill.runtime.hub.answer import Pending
-from rill.runtime.hub.client import HubClient
+from rill.runtime.channels.lease import joined
+from rill.runtime.hub.answer import Asked
+from rill.runtime.hub.messages import Cancel, Commit, Descriptor, Done, Puts
+from rill.runtime.process.report import stuck
+from rill.runtime.process.waits import waiting
+from rill.runtime.transfer.wire import encode
 
 if TYPE_CHECKING:
-    from rill.runtime.transfer.store import Store
+    from rill.runtime.channels.recorder import Recorder
+    from rill.runtime.context import RuntimeContext
 
 INLINE_BYTES = 4096
 """Payloads up to this size ride in the descriptor."""
-_WINDOW_ITEMS = 16384
-_WINDOW_BYTES = 16 * 1024 * 1024
-_ITEMS_PER_MESSAGE = 2048
-
-Descriptor = list[Any]
+HUB_S = 30.0
+"""What the hub is given to answer what needs no waiting."""
 
 
-class ProducerPort:
-    """Thread-safe. Descriptors are [weight, key, num_bytes, inline, ref]."""
+class Producer:
+    """Thread-safe."""
 
-    def __init__(self, hub: HubClient, store: Store, name: str) -> None:
-        self._hub = hub
-        self._store = store
-        self._name = name
-        self._outgoing: list[Descriptor] = []
-        self._is_scheduled = False
-        self._round = 0
-        self._in_flight: deque[tuple[int, int]] = deque()
-        self._num_unconfirmed = 0
-        self._unconfirmed_bytes = 0
+    def __init__(self, context: RuntimeContext, name: str, *, is_bounded: bool, timeout_s: float) -> None:
+        self.name = name
+        self.is_bounded = is_bounded
+        self.timeout_s = timeout_s
+        """The deadline of every wait that gives none of its own."""
+        self._context = context
+        self._hub = context.hub
+        self.recorder: Recorder = context.recorder
         self._error: RillError | None = None
-        self._lock = threading.Lock()
-        self._confirmed = threading.Condition(self._lock)
-        hub.on("put_failed", self._fail)
+        self._hub.on("commit_failed", self._fail)
 
-    def put(self, descriptor: Descriptor, deadline_s: float) -> bool:
-        """Queue one item; false when the window stayed full until the deadline and the item was not put."""
-        num_bytes = descriptor[2] if descriptor[4] is None else 0
-        with self._lock:
-            while self._num_unconfirmed >= _WINDOW_ITEMS or self._unconfirmed_bytes >= _WINDOW_BYTES:
-                if not self._confirmed.wait(deadline_s - time.monotonic()):
-                    return False
-            if self._error is not None:
-                raise self._error
-            self._outgoing.append(descriptor)
-            self._num_unconfirmed += 1
-            self._unconfirmed_bytes += num_bytes
-            if not (self._is_scheduled or self._in_flight):
-                self._schedule()
-        return True
+    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Descriptor:
+        """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
+        encoded = encode(obj)
+        num_bytes = encoded.num_bytes
+        self.recorder.put(self.name, num_bytes, weight)
+        if num_bytes > INLINE_BYTES:
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            return Descriptor(
+                float(weight), key, num_bytes, None, self._context.store.write(encoded, limit_s)
+            )
+        inline: bytes | list[bytes] = encoded.header
+        if encoded.buffers:
+            inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
+        return Descriptor(float(weight), key, num_bytes, inline, None)
 
-    def put_bounded(self, descriptors: list[Descriptor], pending: Pending) -> None:
-        """Ask for room; the answer is the number of items that did not get in (0, unless it was cancelled)."""
-        self._hub.submit("broker.put_wait", [self._name, descriptors], pending)
-
-    def cancel(self, pending: Pending) -> None:
-        """Take back what has no room yet; `pending` is answered in any case."""
-        self._hub.submit("broker.cancel_put", [self._name, pending.seq], Pending())
-
-    def seal(self) -> None:
-        """Fix the order: everything put so far goes out before whatever this process sends next."""
-        with self._lock:
-            self._round += 1
-            self._is_scheduled = False
-            while self._outgoing:
-                self._hub.submit("broker.put", self._cut(), on_confirm=self._confirm)
-
-    def flush(self, timeout_s: float) -> None:
-        """Return when the broker has everything that was put."""
-        self.seal()
-        self._hub.call("registry", "sync", None, timeout_s)
+    def put(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+        """Into the lease that is worked on here, or to the broker."""
         self.check()
+        lease = joined()
+        if lease is not None:
+            for descriptor in descriptors:
+                lease.add(self.name, descriptor)
+            return
+        self.commit([], [Puts(self.name, descriptors)], inline_bytes(descriptors), timeout_s)
 
-    @property
-    def has_unconfirmed(self) -> bool:
-        """Whether anything that was put might not be with the broker yet."""
-        return self._num_unconfirmed > 0
+    async def put_async(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+        """As `put`, without blocking the event loop while the channel is full."""
+        self.check()
+        lease = joined()
+        if lease is not None:
+            for descriptor in descriptors:
+                lease.add(self.name, descriptor)
+            return
+        puts = [Puts(self.name, descriptors)]
+        await self.commit_async([], puts, inline_bytes(descriptors), timeout_s)
+
+    # --- commits ------------------------------------------------------------------------------------------
+
+    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None) -> None:
+        """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if not self._needs_room(puts):
+            if not self._hub.commit(done, puts, num_bytes, time.monotonic() + limit_s):
+                self._forget_all(puts)
+                raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
+            return
+        asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
+        what = f"room in channel {_names(puts)}"
+        try:
+            with waiting(what, f"channel:{puts[0].channel}"):
+                is_in = came_while_lending(self._context, asked, limit_s)
+                error = None if is_in else stuck(self._context, what, limit_s)
+        except BaseException:
+            self._cancel(asked, done, puts)
+            raise
+        if error is not None:
+            self._raise_unless_in(asked, done, puts, error)
+        asked.result()
+
+    async def commit_async(
+        self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None
+    ) -> None:
+        """As `commit`, on an event loop."""
+        if not self._needs_room(puts):
+            self.commit(done, puts, num_bytes, timeout_s)
+            return
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
+        what = f"room in channel {_names(puts)}"
+        waiter = asyncio.wrap_future(asked)
+        try:
+            with waiting(what, f"channel:{puts[0].channel}"):
+                finished, _ = await asyncio.wait([waiter], timeout=limit_s)
+                error = None if finished else stuck(self._context, what, limit_s)
+        except BaseException:
+            self._cancel(asked, done, puts)
+            raise
+        if error is not None:
+            await asyncio.to_thread(self._raise_unless_in, asked, done, puts, error)
+        asked.result()
+
+    def send(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
+        """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
+        if self._needs_room(puts):
+            self._hub.ask("broker.commit", Commit(done, puts, True), int)
+        else:
+            self._hub.commit(done, puts, num_bytes, float("inf"))
+
+    def _needs_room(self, puts: Sequence[Puts]) -> bool:
+        channels = self._context.channels
+        return any(channels[part.channel].producer.is_bounded for part in puts)
+
+    def _cancel(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
+        """Take back what has no room yet, unless it is the outcome of something that was taken."""
+        for part in puts if not done else ():
+            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
+
+    def _raise_unless_in(
+        self, asked: Asked[int], done: list[Done], puts: list[Puts], error: RillError
+    ) -> None:
+        """Past the deadline. What is part of a lease stays with the hub, which will let it in."""
+        self._cancel(asked, done, puts)
+        if done:
+            raise error
+        if not asked.came(HUB_S):
+            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
+        num_left_out = asked.result()
+        if num_left_out:
+            num_items = sum(len(part.items) for part in puts)
+            error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
+            raise error
+
+    # --- what else ----------------------------------------------------------------------------------------
+
+    def forget(self, descriptors: Sequence[Descriptor]) -> None:
+        """They will not be put: their memory is free again."""
+        self._context.store.free([d.ref.slot for d in descriptors if d.ref is not None])
+
+    def _forget_all(self, puts: Sequence[Puts]) -> None:
+        for part in puts:
+            self.forget(part.items)
 
     def check(self) -> None:
         """Raise what the broker said against something that was put."""
         if self._error is not None:
             raise self._error
 
-    # --- on the io thread ---------------------------------------------------------------------------------
-
-    def _schedule(self) -> None:
-        self._is_scheduled = True
-        current_round = self._round
-        self._hub.submit("broker.put", lambda: self._drain(current_round), on_confirm=self._confirm)
-
-    def _drain(self, scheduled_round: int) -> list[Any] | None:
-        with self._lock:
-            if scheduled_round != self._round or not self._outgoing:
-                if scheduled_round == self._round:
-                    self._is_scheduled = False
-                return None
-            payload = self._cut()
-            if self._outgoing:
-                self._schedule()
-            else:
-                self._is_scheduled = False
-            return payload
-
-    def _cut(self) -> list[Any]:
-        batch = self._outgoing[:_ITEMS_PER_MESSAGE]
-        del self._outgoing[:_ITEMS_PER_MESSAGE]
-        num_bytes = sum(d[2] for d in batch if d[4] is None)
-        self._in_flight.append((len(batch), num_bytes))
-        return [self._name, batch]
-
-    def _confirm(self) -> None:
-        with self._lock:
-            num_items, num_bytes = self._in_flight.popleft()
-            self._num_unconfirmed -= num_items
-            self._unconfirmed_bytes -= num_bytes
-            if self._outgoing and not (self._is_scheduled or self._in_flight):
-                self._schedule()
-            self._confirmed.notify_all()
-
     def _fail(self, note: Any) -> None:
-        name, kind, message = note
-        if name == self._name:
-            cls = vars(errors).get(kind, RunError)
-            self._error = cls(message)
+        channels, kind, message = note
+        if self.name in channels:
+            self._error = vars(errors).get(kind, RunError)(message)
+
+
+def came_while_lending(context: RuntimeContext, asked: Asked[Any], limit_s: float) -> bool:
+    """Wait; a device lock held by this thread may be lent meanwhile, and is held again afterwards."""
+    lock = context.device_lock
+    if lock is None or not lock.is_held_here or asked.done():
+        return asked.came(limit_s)
+    with lock.lending():
+        return asked.came(limit_s)
+
+
+def inline_bytes(descriptors: Sequence[Descriptor]) -> int:
+    """What the hub itself gets of these payloads."""
+    return sum(d.num_bytes for d in descriptors if d.ref is None)
+
+
+def _names(puts: Sequence[Puts]) -> str:
+    return " and ".join(repr(name) for name in dict.fromkeys(part.channel for part in puts))

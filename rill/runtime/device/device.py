@@ -133,9 +133,9 @@ def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
     return [Device(kind=kind, index=index, labels=labels) for index in chosen]
 
 
-def number(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Give global ids in order."""
-    return tuple(replace(device, id=n) for n, device in enumerate(devices))
+def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
+    """Give global ids in order, from `first`."""
+    return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 
 
 def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:

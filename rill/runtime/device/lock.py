@@ -9,9 +9,10 @@ is not on the device, and `offload` runs only when another group needs the devic
     user thread:  acquire ──▶ onload ──▶ block ──▶ release                    (memory stays: resident)
     lock thread:                       "evict" from the hub ──▶ offload ──▶ "offloaded"
 
-`offload` therefore runs on a thread of its own, at a moment when no block of this worker runs, or when its thread waits
-inside `take` or `put` for a group that needs these devices (the turn is lent, and regained, with an `onload`, before
-the `take` or `put` returns). Code outside the block must not use device memory.
+`offload` therefore runs on a thread of its own, at a moment when no block of this worker runs, or when every thread in
+one waits inside `take` or `put` for a group that needs these devices (the turn is lent, and regained, with an
+`onload`, before the `take` or `put` returns). Threads that wait without being in a block do not count. Code outside the
+block must not use device memory.
 
 Where no other group shares the devices there is no switch: the first block calls `onload`, nothing calls `offload`.
 """
@@ -25,11 +26,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rill.errors import RunError
-from rill.runtime.context import RuntimeContext, current, install_for_thread
-from rill.runtime.hub.answer import Pending
+from rill.runtime.context import RuntimeContext, current
+from rill.runtime.hub.answer import Asked
+from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.process.report import stuck, waiting
 from rill.telemetry import trace
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from rill.runtime.device.device import Device
 
 _log = logging.getLogger(__name__)
-_SERVICE = "device_lock"
 DEFAULT_TIMEOUT_S = 3600.0
 """As a call's: the wait for a turn lasts as long as the work of the groups before."""
 ASK_S = 30.0
@@ -55,20 +56,12 @@ class Loadable(Protocol):
 
 
 def device_lock_of(worker: Loadable) -> DeviceLock:
-    """The lock of this worker; one per process (or per worker thread)."""
+    """The lock of this worker; one per process."""
     context = current()
     with context.lock:
-        if _SERVICE not in context.services:
-            hub = context.hub  # opened first, so that it is closed last
-            context.services[_SERVICE] = DeviceLock(worker, context)
-            assert hub is context.hub
-        lock: DeviceLock = context.services[_SERVICE]
-        return lock
-
-
-def lock_of(context: RuntimeContext) -> DeviceLock | None:
-    """The lock of this process if it has one."""
-    return context.services.get(_SERVICE)
+        if context.device_lock is None:
+            context.device_lock = DeviceLock(worker, context)
+        return context.device_lock
 
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
@@ -88,8 +81,11 @@ class DeviceLock:
         self._channels: tuple[str, ...] = ()
         self._is_loaded = False
         self._turn = 0
-        self._num_users = 0
-        self._num_waiting = 0
+        self._users: dict[int, int] = {}
+        """Threads that are in a block -> how deep."""
+        self._waiting: set[int] = set()
+        """Of those, the ones that wait on a channel and could lend the turn."""
+        self._entered_s = 0.0
         self._error: Exception | None = None
         self._gate = threading.RLock()
         """Held while the memory moves, so that a block never runs half loaded."""
@@ -100,10 +96,10 @@ class DeviceLock:
         self._num_urgent = 0
         """Threads that wait for the turn with work of no channel."""
         self._spans: list[trace.Span] = []
-        self._evictions: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._evictions: queue.SimpleQueue[Evict | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve_evictions, name="rill-lock", daemon=True)
         self._thread.start()
-        self._hub.on("evict", self._evictions.put)
+        self._hub.on("evict", lambda body: self._evictions.put(Evict(*body)))
 
     def __call__(self, *channels: Channel, timeout_s: float | None = None) -> _Block:
         """A turn for work between `channels`, in whatever order they are named. `timeout_s`: unless given, an hour, or
@@ -129,39 +125,45 @@ class DeviceLock:
         """
         if not channels:
             self._hurry()
+        me = threading.get_ident()
         with self._turn_lock:
             with self._asking:
                 self._num_urgent -= not channels
-            if self._num_users == 0:
+            if not self._users:
                 self._channels = channels
                 self._take_turn(timeout_s, is_resumed=False)
-            self._num_users += 1
+            self._users[me] = self._users.get(me, 0) + 1
 
     def release(self) -> None:
         """End the turn. The memory stays until another group needs the devices."""
+        me = threading.get_ident()
         with self._turn_lock:
-            self._num_users -= 1
-            if self._num_users == 0:
+            self._users[me] -= 1
+            if not self._users[me]:
+                del self._users[me]
+            if not self._users:
                 self._give_turn_back()
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """Around a wait on a channel: while all users of the turn wait, the devices may be lent."""
+        """Around a wait on a channel, by a thread in a block: while all such threads wait, the devices may be lent."""
+        me = threading.get_ident()
         with self._gate:
-            self._num_waiting += 1
+            self._waiting.add(me)
         try:
             yield
         finally:
             with self._gate:
-                self._num_waiting -= 1
+                self._waiting.discard(me)
             if self._turn == 0:
                 with self._turn_lock:  # of several threads that wake up, the first regains it for all
                     if self._turn == 0:
                         self._take_turn(DEFAULT_TIMEOUT_S, is_resumed=True)
 
     @property
-    def is_held(self) -> bool:
-        return self._num_users > 0
+    def is_held_here(self) -> bool:
+        """Whether the calling thread is in a block."""
+        return threading.get_ident() in self._users
 
     def close(self) -> None:
         self._evictions.put(None)
@@ -171,20 +173,26 @@ class DeviceLock:
     def _take_turn(self, timeout_s: float, *, is_resumed: bool) -> None:
         if self._error is not None:
             raise RunError(f"{self._context.address.name}: offload failed: {self._error!r}") from self._error
-        pending = Pending()
         with self._asking:
-            payload = [self._device_ids, list(self._channels), is_resumed or self._num_urgent > 0]
-            self._hub.submit("locks.acquire", payload, pending)
+            is_ready = is_resumed or self._num_urgent > 0
+            wish = Acquire(self._device_ids, list(self._channels), is_ready)
+            asked = self._hub.ask("locks.acquire", wish, int, self._release_late)
             self._is_asking = True
         what = f"devices {self._device_ids}"
-        with trace.span("wait for devices", lane=self._context.address.name), waiting(what, f"locks:{what}"):
-            is_granted = pending.wait(timeout_s)
-        self._is_asking = False
-        if not is_granted and pending.abandon(self._release_late):
-            error = stuck(self._context, what, timeout_s)
-            self._hub.submit("locks.cancel", None)
-            raise error
-        self._turn = pending.result()
+        try:
+            with (
+                trace.span("wait for devices", lane=self._context.address.name),
+                waiting(what, "locks:devices"),
+            ):
+                if not asked.came(timeout_s):
+                    raise stuck(self._context, what, timeout_s)
+            self._turn = asked.result()
+        except BaseException:  # an interrupt, too, must not leave a turn that nobody knows of
+            self._withdraw(asked)
+            raise
+        finally:
+            self._is_asking = False
+        self._entered_s = time.monotonic()
         name = self._context.address.name
         for device in self._device_ids:
             span = trace.span(name, lane=f"device {device}")
@@ -205,37 +213,46 @@ class DeviceLock:
     def _onload(self) -> None:
         with self._gate:
             if not self._is_loaded:
+                started_s = time.monotonic()
                 with trace.span("onload", lane=self._context.address.name):
                     self._worker.onload()
                 self._is_loaded = True
+                self._context.recorder.loaded(time.monotonic() - started_s)
 
     def _give_turn_back(self) -> None:
         turn, self._turn = self._turn, 0
         self._end_spans()
-        self._hub.submit("locks.release", turn, Pending())
+        self._hub.submit("locks.release", turn)
+
+    def _withdraw(self, asked: Asked[int]) -> None:
+        if asked.cancel():
+            self._hub.submit("locks.cancel", None)
+        elif asked.exception() is None:
+            self._release_late(asked.result())
 
     def _release_late(self, turn: int) -> None:
-        self._hub.submit("locks.release", turn, Pending())
+        self._hub.submit("locks.release", turn)
 
     def _end_spans(self) -> None:
+        self._context.recorder.had_turn(self._device_ids, time.monotonic() - self._entered_s)
         while self._spans:
             self._spans.pop().__exit__(None, None, None)
 
     # --- the lock thread ----------------------------------------------------------------------------------
 
     def _serve_evictions(self) -> None:
-        install_for_thread(self._context)  # `offload` is user code
         while (order := self._evictions.get()) is not None:
             with self._gate:
-                is_lending = order["turn"] != 0
-                if is_lending and not (self._turn == order["turn"] and self._num_waiting >= self._num_users):
-                    self._hub.submit("locks.kept", None)
+                is_lending = order.turn != 0
+                is_idle = self._users.keys() <= self._waiting if is_lending else True
+                if self._turn != order.turn or not is_idle:  # it works again, or has let go by itself
+                    self._hub.submit("locks.evicted", Evicted(order.number, True))
                     continue
                 if is_lending:
                     self._turn = 0
                     self._end_spans()
                 self._offload()
-                self._hub.submit("locks.offloaded", None)
+                self._hub.submit("locks.evicted", Evicted(order.number, False))
 
     def _offload(self) -> None:
         if not self._is_loaded:
@@ -250,6 +267,7 @@ class DeviceLock:
                 "%s: offload failed after %.1f s", self._context.address.name, time.monotonic() - started_s
             )
             self._error = error
+        self._context.recorder.offloaded(time.monotonic() - started_s)
 
 
 class _Block:

@@ -15,7 +15,7 @@ Pure functions over a list of devices; `Cluster` and the planner call them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -62,16 +62,22 @@ def resolve(placement: Placement, devices: Sequence[Device]) -> tuple[Seat, ...]
     return seats
 
 
-def share_processes(seats: Sequence[Seat], ranks_per_process: int) -> list[tuple[Seat, ...]]:
-    """The seats of each process: up to `ranks_per_process` that follow each other on one node."""
-    processes: list[list[Seat]] = []
-    for seat in seats:
-        last = processes[-1] if processes else []
-        if last and len(last) < ranks_per_process and last[-1].node_id == seat.node_id:
-            last.append(seat)
-        else:
-            processes.append([seat])
-    return [tuple(held) for held in processes]
+def seats_on_free_devices(
+    group: str, count: int, like: Seat, devices: Sequence[Device], held: Collection[int]
+) -> list[Seat]:
+    """`count` seats for a group, each with as many devices, of the same kind, as `like`, that nobody holds."""
+    each, kind = len(like.devices), like.devices[0].kind
+    free: dict[str, list[Device]] = {}
+    for device in devices:
+        if device.kind == kind and device.id not in held:
+            free.setdefault(device.node_id, []).append(device)
+    chosen = [of[n : n + each] for of in free.values() for n in range(0, len(of) - each + 1, each)]
+    if count < 1 or len(chosen) < count:
+        raise PlanError(
+            f"{count} more ranks of {group} need {count * each} free devices of kind {kind!r}, and at least one rank; "
+            f"there is room for {len(chosen)}: give a placement, which may share devices, or add a node"
+        )
+    return [Seat(n, tuple(chosen[n])) for n in range(count)]
 
 
 def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:

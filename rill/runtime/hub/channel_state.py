@@ -1,10 +1,11 @@
 """One channel inside the broker: its queue of descriptors, its leases, its epochs and who waits on it.
 
-Pure state, no output: `Broker` calls it, sends what it grants, and asks `serve` again after every change.
+Pure state, no output: `Broker` calls it, sends what it grants, and serves it again after every change.
 
 An item's life:   put ──▶ QUEUED ──take──▶ LEASED ──done──▶ HELD ──release──▶ gone
                             ▲                 │               (its memory is still looked at; inline items skip it)
-                            └── consumer died or gave it back
+                            ├── consumer died, or never began it
+                            └── consumer failed at it ── too often ──▶ set aside: named, and done with
 
 Epochs: an item belongs to the epoch its producer was in. Consumers' loops are in an epoch each and end when it has
 ended and every item of it is done, so that a dead consumer's items still find somebody in the loop.
@@ -15,269 +16,276 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.hub.messages import ChannelOptions, Descriptor, Item, Take
 
-QUEUED, LEASED, HELD = 0, 1, 2
+MAX_NAMED = 100
+"""Of the items that were set aside, so many are kept by name."""
 
 
-class Item:
-    """A descriptor: everything but the payload."""
+class ItemState(IntEnum):
+    QUEUED = 0
+    LEASED = 1
+    HELD = 2
+
+
+class Entry:
+    """An item as the broker keeps it."""
 
     __slots__ = (
+        "client",
+        "descriptor",
         "epoch",
-        "holder",
         "id",
-        "inline",
         "is_released",
         "key",
-        "num_bytes",
+        "num_failures",
         "producer",
-        "ref",
-        "share",
         "state",
-        "weight",
     )
 
-    def __init__(
-        self,
-        item_id: int,
-        epoch: int,
-        producer: str,
-        weight: float,
-        key: Any,
-        num_bytes: int,
-        inline: Any,
-        ref: Ref | None,
-    ) -> None:
+    def __init__(self, item_id: int, epoch: int, producer: str, descriptor: Descriptor) -> None:
         self.id = item_id
         self.epoch = epoch
         self.producer = producer
-        self.weight = weight
-        self.key = key
-        self.num_bytes = num_bytes
-        self.inline = inline
-        """The encoded payload itself when it is small."""
-        self.ref = ref
-        """Where the payload lies otherwise: see store.py."""
-        self.state = QUEUED
-        self.holder = ""
+        self.descriptor = descriptor
+        self.key = as_key(descriptor.key)
+        self.state = ItemState.QUEUED
+        self.client = ""
+        """Who leases it."""
         self.is_released = False
         """Its consumer looks at the memory no more, though it is not done yet."""
-        self.share: Any = None
-        """(key, consumer rank) when it belongs to a redistribution (shares.py)."""
+        self.num_failures = 0
 
-    def wire(self) -> tuple[Any, ...]:
-        return (self.id, self.weight, self.key, self.num_bytes, self.inline, self.ref)
+    def wire(self) -> Item:
+        d = self.descriptor
+        return Item(self.id, d.weight, d.key, d.num_bytes, d.inline, d.ref)
 
 
 class PutWait:
-    """Items that wait for room."""
+    """Items that wait for room. They are the channel's already: their producer may die."""
 
-    __slots__ = ("client", "items", "seq", "since_s")
+    __slots__ = ("client", "entries", "seq", "since_s")
 
-    def __init__(self, client: str, seq: int, items: list[Item], since_s: float) -> None:
+    def __init__(self, client: str, seq: int, entries: list[Entry], since_s: float) -> None:
         self.client = client
         self.seq = seq
-        self.items = items
+        self.entries = deque(entries)
         self.since_s = since_s
 
 
 class TakeWait:
     """A consumer that waits for items."""
 
-    __slots__ = (
-        "at_once",
-        "client",
-        "ids",
-        "in_loop",
-        "keys",
-        "max_items",
-        "min_items",
-        "seq",
-        "since_s",
-        "weight",
-    )
+    __slots__ = ("client", "in_loop", "keys", "max_items", "min_items", "seq", "since_s", "weight")
 
-    def __init__(self, client: str, seq: int, since_s: float) -> None:
+    def __init__(self, client: str, seq: int, take: Take, granularity: int, since_s: float) -> None:
         self.client = client
         self.seq = seq
         self.since_s = since_s
-        self.min_items = 1
-        self.max_items = 1
-        self.at_once = 1
-        self.weight: float | None = None
-        """Take items until their weights reach this."""
-        self.keys: list[Any] | None = None
-        """Take exactly one item of each key."""
-        self.ids: list[int] | None = None
-        """Take exactly these items, or nothing when one of them is gone (a consumer's own choice)."""
-        self.in_loop = False
-        """Bounded by the consumer's epoch; may be answered with the epoch's end."""
+        self.in_loop = take.in_loop
+        self.weight = take.weight
+        self.keys = None if take.keys is None else [as_key(key) for key in take.keys]
+        self.min_items = take.min_items or granularity
+        self.max_items = max(self.min_items, take.max_items if self.min_items == 1 else 1)
+
+
+class Traffic:
+    """What one worker put into a channel or finished of it."""
+
+    __slots__ = ("last_s", "num_bytes", "num_items")
+
+    def __init__(self) -> None:
+        self.num_items = 0
+        self.num_bytes = 0
+        self.last_s = 0.0
+
+    def count(self, num_bytes: int, now_s: float) -> None:
+        self.num_items += 1
+        self.num_bytes += num_bytes
+        self.last_s = now_s
 
 
 class ChannelState:
     """Queues by epoch, leases, epochs, waits, counters."""
 
-    def __init__(self, name: str, options: dict[str, Any], creator: str) -> None:
-        self.name = name
+    def __init__(self, options: ChannelOptions, creator: str) -> None:
+        self.options = options
+        self.name = options.name
         self.creator = creator
-        self.capacity_items: int | None = options["capacity_items"]
-        self.capacity_bytes: int | None = options["capacity_bytes"]
-        self.granularity: int = options["granularity"]
-        self.num_producers: int | None = options["producers"]
+        self.granularity = options.granularity
         self.is_closed = False
-        self.items: dict[int, Item] = {}
+        self.items: dict[int, Entry] = {}
         self.next_id = 1
         self.queues: dict[int, deque[int]] = {0: deque()}
         self.by_key: dict[Any, deque[int]] = {}
         self.num_queued = 0
         self.queued_bytes = 0
-        self.version = 0
-        """Counts changes of what is queued; consumers with a choice of their own watch it."""
         self.epoch = 0
         self.unfinished: dict[int, int] = {}
+        """epoch -> items of it that are not done."""
         self.num_drained = 0
         self.drained_at: list[int] = []
         self.producer_epoch: dict[str, int] = {}
+        self.put_in_epoch: dict[int, set[str]] = {}
         self.ended_by: dict[int, set[str]] = {}
         self.consumer_epoch: dict[str, int] = {}
+        self.passing: set[str] = set()
+        """Clients that were told of an epoch's end and have not said what came of it: dead, they meet it again."""
         self.puts: deque[PutWait] = deque()
         self.takes: list[TakeWait] = []
-        self.watches: list[tuple[str, int]] = []
-        self.producers: dict[str, list[float]] = {}
-        """worker name -> [items put, bytes put, last time]; consumers likewise: the traced graph."""
-        self.consumers: dict[str, list[float]] = {}
+        self.producers: dict[str, Traffic] = {}
+        self.consumers: dict[str, Traffic] = {}
         self.num_redelivered = 0
+        self.num_set_aside = 0
+        self.set_aside: list[dict[str, Any]] = []
 
     # --- putting ------------------------------------------------------------------------------------------
 
-    def new_item(self, producer: str, descriptor: list[Any]) -> Item:
-        weight, key, num_bytes, inline, ref = descriptor
+    def new_entry(self, producer: str, descriptor: Descriptor) -> Entry:
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
-        where = None if ref is None else Ref.of(ref)
-        item = Item(self.next_id, epoch, producer, weight, as_key(key), num_bytes, inline, where)
+        entry = Entry(self.next_id, epoch, producer, descriptor)
         self.next_id += 1
         self.unfinished[epoch] = self.unfinished.get(epoch, 0) + 1
-        return item
+        self.put_in_epoch.setdefault(epoch, set()).add(producer)
+        return entry
 
-    def has_room_for(self, item: Item) -> bool:
+    @property
+    def is_bounded(self) -> bool:
+        return self.options.capacity_items is not None or self.options.capacity_bytes is not None
+
+    def has_room_for(self, entry: Entry) -> bool:
         """An empty queue admits anything, so a capacity below one item's size cannot block for ever."""
+        options = self.options
         if self.num_queued == 0:
             return True
-        if self.capacity_items is not None and self.num_queued >= self.capacity_items:
+        if options.capacity_items is not None and self.num_queued >= options.capacity_items:
             return False
-        return self.capacity_bytes is None or self.queued_bytes + item.num_bytes <= self.capacity_bytes
+        num_bytes = self.queued_bytes + entry.descriptor.num_bytes
+        return options.capacity_bytes is None or num_bytes <= options.capacity_bytes
 
-    def admit(self, items: Sequence[Item], now_s: float) -> None:
-        """Let items of one producer in."""
-        for item in items:
-            self.items[item.id] = item
-            self._enqueue(item)
-        self.count_put(items[0].producer, items, now_s)
+    def admit(self, entry: Entry, now_s: float) -> None:
+        self.items[entry.id] = entry
+        self._enqueue(entry)
+        traffic = self.producers.get(entry.producer)
+        if traffic is None:
+            traffic = self.producers[entry.producer] = Traffic()
+        traffic.count(entry.descriptor.num_bytes, now_s)
 
-    def count_put(self, producer: str, items: Sequence[Item], now_s: float) -> None:
-        counts = self.producers.setdefault(producer, [0, 0, 0.0])
-        for item in items:
-            counts[0] += 1
-            counts[1] += item.num_bytes
-        counts[2] = now_s
+    def drop(self, entry: Entry) -> None:
+        """It never got in, or is not wanted any more: its epoch does not wait for it."""
+        self._count_down(entry.epoch)
 
-    def _enqueue(self, item: Item, *, at_front: bool = False) -> None:
-        item.state = QUEUED
-        item.holder = ""
-        item.is_released = False
-        queue = self.queues.get(item.epoch)
-        if queue is None:
-            queue = self.queues[item.epoch] = deque()
-        if at_front:
-            queue.appendleft(item.id)
-        else:
-            queue.append(item.id)
-        if len(queue) > 4 * self.num_queued + 256:  # mostly entries of items taken by key
-            self.queues[item.epoch] = deque(i for i in dict.fromkeys(queue) if self._is_queued(i))
-        if item.key is not None:
-            ids = self.by_key.setdefault(item.key, deque())
+    def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
+        entry.state = ItemState.QUEUED
+        entry.client = ""
+        entry.is_released = False
+        queue = self.queues.setdefault(entry.epoch, deque())
+        lines = [queue] if entry.key is None else [queue, self.by_key.setdefault(entry.key, deque())]
+        for line in lines:
             if at_front:
-                ids.appendleft(item.id)
+                line.appendleft(entry.id)
             else:
-                ids.append(item.id)
+                line.append(entry.id)
+        if len(queue) > 4 * self.num_queued + 256:  # mostly entries of items taken by key
+            self.queues[entry.epoch] = deque(i for i in dict.fromkeys(queue) if self._is_queued(i))
         self.num_queued += 1
-        self.queued_bytes += item.num_bytes
-        self.version += 1
+        self.queued_bytes += entry.descriptor.num_bytes
 
     def _is_queued(self, item_id: int) -> bool:
-        item = self.items.get(item_id)
-        return item is not None and item.state == QUEUED
+        entry = self.items.get(item_id)
+        return entry is not None and entry.state is ItemState.QUEUED
 
     # --- taking -------------------------------------------------------------------------------------------
 
-    def lease(self, item: Item, client: str) -> None:
-        """Hand a queued item out. Its entry in the queue goes stale and is skipped later."""
-        item.state = LEASED
-        item.holder = client
+    def lease(self, entry: Entry, client: str) -> None:
+        """Hand a queued item out. Its place in the queue goes stale and is skipped later."""
+        entry.state = ItemState.LEASED
+        entry.client = client
         self.num_queued -= 1
-        self.queued_bytes -= item.num_bytes
-        self.version += 1
-        if item.key is not None:
-            ids = self.by_key[item.key]
-            if ids[0] == item.id:
-                ids.popleft()
-            else:
-                ids.remove(item.id)
+        self.queued_bytes -= entry.descriptor.num_bytes
+        if entry.key is not None:
+            ids = self.by_key[entry.key]
+            ids.remove(entry.id)
             if not ids:
-                del self.by_key[item.key]
+                del self.by_key[entry.key]
 
-    def front(self, last_epoch: int, max_items: int, weight: float | None) -> tuple[list[Item], float]:
+    def front(self, last_epoch: int, max_items: int, weight: float | None) -> tuple[list[Entry], float]:
         """The first queued items of epochs up to `last_epoch`, until `max_items` or `weight` is reached."""
-        found: list[Item] = []
+        found: list[Entry] = []
         total = 0.0
         items = self.items
         for epoch in sorted(self.queues):
             if epoch > last_epoch:
                 break
             queue = self.queues[epoch]
-            while queue and (queue[0] not in items or items[queue[0]].state != QUEUED):
+            while queue and not self._is_queued(queue[0]):
                 queue.popleft()
             seen: set[int] = set()
             for item_id in queue:
-                item = items.get(item_id)
-                if item is None or item.state != QUEUED or item_id in seen:
+                entry = items.get(item_id)
+                if entry is None or entry.state is not ItemState.QUEUED or item_id in seen:
                     continue
-                if weight is None:
-                    if len(found) >= max_items:
-                        return found, total
-                elif total >= weight:
+                if total >= weight if weight is not None else len(found) >= max_items:
                     return found, total
                 seen.add(item_id)
-                found.append(item)
-                total += item.weight
+                found.append(entry)
+                total += entry.descriptor.weight
         return found, total
 
-    def requeue(self, items: list[Item]) -> None:
-        """Back to the front, in their old order."""
-        for item in sorted(items, key=lambda i: i.id, reverse=True):
-            self._enqueue(item, at_front=True)
+    def by_keys(self, keys: Sequence[Any]) -> list[Entry] | None:
+        """One item of each key; None while one is missing."""
+        used: dict[Any, int] = {}
+        found = []
+        for key in keys:
+            ids, n = self.by_key.get(key, ()), used.get(key, 0)
+            if n >= len(ids):
+                return None
+            found.append(self.items[ids[n]])
+            used[key] = n + 1
+        return found
 
-    def finish(self, item: Item, now_s: float) -> None:
+    def requeue(self, entries: list[Entry]) -> None:
+        """Back to the front, in their old order."""
+        for entry in sorted(entries, key=lambda e: e.id, reverse=True):
+            self._enqueue(entry, at_front=True)
+
+    def finish(self, entry: Entry, now_s: float) -> None:
         """The consumer is done with it: it will never be delivered again."""
-        counts = self.consumers.setdefault(item.holder.partition("#")[0], [0, 0, 0.0])
-        counts[0] += 1
-        counts[1] += item.num_bytes
-        counts[2] = now_s
-        left = self.unfinished[item.epoch] - 1
+        name = entry.client.partition("#")[0]
+        traffic = self.consumers.get(name)
+        if traffic is None:
+            traffic = self.consumers[name] = Traffic()
+        traffic.count(entry.descriptor.num_bytes, now_s)
+        self._count_down(entry.epoch)
+        entry.state = ItemState.HELD
+
+    def fail(self, entry: Entry, error: str) -> bool:
+        """A consumer failed at it. True: too often, it is set aside."""
+        entry.num_failures += 1
+        if entry.num_failures < self.options.max_failures:
+            return False
+        self.num_set_aside += 1
+        if len(self.set_aside) < MAX_NAMED:
+            row = {"id": entry.id, "key": entry.key, "producer": entry.producer, "error": error}
+            self.set_aside.append(row)
+        return True
+
+    def _count_down(self, epoch: int) -> None:
+        left = self.unfinished[epoch] - 1
         if left:
-            self.unfinished[item.epoch] = left
+            self.unfinished[epoch] = left
         else:
-            del self.unfinished[item.epoch]
-        item.state = HELD
+            del self.unfinished[epoch]
 
     # --- epochs -------------------------------------------------------------------------------------------
 
     def end_epoch(self, num_events: int) -> None:
         """Every producer has ended the current epoch."""
         self.ended_by.pop(self.epoch, None)
+        self.put_in_epoch.pop(self.epoch, None)
         self.epoch += 1
         self.drain(num_events)
 

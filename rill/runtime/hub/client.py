@@ -1,17 +1,17 @@
-"""A process's line to the hub: calls that are applied exactly once and in order, whatever happens to the hub.
+"""A process's line to the hub: requests that are applied exactly once and in order, whatever happens to the hub.
 
-    any thread ──submit──▶ queue ──▶ io thread ──▶ DEALER ──▶ hub
-    any thread ◀─Pending.wait── io thread ◀────────────────── hub      handlers of pushes and notes run on the io thread
-
-What was submitted while the io thread was busy goes out as one message, so many small calls cost few messages. A
-request is kept until the hub has confirmed it in its journal; when the hub says it expects an earlier number than was
-sent (it died and came back), everything from there on is sent again. Silence is broken by a ping while anything is
-outstanding, so a restarted hub hears from its clients at once.
+    any thread ──submit, ask, commit──▶ queue ──▶ io thread ──▶ DEALER ──▶ hub
+    any thread ◀──────── Asked ──────────────── io thread ◀──────────────── hub     handlers of pushes and notes run on
+                                                                                    the io thread
+Everything leaves in the order in which it was submitted. What was submitted while the io thread was busy goes out as
+one message, and commits that follow each other become one, so many small ones cost few messages. A request is kept
+until the hub has confirmed it in its journal; when the hub says it expects an earlier number than was sent (it died
+and came back), everything from there on is sent again. Silence is broken by a ping while anything is outstanding, so
+a restarted hub hears from its clients at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import itertools
@@ -21,15 +21,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
-from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.hub.answer import Pending, as_error, set_if_open
-from rill.runtime.hub.state import FAILURE, PUSH
-from rill.runtime.hub.watch import ProcessWatch
+from rill.errors import PeerDiedError, RillError, RunError, StuckError
+from rill.runtime.hub.answer import Asked, as_error
+from rill.runtime.hub.messages import Commit, Done, Puts
+from rill.runtime.hub.protocol import (
+    Answer,
+    FromHub,
+    Gap,
+    Note,
+    Output,
+    Ping,
+    Query,
+    Requests,
+)
+from rill.runtime.hub.service import OutKind
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.waits import answer_dumps
 
@@ -39,104 +49,174 @@ _PING_S = 0.2
 _HEARTBEAT_S = 1.0
 
 
-class _Sent:
-    """A request that the hub has not confirmed."""
+T = TypeVar("T")
 
-    __slots__ = ("on_confirm", "request")
+WINDOW_ITEMS = 16384
+WINDOW_BYTES = 16 * 1024 * 1024
+"""What may be on its way to the hub: more waits in `commit`."""
+_ITEMS_PER_COMMIT = 512
+_BYTES_PER_COMMIT = 1024 * 1024
 
-    def __init__(self, request: tuple[str, Any], on_confirm: Callable[[], None] | None) -> None:
-        self.request = request
-        self.on_confirm = on_confirm
+
+class _Request:
+    """From its submission until the hub has confirmed it."""
+
+    __slots__ = ("method", "num_bytes", "num_items", "payload")
+
+    def __init__(self, method: str, payload: Any) -> None:
+        self.method = method
+        self.payload = payload
+        self.num_items = 0
+        """Of a commit: what it puts and finishes."""
+        self.num_bytes = 0
+
+    def has_room(self) -> bool:
+        """Whether another commit may become part of this one."""
+        return self.num_items < _ITEMS_PER_COMMIT and self.num_bytes < _BYTES_PER_COMMIT
+
+    def add(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
+        commit: Commit = self.payload
+        for one in done:
+            if commit.done and commit.done[-1].channel == one.channel:
+                commit.done[-1].ids += one.ids
+            else:
+                commit.done.append(one)
+        for part in puts:
+            if commit.puts and commit.puts[-1].channel == part.channel:
+                commit.puts[-1].items += part.items
+            else:
+                commit.puts.append(part)
+        self.num_items += sum(len(one.ids) for one in done) + sum(len(part.items) for part in puts)
+        self.num_bytes += num_bytes
 
 
 class HubClient:
-    """Thread-safe; one per process (or per worker thread). `identity` is "group[rank]#launch"."""
+    """Thread-safe; one per process. `identity` is "group[rank]#launch"."""
 
     def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
         self.identity = identity
         self.endpoint = endpoint
         self._key = key
-        self._queue: deque[tuple[str, Any, Pending | None, Callable[[], None] | None]] = deque()
-        self._sent: deque[_Sent] = deque()
-        self._first_sent = 1
+        self._lock = threading.Lock()
+        """Guards the order of what is submitted, and the window."""
+        self._confirmed = threading.Condition(self._lock)
+        self._queue: deque[_Request] = deque()
+        self._last: _Request | None = None
+        """The last of the queue, while it is a commit that the next may join."""
         self._next_seq = 1
+        self._num_unconfirmed = 0
+        self._unconfirmed_bytes = 0
+        self._sent: deque[_Request] = deque()
+        self._first_sent = 1
         self._received_out = 0
         self._resent = (0, 0.0)
-        self._pending: dict[int, Pending] = {}
-        self._queries: dict[int, tuple[Pending, bytes]] = {}
+        self._asked: dict[int, Asked[Any]] = {}
+        self._queries: dict[int, tuple[Asked[Any], bytes]] = {}
         self._query_ids = itertools.count(1)
         self._handlers: dict[str, list[Callable[[Any], None]]] = {}
         self._note_handlers: dict[str, Callable[[str, Any], None]] = {}
         self._tickers: list[Callable[[float], float]] = []
         self._direct: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder()
+        self._decoder: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
         self._is_awake = False
         self._is_closing = False
-        self._ended_reason = ""
+        self._ended_reason = self._abandoned = ""
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
-        self.submit("registry.join", {"pid": os.getpid(), "machine": ProcessWatch.machine_id()})
+        self.submit("registry.join", {"pid": os.getpid()})
         answer_dumps(self)
         self._thread.start()
         atexit.register(self.close)
 
-    # --- calls --------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def submit(self, method: str, payload: Any) -> None:
+        """Send without waiting for an answer."""
+        with self._lock:
+            self._check_open()
+            self._add(_Request(method, payload))
+        self._wake()
+
+    def ask(
+        self, method: str, payload: Any, answer: Any = Any, on_late: Callable[[Any], None] | None = None
+    ) -> Asked[Any]:
+        """Send; the answer comes to what is returned. `on_late` gets one that comes after `cancel`."""
+        asked: Asked[Any] = Asked(answer, on_late)
+        with self._lock:
+            self._check_open()
+            asked.seq = self._next_seq
+            self._asked[asked.seq] = asked
+            self._add(_Request(method, payload))
+        self._wake()
+        return asked
 
     def call(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
-        """Ask for a change and wait for its answer. Applied once even when the hub dies in between."""
-        pending = Pending()
-        self.submit(f"{service}.{method}", payload, pending)
-        return self._await(pending, f"{service}.{method}", timeout_s)
+        """Ask and wait. Applied once even when the hub dies in between."""
+        return self._await(self.ask(f"{service}.{method}", payload), f"{service}.{method}", timeout_s)
+
+    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, deadline_s: float) -> bool:
+        """Finish and put, all or nothing, without an answer. False: too much was on its way until the deadline, and
+        nothing was sent. `num_bytes`: of payloads inside."""
+        with self._lock:
+            while self._num_unconfirmed >= WINDOW_ITEMS or self._unconfirmed_bytes >= WINDOW_BYTES:
+                self._check_open()
+                self._confirmed.wait(min(1.0, deadline_s - time.monotonic()))
+                if time.monotonic() >= deadline_s:
+                    return False
+            self._check_open()
+            last = self._last
+            if last is None or not last.has_room():
+                last = _Request("broker.commit", Commit([], []))
+                self._add(last)
+                self._last = last
+            before = last.num_items
+            last.add(done, puts, num_bytes)
+            self._num_unconfirmed += last.num_items - before
+            self._unconfirmed_bytes += num_bytes
+        self._wake()
+        return True
+
+    @property
+    def has_unconfirmed(self) -> bool:
+        """Whether a commit might not be with the hub yet."""
+        return self._num_unconfirmed > 0
+
+    def sync(self, timeout_s: float) -> None:
+        """Return when the hub has everything that was submitted so far."""
+        self.call("registry", "sync", None, timeout_s)
 
     def fetch(self, key: str, timeout_s: float) -> Any:
         """A published value; waits until somebody publishes it."""
-        pending = Pending()
-        self.submit("registry.fetch", key, pending)
-        if not pending.wait(timeout_s):
-            self.submit("registry.cancel_fetch", [key, pending.seq])
+        asked = self.ask("registry.fetch", key)
+        if not asked.came(timeout_s) and asked.cancel():
+            self.submit("registry.cancel_fetch", (key, asked.seq))
             raise self._stuck(f"registry.fetch({key!r})", timeout_s)
-        return pending.result()
+        return asked.result()
 
-    def query(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
+    def query(self, service: str, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
         """A read-only question: cheaper than a call, and unordered with respect to calls."""
-        pending = Pending()
+        asked: Asked[Any] = Asked(answer)
         query_id = next(self._query_ids)
-        raw = self._encoder.encode(["q", query_id, f"{service}.{method}", payload])
-        self._queries[query_id] = (pending, raw)
+        raw = self._encoder.encode(Query(query_id, f"{service}.{method}", payload))
+        self._queries[query_id] = (asked, raw)
         self._direct.append(raw)
         self._wake()
         try:
-            return self._await(pending, f"{service}.{method}", timeout_s)
+            return self._await(asked, f"{service}.{method}", timeout_s)
         finally:
             self._queries.pop(query_id, None)
 
-    def submit(
-        self,
-        method: str,
-        payload: Any,
-        pending: Pending | None = None,
-        on_confirm: Callable[[], None] | None = None,
-    ) -> None:
-        """Send without waiting. A callable payload is asked for its value when the message is made (None: skip)."""
+    def _add(self, request: _Request) -> None:
+        self._last = None
+        self._queue.append(request)
+        self._next_seq += 1
+
+    def _check_open(self) -> None:
         if self._ended_reason:
             raise RunError(f"{self.identity} has no hub any more: {self._ended_reason}")
-        self._queue.append((method, payload, pending, on_confirm))
-        self._wake()
-
-    def future(self) -> tuple[Pending, asyncio.Future[None]]:
-        """A Pending whose arrival also ends a future of the running loop."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def arrived(_: Pending) -> None:
-            # The loop may have ended with its caller; its answer then finds nobody, and this thread must live on.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(set_if_open, future)
-
-        return Pending(arrived), future
 
     # --- pushes and notes ---------------------------------------------------------------------------------
 
@@ -146,7 +226,7 @@ class HubClient:
 
     def notify(self, to: str, topic: str, payload: Any) -> None:
         """A note to another client ("*": all others). Best effort: lost when either end or the hub is down."""
-        self._direct.append(self._encoder.encode(["n", to, topic, payload]))
+        self._direct.append(self._encoder.encode(Note(to, topic, payload)))
         self._wake()
 
     def on_note(self, topic: str, handler: Callable[[str, Any], None]) -> None:
@@ -166,6 +246,11 @@ class HubClient:
         """Have the io thread look at its tickers now."""
         self._wake()
 
+    def abandon(self, reason: str) -> None:
+        """There will be no hub any more: every wait for it fails with `reason`, now and from now on."""
+        self._abandoned = reason
+        self._wake()
+
     def close(self) -> None:
         """Send what is queued, leave the run, end the thread. Bounded: a dead hub costs a second."""
         if self._is_closing:
@@ -178,10 +263,10 @@ class HubClient:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
 
-    def _await(self, pending: Pending, what: str, timeout_s: float) -> Any:
-        if not pending.wait(timeout_s):
+    def _await(self, asked: Asked[T], what: str, timeout_s: float) -> T:
+        if not asked.came(timeout_s) and asked.cancel():
             raise self._stuck(what, timeout_s)
-        return pending.result()
+        return asked.result()
 
     def _stuck(self, what: str, timeout_s: float) -> StuckError:
         return StuckError(f"{self.identity}: the hub did not answer {what} within {timeout_s:g} s")
@@ -221,11 +306,13 @@ class HubClient:
             if socket in ready:
                 self._receive(socket)
                 last_heard_s = time.monotonic()
+            if self._abandoned and not self._ended_reason:
+                self._fail_all(self._abandoned)
             now_s = time.monotonic()
             wait_s = min([_HEARTBEAT_S, *(ticker(now_s) for ticker in self._tickers)])
             if self._send(socket):
                 last_sent_s = now_s
-            is_outstanding = bool(self._sent or self._pending or self._queries)
+            is_outstanding = bool(self._sent or self._asked or self._queries)
             ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
             if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
                 self._ping(socket)
@@ -253,53 +340,41 @@ class HubClient:
             socket.send(self._direct.popleft())
             has_sent = True
         while self._queue:
-            first_seq = self._next_seq
-            requests = self._next_requests()
-            if requests:
-                socket.send(self._encode_requests(first_seq, requests))
-                has_sent = True
+            first_seq = self._first_sent + len(self._sent)
+            with self._lock:
+                requests = [
+                    self._queue.popleft() for _ in range(min(len(self._queue), _MAX_REQUESTS_PER_MESSAGE))
+                ]
+                if not self._queue:
+                    self._last = None  # what is on its way is not added to
+            self._sent.extend(requests)
+            socket.send(self._encode(first_seq, requests))
+            has_sent = True
         return has_sent
 
-    def _encode_requests(self, first_seq: int, requests: list[tuple[str, Any]]) -> bytes:
+    def _encode(self, first_seq: int, requests: list[_Request]) -> bytes:
+        pairs: list[Any] = [(request.method, request.payload) for request in requests]
         try:
-            return self._encoder.encode(["s", first_seq, self._received_out, requests])
+            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
         except (TypeError, OverflowError):
-            self._replace_unsendable(first_seq, requests)
-            return self._encoder.encode(["s", first_seq, self._received_out, requests])
+            for n, request in enumerate(requests):
+                self._replace_unsendable(first_seq + n, request)
+            pairs = [(request.method, request.payload) for request in requests]
+            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
 
-    def _replace_unsendable(self, first_seq: int, requests: list[tuple[str, Any]]) -> None:
-        """One request holds something that the wire has no form for: it fails, and an empty one takes its number."""
-        for n, (method, payload) in enumerate(requests):
-            try:
-                self._encoder.encode(payload)
-            except (TypeError, OverflowError) as error:
-                _log.error("%s: %s cannot be sent: %s", self.identity, method, error)
-                requests[n] = ("registry.sync", None)
-                self._sent[first_seq + n - self._first_sent].request = requests[n]
-                pending = self._pending.pop(first_seq + n, None)
-                if pending is not None:
-                    pending.finish(None, RunError(f"{method} cannot be sent to the hub: {error}"))
-
-    def _next_requests(self) -> list[tuple[str, Any]]:
-        requests: list[tuple[str, Any]] = []
-        queue = self._queue
-        while queue and len(requests) < _MAX_REQUESTS_PER_MESSAGE:
-            method, payload, pending, on_confirm = queue.popleft()
-            if callable(payload):
-                payload = payload()
-                if payload is None:
-                    continue
-            request = (method, payload)
-            requests.append(request)
-            self._sent.append(_Sent(request, on_confirm))
-            if pending is not None:
-                pending.seq = self._next_seq
-                self._pending[self._next_seq] = pending
-            self._next_seq += 1
-        return requests
+    def _replace_unsendable(self, seq: int, request: _Request) -> None:
+        """One that holds something which the wire has no form for fails, and an empty one takes its number."""
+        try:
+            self._encoder.encode(request.payload)
+        except (TypeError, OverflowError) as error:
+            _log.error("%s: %s cannot be sent: %s", self.identity, request.method, error)
+            asked = self._asked.pop(seq, None)
+            if asked is not None:
+                asked.failed(RunError(f"{request.method} cannot be sent to the hub: {error}"))
+            request.method, request.payload = "registry.sync", None
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
-        socket.send(self._encoder.encode(["p", self._received_out, self._next_seq]))
+        socket.send(self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent))))
         for _, raw in list(self._queries.values()):
             socket.send(raw)
 
@@ -309,38 +384,49 @@ class HubClient:
                 message = self._decoder.decode(socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            kind = message[0]
-            if kind == "o":
-                self._take_output(message[1], message[2])
-            elif kind == "g":
-                self._resend(message[1], socket)
-            elif kind == "a":
-                self._take_answer(*message[1:])
-            elif kind == "n":
-                handler = self._note_handlers.get(message[2])
+            if isinstance(message, Output):
+                self._take_output(message)
+            elif isinstance(message, Gap):
+                self._resend(message.expected, socket)
+            elif isinstance(message, Answer):
+                self._take_answer(message)
+            elif isinstance(message, Note):
+                handler = self._note_handlers.get(message.topic)
                 if handler is not None:
-                    self._guard(handler, message[1], message[3])
-            elif kind == "x":
+                    self._guard(handler, message.peer, msgspec.msgpack.decode(message.payload))
+            else:
                 self._fail_all("the hub takes this process for dead: it was silent too long, or replaced")
 
-    def _take_output(self, expected: int, entries: list[Any]) -> None:
-        sent = self._sent
-        while sent and self._first_sent < expected:
-            confirmed = sent.popleft()
-            self._first_sent += 1
-            if confirmed.on_confirm is not None:
-                confirmed.on_confirm()
-        for out, kind, ref, body in entries:
+    def _take_output(self, output: Output) -> None:
+        self._confirm(output.expected)
+        for out, kind, ref, body in output.entries:
             if out != self._received_out + 1:
                 continue  # seen already, or one before it was lost: the next ping brings both
             self._received_out = out
-            if kind == PUSH:
-                for handler in self._handlers.get(ref, ()):
-                    self._guard(handler, body)
+            if kind is OutKind.PUSH:
+                value = msgspec.msgpack.decode(body)
+                for handler in self._handlers.get(str(ref), ()):
+                    self._guard(handler, value)
                 continue
-            pending = self._pending.pop(ref, None)
-            if pending is not None:
-                pending.finish(body if kind != FAILURE else None, as_error(body) if kind == FAILURE else None)
+            assert isinstance(ref, int)
+            asked = self._asked.pop(ref, None)
+            if asked is None:
+                continue
+            if kind is OutKind.FAILURE:
+                asked.failed(as_error(body))
+            else:
+                self._guard(asked.arrived, body)
+
+    def _confirm(self, expected: int) -> None:
+        if not self._sent or self._first_sent >= expected:
+            return
+        with self._lock:
+            while self._sent and self._first_sent < expected:
+                confirmed = self._sent.popleft()
+                self._first_sent += 1
+                self._num_unconfirmed -= confirmed.num_items
+                self._unconfirmed_bytes -= confirmed.num_bytes
+            self._confirmed.notify_all()
 
     def _resend(self, expected: int, socket: zmq.Socket[bytes]) -> None:
         """The hub lacks something that was sent before what it got: it died with it. Go back to there."""
@@ -351,16 +437,20 @@ class HubClient:
         if expected == self._resent[0] and now_s < self._resent[1] + 0.05:
             return  # several gaps are reported for one loss
         self._resent = (expected, now_s)
-        self._take_output(expected, [])
+        self._confirm(expected)
         unconfirmed = list(self._sent)
         for start in range(0, len(unconfirmed), _MAX_REQUESTS_PER_MESSAGE):
-            requests = [s.request for s in unconfirmed[start : start + _MAX_REQUESTS_PER_MESSAGE]]
-            socket.send(self._encoder.encode(["s", self._first_sent + start, self._received_out, requests]))
+            part = unconfirmed[start : start + _MAX_REQUESTS_PER_MESSAGE]
+            socket.send(self._encode(self._first_sent + start, part))
 
-    def _take_answer(self, query_id: int, is_ok: bool, body: Any) -> None:
-        entry = self._queries.pop(query_id, None)
-        if entry is not None:
-            entry[0].finish(body if is_ok else None, None if is_ok else RunError(str(body)))
+    def _take_answer(self, answer: Answer) -> None:
+        entry = self._queries.pop(answer.id, None)
+        if entry is None:
+            return
+        if answer.is_ok:
+            self._guard(entry[0].arrived, answer.body)
+        else:
+            entry[0].failed(RunError(str(msgspec.msgpack.decode(answer.body))))
 
     def _guard(self, handler: Callable[..., None], *args: Any) -> None:
         """A handler's error must not end the io thread: it is logged, with its traceback."""
@@ -370,11 +460,14 @@ class HubClient:
             _log.exception("%s: handler %r failed", self.identity, handler)
 
     def _fail_all(self, reason: str) -> None:
-        self._ended_reason = reason
-        pending, self._pending = list(self._pending.values()), {}
-        queued = [entry[2] for entry in self._queue if entry[2] is not None]
-        queries = [entry[0] for entry in self._queries.values()]
-        self._queue.clear()
-        self._sent.clear()
-        for one in pending + queued + queries:
-            one.finish(None, PeerDiedError(f"{self.identity} has no hub any more: {reason}"))
+        error: RillError = PeerDiedError(f"{self.identity} has no hub any more: {reason}")
+        with self._lock:
+            self._ended_reason = reason
+            asked = [*self._asked.values(), *(entry[0] for entry in self._queries.values())]
+            self._asked.clear()
+            self._queue.clear()
+            self._sent.clear()
+            self._last = None
+            self._confirmed.notify_all()
+        for one in asked:
+            one.failed(error)

@@ -6,18 +6,23 @@ of large batches is not starved by consumers of single items), except waits for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from rill.runtime.hub.channel_state import LEASED, QUEUED, ChannelState, Item, TakeWait
+from rill.runtime.hub.channel_state import ChannelState, Entry, PutWait, TakeWait
+from rill.runtime.hub.messages import EPOCH_END, Grant, GrantKind
 from rill.runtime.hub.service import ServiceError, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
-ITEMS, EPOCH_END, NOTHING = 0, 1, 2
-"""What a take is answered with: [one of these, items, granularity]. NOTHING: cancelled, or a choice that is gone."""
 ANY_EPOCH = 1 << 62
-_GRANTED, _HUNGRY, _EMPTY = 0, 1, 2
+
+
+class _Result(IntEnum):
+    GRANTED = 0
+    HUNGRY = 1
+    EMPTY = 2
 
 
 class Grants:
@@ -27,10 +32,25 @@ class Grants:
         self._machine = machine
         self.leases: dict[str, dict[str, set[int]]] = {}
         """client -> channel -> ids of items it leases or whose memory it looks at."""
+        self._entering: dict[tuple[str, int], int] = {}
+        """(client, seq) of a commit -> channels that have not let all of it in."""
 
     def held(self, client: str, channel: str) -> set[int]:
         """The ids that a client holds of a channel, to be changed in place."""
         return self.leases.setdefault(client, {}).setdefault(channel, set())
+
+    def enter(self, channel: ChannelState, wait: PutWait) -> None:
+        """A part of a commit that is answered when the last of its parts is in."""
+        key = (wait.client, wait.seq)
+        self._entering[key] = self._entering.get(key, 0) + 1
+        channel.puts.append(wait)
+
+    def entered(self, wait: PutWait, num_left_out: int = 0) -> None:
+        key = (wait.client, wait.seq)
+        self._entering[key] -= 1
+        if self._entering[key] == 0:
+            del self._entering[key]
+            self._machine.reply(wait.client, wait.seq, num_left_out)
 
     def serve(self, channel: ChannelState) -> None:
         """Let waiting puts in and grant waiting takes until nothing moves."""
@@ -43,110 +63,74 @@ class Grants:
                 break
         if channel.takes and channel.puts:
             self._refuse_impossible(channel)
-        if channel.watches:
-            for client, seq in channel.watches:
-                self._machine.reply(client, seq, channel.version)
-            channel.watches = []
-        self._machine.locks.channel_changed(channel.name)
+        self._machine.changed_channels.add(channel.name)
 
     def _serve_puts(self, channel: ChannelState) -> None:
         while channel.puts:
             wait = channel.puts[0]
-            while wait.items and channel.has_room_for(wait.items[0]):
-                channel.admit([wait.items.pop(0)], self._machine.now_s)
-            if wait.items:
+            while wait.entries and channel.has_room_for(wait.entries[0]):
+                channel.admit(wait.entries.popleft(), self._machine.now_s)
+            if wait.entries:
                 return
             channel.puts.popleft()
-            self._machine.reply(wait.client, wait.seq, 0)
+            self.entered(wait)
 
     def _serve_takes(self, channel: ChannelState) -> bool:
         """Grant what can be granted; true when something was."""
         is_changed = False
         is_hungry = False
         for wait in list(channel.takes):
-            if wait.ids is not None:
-                self._grant_choice(channel, wait)
-            elif wait.keys is not None:
-                found = self._find_keys(channel, wait.keys)
+            if wait.keys is not None:
+                found = channel.by_keys(wait.keys)
                 if found is None:
                     continue
                 self._grant(channel, wait, found)
-            elif is_hungry:
+            elif is_hungry or (channel.num_queued == 0 and not wait.in_loop):
                 continue
             else:
-                if channel.num_queued == 0 and not wait.in_loop:
-                    continue
-                outcome = self._grant_front(channel, wait)
-                is_hungry = outcome == _HUNGRY
-                if outcome != _GRANTED:
+                result = self._grant_front(channel, wait)
+                is_hungry = result is _Result.HUNGRY
+                if result is not _Result.GRANTED:
                     continue
             is_changed = True
         return is_changed
 
-    def _grant_front(self, channel: ChannelState, wait: TakeWait) -> int:
+    def _grant_front(self, channel: ChannelState, wait: TakeWait) -> _Result:
         name = name_of(wait.client)
         last_epoch = channel.consumer_epoch[name] if wait.in_loop else ANY_EPOCH
-        found: list[Item] = []
+        found: list[Entry] = []
         total = 0.0
         if channel.num_queued:
-            max_items = wait.max_items
-            if (
-                wait.min_items < max_items
-            ):  # what is beyond need is shared out between all who may come for it
-                fair = channel.num_queued // max(1, len(channel.consumer_epoch))
-                max_items = max(wait.min_items, min(max_items, max(fair, wait.at_once)))
+            # What is beyond need is shared out between all who may come for it.
+            fair = channel.num_queued // max(1, len(channel.consumer_epoch))
+            max_items = max(wait.min_items, min(wait.max_items, fair))
             found, total = channel.front(last_epoch, max_items, wait.weight)
         is_whole = total >= wait.weight if wait.weight is not None else len(found) >= wait.min_items
-        if found and (is_whole or (last_epoch < channel.epoch and not self._may_grow(channel, last_epoch))):
+        is_last = last_epoch < channel.epoch and not self._may_grow(channel, last_epoch)
+        if found and (is_whole or is_last):
             self._grant(channel, wait, found)
-            return _GRANTED
+            return _Result.GRANTED
         if not found and last_epoch < channel.num_drained:
             channel.consumer_epoch[name] += 1
+            channel.passing.add(wait.client)
             channel.takes.remove(wait)
-            self._machine.reply(wait.client, wait.seq, [EPOCH_END, [], 1])
-            return _GRANTED
-        return _HUNGRY if found else _EMPTY
+            self._machine.reply(wait.client, wait.seq, EPOCH_END)
+            return _Result.GRANTED
+        return _Result.HUNGRY if found else _Result.EMPTY
 
     def _may_grow(self, channel: ChannelState, last_epoch: int) -> bool:
         """Whether more items of an ended epoch can still come: puts that wait for room."""
-        return any(item.epoch <= last_epoch for wait in channel.puts for item in wait.items)
+        return any(entry.epoch <= last_epoch for wait in channel.puts for entry in wait.entries)
 
-    def _find_keys(self, channel: ChannelState, keys: list[Any]) -> list[Item] | None:
-        needed: dict[Any, int] = {}
-        found = []
-        for key in keys:
-            ids = channel.by_key.get(key, ())
-            n = needed.get(key, 0)
-            if n >= len(ids):
-                return None
-            found.append(channel.items[ids[n]])
-            needed[key] = n + 1
-        return found
-
-    def _grant_choice(self, channel: ChannelState, wait: TakeWait) -> None:
-        chosen = [channel.items.get(item_id) for item_id in wait.ids or ()]
-        if all(item is not None and item.state == QUEUED for item in chosen):
-            self._grant(channel, wait, [item for item in chosen if item is not None])
-        else:
-            channel.takes.remove(wait)
-            self._machine.reply(wait.client, wait.seq, [NOTHING, [], 1])
-
-    def _grant(self, channel: ChannelState, wait: TakeWait, items: list[Item]) -> None:
+    def _grant(self, channel: ChannelState, wait: TakeWait, entries: list[Entry]) -> None:
         channel.takes.remove(wait)
         held = self.held(wait.client, channel.name)
-        client = wait.client
-        for item in items:
-            channel.lease(item, client)
-            held.add(item.id)
-        self._machine.reply(client, wait.seq, [ITEMS, [item.wire() for item in items], channel.granularity])
-
-    def lease_share(self, name: str, client: str, items: list[Item]) -> None:
-        """Lease items that are not in the queue."""
-        held = self.held(client, name)
-        for item in items:
-            item.state = LEASED
-            item.holder = client
-            held.add(item.id)
+        for entry in entries:
+            channel.lease(entry, wait.client)
+            held.add(entry.id)
+        num_wanted = len(entries) if wait.keys is not None or wait.weight is not None else wait.min_items
+        grant = Grant(GrantKind.ITEMS, [entry.wire() for entry in entries], num_wanted)
+        self._machine.reply(wait.client, wait.seq, grant)
 
     def _refuse_impossible(self, channel: ChannelState) -> None:
         """The queue is full and the first take wants more than fits: neither side could ever move."""

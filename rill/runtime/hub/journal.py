@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rill.runtime.hub.protocol import Requests
+
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
@@ -42,6 +44,7 @@ class HubJournal:
         if self._snapshot_path.exists():
             self._generation, machine = pickle.loads(self._snapshot_path.read_bytes())
         decoder = msgspec.msgpack.Decoder()
+        messages = msgspec.msgpack.Decoder(Requests)
         good_bytes = 0
         for end, record in self._records():
             now_s, client, raw, reason = decoder.decode(record)
@@ -50,8 +53,8 @@ class HubJournal:
             elif raw is None:
                 machine.end_client(client, reason, now_s)
             else:
-                _, first_seq, _, requests = decoder.decode(raw)
-                machine.apply(client, first_seq, requests, now_s)
+                message = messages.decode(raw)
+                machine.apply(client, message.first_seq, message.requests, now_s)
             good_bytes = end
         self._open_log(good_bytes)
         machine.touched.update(machine.streams)

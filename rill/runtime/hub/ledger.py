@@ -5,38 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.channel_state import Item
 from rill.runtime.transfer.ref import Ref
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
 
-class PayloadLedger:
+class Ledger:
     """Freed slots until they are told, and segments that outlived their owner."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._free: dict[str, list[Any]] = {}
+        self._free: dict[str, list[tuple[str, int]]] = {}
         self._orphans: dict[str, int] = {}
         """Store segments of dead processes -> how many items still lie in them."""
 
-    def free(self, item: Item) -> None:
-        self.free_ref(item.ref)
-
-    def free_ref(self, ref: Any) -> None:
+    def free(self, ref: Ref | None) -> None:
         """Tell the owner of the memory, or count down to the file's end when the owner is dead."""
         if ref is None:
             return
-        ref = Ref.of(ref)
-        owner, segment = ref.owner, ref.segment
-        if self._machine.membership.is_alive(owner):
-            self._free.setdefault(owner, []).append([segment, ref.offset])
-        elif segment in self._orphans:
-            self._orphans[segment] -= 1
-            if self._orphans[segment] == 0:
-                del self._orphans[segment]
-                self._unlink(segment)
+        if self._machine.membership.is_alive(ref.owner):
+            self._free.setdefault(ref.owner, []).append(ref.slot)
+        elif ref.segment in self._orphans:
+            self._orphans[ref.segment] -= 1
+            if self._orphans[ref.segment] == 0:
+                del self._orphans[ref.segment]
+                self._unlink(ref.segment)
 
     def tell(self) -> None:
         """At the end of an event: one message per owner of freed memory."""
@@ -45,13 +39,13 @@ class PayloadLedger:
             for owner, slots in free.items():
                 self._machine.push(owner, "store_free", slots)
 
-    def end_owner(self, client: str, items: Iterable[Item]) -> None:
+    def end_owner(self, client: str, refs: Iterable[Ref | None]) -> None:
         """Memory that outlives its process: count what still lies there, delete the rest."""
         self._free.pop(client, None)
         kept: dict[str, int] = {}
-        for item in items:
-            if item.ref is not None and item.ref.owner == client:
-                kept[item.ref.segment] = kept.get(item.ref.segment, 0) + 1
+        for ref in refs:
+            if ref is not None and ref.owner == client:
+                kept[ref.segment] = kept.get(ref.segment, 0) + 1
         self._orphans.update(kept)
         self._unlink([client, sorted(kept)])
 

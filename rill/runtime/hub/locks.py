@@ -7,7 +7,8 @@ of what both need. Groups that share no device, or that were declared to fit tog
                    ▲                                                                                  │
                    └────────────── regained when the awaited data has come ◀── lent: offloaded ◀──────┘
                                                                   its ranks all wait on a channel that a waiting
-                                                                  group works on: without the devices it never could
+                                                                  group works on, or feeds through others: without
+                                                                  the devices it never could
 
 Order follows the data. Among waiting groups, one whose input has data goes first, in order of arrival; one that is
 known to consume a channel without data does not get devices it could only hold idle; one of which nothing is known yet
@@ -15,23 +16,38 @@ gets them when nobody better asks, and lends them if it then has to wait for a g
 from the channels' own traffic.
 
 A group keeps its memory after its turn (it is resident) until another group needs the devices; then its processes are
-told to offload ("evict"). A dead process holds nothing.
+told to offload ("evict"). Evictions are numbered: an answer counts only while that eviction is the process's newest and
+the process has not been let in since, so a late answer never hides memory that is there. A dead process holds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
+from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
-WAITING, EVICTING, HELD = "waiting", "evicting", "held"
-READY, UNKNOWN, NO_DATA = 0, 1, 2
 LINGER_S = 0.1
 """How long a turn that all have left waits for ranks that have not been in: a switch for a late rank costs more."""
+
+
+class TurnState(StrEnum):
+    WAITING = "waiting"
+    EVICTING = "evicting"
+    HELD = "held"
+
+
+class Readiness(IntEnum):
+    """Whether a group could use the devices now."""
+
+    READY = 0
+    UNKNOWN = 1
+    NO_DATA = 2
 
 
 class Turn:
@@ -42,7 +58,7 @@ class Turn:
         self.group = group
         self.devices = devices
         self.channels = channels
-        self.state = WAITING
+        self.state = TurnState.WAITING
         self.is_resumed = False
         """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
         self.asked: dict[str, tuple[int, float]] = {}
@@ -65,39 +81,40 @@ class LockService:
         self._next_turn = 1
         self._resident: dict[str, frozenset[int]] = {}
         """client -> devices on which it has memory."""
-        self._evicting: set[str] = set()
+        self._next_eviction = 1
+        self._evicting: dict[str, int] = {}
+        """client -> number of the eviction that it has not answered."""
         self._fits: list[frozenset[str]] = []
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> Mapping[str, Handler]:
         return {
-            "acquire": self._acquire,
-            "release": self._release,
-            "hurry": self._hurry,
-            "cancel": self._cancel,
-            "offloaded": self._offloaded,
-            "kept": self._kept,
-            "coreside": self._coreside,
+            "acquire": Handler(Acquire, self._acquire),
+            "release": Handler(int, self._release),
+            "hurry": Handler(None, self._hurry),
+            "cancel": Handler(None, self._cancel),
+            "evicted": Handler(Evicted, self._evicted),
+            "coreside": Handler(list[str], self._coreside),
+            "take_turns": Handler(list[str], self._take_turns),
         }
 
-    def queries(self) -> dict[str, Callable[[Any], Any]]:
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
         return {"turns": self._describe}
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _acquire(self, client: str, seq: int, payload: Any) -> Any:
-        """[devices of this rank, channel names, resumed?]: answered with the turn's id when it is this group's turn."""
-        devices, channels, is_resumed = payload
+    def _acquire(self, client: str, seq: int, asked: Acquire) -> Any:
+        """Answered with the turn's id when it is this group's turn."""
         group = group_of(client)
-        turn = self._find_turn(group, client, is_resumed)
+        turn = self._find_turn(group, client, asked.is_resumed)
         if turn is None:
             # A rank that comes again awaits nobody: its group's last turn is over.
             self._turns = [t for t in self._turns if t.group != group or t.linger_until_s is None]
-            turn = Turn(self._next_turn, group, frozenset(devices), tuple(channels))
+            turn = Turn(self._next_turn, group, frozenset(asked.devices), tuple(asked.channels))
             self._next_turn += 1
             self._turns.append(turn)
-        turn.is_resumed = turn.is_resumed or is_resumed
+        turn.is_resumed = turn.is_resumed or asked.is_resumed
         turn.asked[client] = (seq, self._machine.now_s)
-        if turn.state == HELD:
+        if turn.state == TurnState.HELD:
             self._let_in(turn)
         self._advance()
         return DEFERRED
@@ -140,28 +157,31 @@ class LockService:
         self._advance()
         return DEFERRED
 
-    def _offloaded(self, client: str, seq: int, payload: Any) -> Any:
-        """An evicted or lending process has given its memory back."""
-        self._resident.pop(client, None)
-        self._evicting.discard(client)
+    def _evicted(self, client: str, seq: int, answer: Evicted) -> Any:
+        """A process that was told to has given its memory back, or works again already and keeps it."""
+        if self._evicting.get(client) != answer.number:
+            return DEFERRED  # it has been let in since: what it did before that counts no more
+        del self._evicting[client]
         for turn in list(self._turns):
-            if client in turn.lending:
+            if answer.is_kept:
+                turn.lending.discard(client)
+            elif client in turn.lending:
                 turn.is_resumed = True  # its ranks will come again with their data: nobody else is awaited
                 self._leave(turn, client)
-        self._advance()
-        return DEFERRED
-
-    def _kept(self, client: str, seq: int, payload: Any) -> Any:
-        """A process that was asked to lend works again already."""
-        for turn in self._turns:
-            turn.lending.discard(client)
-        self._evicting.discard(client)
+        if not answer.is_kept:
+            self._resident.pop(client, None)
         self._advance()
         return DEFERRED
 
     def _coreside(self, client: str, seq: int, groups: list[str]) -> Any:
         """These groups fit on their devices together: they need no turns among themselves."""
         self._fits.append(frozenset(groups))
+        self._advance()
+        return None
+
+    def _take_turns(self, client: str, seq: int, groups: list[str]) -> Any:
+        """Undo `coreside` for these groups; the others of a grant still fit together."""
+        self._fits = [fit - frozenset(groups) for fit in self._fits]
         self._advance()
         return None
 
@@ -181,14 +201,14 @@ class LockService:
     def members_changed(self) -> None:
         self._advance()
 
-    def channel_changed(self, name: str) -> None:
+    def channels_changed(self) -> None:
         """Data came or went, or somebody began to wait: it may be another group's turn."""
-        if any(turn.state == WAITING for turn in self._turns):
+        if any(turn.state == TurnState.WAITING for turn in self._turns):
             self._advance()
 
     def end_client(self, client: str) -> None:
         self._resident.pop(client, None)
-        self._evicting.discard(client)
+        self._evicting.pop(client, None)
         for turn in list(self._turns):
             turn.asked.pop(client, None)
             self._leave(turn, client)
@@ -204,40 +224,47 @@ class LockService:
 
     def _advance_once(self) -> bool:
         for turn in self._turns:
-            if turn.state == EVICTING and not self._residents_in_the_way(turn):
-                turn.state = HELD
-                self._let_in(turn)
-                return True
+            if turn.state == TurnState.EVICTING:
+                if not self._residents_in_the_way(turn):
+                    turn.state = TurnState.HELD
+                    self._let_in(turn)
+                    return True
+                self._evict_residents(turn)
         membership = self._machine.membership
-        waiting = [t for t in self._turns if t.state == WAITING and membership.is_seated(t.group)]
+        waiting = [t for t in self._turns if t.state == TurnState.WAITING and membership.is_seated(t.group)]
         for turn in waiting:
             turn.devices |= membership.devices_of(turn.group)
-        for wanted in (READY, UNKNOWN):
+        for wanted in (Readiness.READY, Readiness.UNKNOWN):
             reserved: list[Turn] = []
             for turn in waiting:
                 if self._readiness(turn) != wanted:
                     continue
-                holders = [t for t in self._turns if t.state != WAITING and self._conflict(turn, t)]
+                holders = [t for t in self._turns if t.state != TurnState.WAITING and self._conflict(turn, t)]
                 if not holders and not any(self._conflict(turn, earlier) for earlier in reserved):
-                    self._begin(turn)
+                    turn.state = TurnState.EVICTING
                     return True
                 reserved.append(turn)
                 for holder in holders:
                     self._ask_to_lend(holder, turn)
         return False
 
-    def _begin(self, turn: Turn) -> None:
-        turn.state = EVICTING
+    def _evict_residents(self, turn: Turn) -> None:
+        inside = {client for other in self._turns for client in other.inside}
         for client in self._residents_in_the_way(turn):
-            if client not in self._evicting:
-                self._evicting.add(client)
-                self._machine.push(client, "evict", {"for": turn.group, "turn": 0})
+            if client not in self._evicting and client not in inside:
+                self._evict(client, 0)
+
+    def _evict(self, client: str, turn_id: int) -> None:
+        self._evicting[client] = self._next_eviction
+        self._next_eviction += 1
+        self._machine.push(client, "evict", Evict(self._evicting[client], turn_id))
 
     def _let_in(self, turn: Turn) -> None:
         for client, (seq, _) in turn.asked.items():
             turn.inside.add(client)
             turn.entered.add(name_of(client))
             turn.linger_until_s = None
+            self._evicting.pop(client, None)
             self._resident[client] = self._devices_of_client(client) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
@@ -251,46 +278,70 @@ class LockService:
         if turn.inside or turn.asked or turn not in self._turns:
             return
         num_missing = self._machine.membership.world_size(turn.group) - len(turn.entered)
-        if turn.state == HELD and num_missing > 0 and not turn.is_resumed:
+        if turn.state == TurnState.HELD and num_missing > 0 and not turn.is_resumed:
             turn.linger_until_s = self._machine.now_s + LINGER_S
         else:
             self._turns.remove(turn)
 
     def _ask_to_lend(self, holder: Turn, wanting: Turn) -> None:
         """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
-        if holder.state != HELD or holder.lending or holder.asked or not holder.inside:
+        if holder.state != TurnState.HELD or holder.lending or holder.asked or not holder.inside:
             return
         blocked_on = self._machine.broker.view.blocked_on()
         if not all(client in blocked_on for client in holder.inside):
             return
         waited = set().union(*(blocked_on[client] for client in holder.inside))
-        if not any(self._works_on(wanting, channel) for channel in waited):
+        if not any(self._works_on(wanting, channel) for channel in waited) and not self._feeds(
+            wanting, waited
+        ):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):
-            self._machine.push(client, "evict", {"for": wanting.group, "turn": holder.id})
+            self._evict(client, holder.id)
 
     # --- what is known ------------------------------------------------------------------------------------
 
-    def _readiness(self, turn: Turn) -> int:
+    def _readiness(self, turn: Turn) -> Readiness:
         if turn.is_resumed or not turn.channels:
-            return READY
+            return Readiness.READY
         roles = [self._machine.broker.view.role_of(turn.group, channel) for channel in turn.channels]
         inputs = [role for role in roles if not role.is_producer]
         if not inputs or any(role.has_data for role in inputs):
-            return READY
+            return Readiness.READY
         if any(role.is_consumer or role.has_other_producers for role in inputs):
-            return NO_DATA
-        return UNKNOWN
+            return Readiness.NO_DATA
+        return Readiness.UNKNOWN
 
     def _is_wanted(self, turn: Turn) -> bool:
         """Whether another group waits for devices of this turn."""
-        others = [t for t in self._turns if t.state == WAITING and t.group != turn.group]
+        others = [t for t in self._turns if t.state == TurnState.WAITING and t.group != turn.group]
         return any(self._conflict(other, turn) for other in others)
 
     def _works_on(self, turn: Turn, channel: str) -> bool:
         role = self._machine.broker.view.role_of(turn.group, channel)
         return channel in turn.channels or role.is_producer or role.is_consumer
+
+    def _feeds(self, turn: Turn, awaited: set[str]) -> bool:
+        """Whether what a group makes reaches one of these channels, through any number of other groups."""
+        view = self._machine.broker.view
+        named = {t.group: set(t.channels) for t in self._turns}
+        seen: set[str] = set()
+        frontier = list(awaited)
+        while frontier:
+            channel = frontier.pop()
+            if channel in seen:
+                continue
+            seen.add(channel)
+            may_put = {
+                g
+                for g, names in named.items()
+                if channel in names and not view.role_of(g, channel).is_consumer
+            }
+            for group in view.producers_of(channel) | may_put:
+                if group == turn.group:
+                    return True
+                frontier += view.taken_by(group) | named.get(group, set())
+        return False
 
     def _conflict(self, one: Turn, other: Turn) -> bool:
         if one.group == other.group:
@@ -322,10 +373,12 @@ class LockService:
                 "channels": list(turn.channels),
                 "inside": sorted(name_of(client) for client in turn.inside),
                 "waiting": {client: since_s for client, (_, since_s) in turn.asked.items()},
-                "behind": [t.group for t in self._turns if t.state != WAITING and self._conflict(turn, t)]
-                if turn.state == WAITING
+                "behind": [
+                    t.group for t in self._turns if t.state != TurnState.WAITING and self._conflict(turn, t)
+                ]
+                if turn.state == TurnState.WAITING
                 else [],
-                "has_data": self._readiness(turn) == READY,
+                "has_data": self._readiness(turn) is Readiness.READY,
             }
             for turn in self._turns
         ]

@@ -1,7 +1,8 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request; a worker then tells its group, rank, world size and devices with `register`,
-and the first rank of a shared process tells the devices of the others, which join when they first need the hub.
+A client joins with its first request; a worker then tells its group, rank and devices with `register`. Which ranks a
+group has is the driver's word (`group`): they change while it runs, and everybody is told. Whether a process lives is
+the word of the agent beside it, by way of the driver (`died`): the hub watches nobody.
 The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died"; who
 joins later is told of those that are dead and not replaced.
 Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
@@ -9,7 +10,7 @@ Small values that processes want to agree on (endpoints, rendezvous) are publish
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
@@ -30,44 +31,52 @@ class Membership:
         """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined."""
-        self.seats: dict[str, dict[int, frozenset[int]]] = {}
-        """group -> rank -> devices, as its ranks told; a rank's seat outlives its process, for the next one."""
+        self._seats: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}
+        """group -> rank -> launch and devices, as its ranks told; a rank's seat outlives its process, for the next."""
         self._deaths: dict[str, dict[str, Any]] = {}
         """name -> the note of its death, until the name joins again."""
-        self._world_size: dict[str, int] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> Mapping[str, Handler]:
         return {
-            "join": self._join,
-            "register": self._register,
-            "leave": self._leave,
-            "died": self._died,
-            "publish": self._publish,
-            "fetch": self._fetch,
-            "cancel_fetch": self._cancel_fetch,
-            "sync": lambda client, seq, payload: None,
+            "join": Handler(dict[str, Any], self._join),
+            "register": Handler(dict[str, Any], self._register),
+            "group": Handler(dict[str, Any], self._group),
+            "leave": Handler(None, self._leave),
+            "died": Handler(tuple[str, str], self._died),
+            "publish": Handler(tuple[str, Any, bool], self._publish),
+            "fetch": Handler(str, self._fetch),
+            "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
+            "sync": Handler(None, lambda client, seq, payload: None),
         }
 
-    def queries(self) -> dict[str, Callable[[Any], Any]]:
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
         return {
             "members": lambda _: self.members,
+            "group": lambda name: self._groups.get(name),
             "values": lambda prefix: {k: v for k, (v, _) in self._values.items() if k.startswith(prefix)},
         }
 
+    def ranks(self, group: str) -> frozenset[int]:
+        """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
+        return frozenset(self._groups[group]["ranks"]) if group in self._groups else frozenset((0,))
+
     def world_size(self, group: str) -> int:
-        """How many ranks a group has; 1 when nobody said."""
-        return self._world_size.get(group, 1)
+        """How many ranks a group has now."""
+        return len(self.ranks(group))
 
     def is_seated(self, group: str) -> bool:
         """Whether every rank of a group has told its devices: only then is it known what the group needs."""
-        seats = self.seats.get(group)
-        return not seats or len(seats) >= self.world_size(group)
+        seats = self._seats.get(group)
+        return seats is None or self.ranks(group) <= seats.keys()
 
     def devices_of(self, group: str) -> frozenset[int]:
         """The devices of all ranks of a group."""
-        return frozenset[int]().union(*self.seats.get(group, {}).values())
+        seats, ranks = self._seats.get(group, {}), self.ranks(group)
+        return frozenset[int]().union(*(devices for rank, (_, devices) in seats.items() if rank in ranks))
 
     def devices_of_client(self, client: str) -> frozenset[int]:
         """The devices of one process."""
@@ -91,16 +100,33 @@ class Membership:
         return None
 
     def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
-        others = info.pop("others", ())
+        """What a process tells about itself. A `world_size` counts where the driver has said nothing of the group."""
         self.members.setdefault(client, {}).update(info)
         group = group_of(client)
-        if "world_size" in info and self._world_size.get(group) != info["world_size"]:
-            self.seats[group] = {}
-            self._world_size[group] = info["world_size"]
+        if "world_size" in info and "roster" not in self._groups.get(group, {}):
+            self._groups[group] = {"ranks": list(range(info["world_size"]))}
         if "devices" in info:
-            for rank, devices in ((info["rank"], info["devices"]), *others):
-                self.seats[group][rank] = frozenset(devices)
+            seat = (int(client.rpartition("#")[2]), frozenset(info["devices"]))
+            self._seats.setdefault(group, {})[info["rank"]] = seat
             self._machine.locks.members_changed()
+        return None
+
+    def _group(self, client: str, seq: int, word: dict[str, Any]) -> Any:
+        """The driver's word: {group, version, ranks, launches, roster}. The devices of launches before these do not
+        count any more. The roster is kept for callers. A group without ranks is closed."""
+        group = word["group"]
+        self._groups[group] = word
+        if not word["ranks"]:
+            del self._groups[group]
+        first = dict(zip(word["ranks"], word["launches"], strict=True))
+        seats = self._seats.get(group, {})
+        self._seats[group] = {r: seat for r, seat in seats.items() if seat[0] >= first.get(r, 0)}
+        change = {"group": group, "version": word["version"], "ranks": word["ranks"]}
+        for other in list(self._machine.streams):
+            if other != client:
+                self._machine.push(other, "group_changed", change)
+        self._machine.locks.members_changed()
+        self._machine.broker.members_changed()
         return None
 
     def _leave(self, client: str, seq: int, payload: Any) -> Any:

@@ -5,16 +5,14 @@ payload passes through it; what it handles is small and stays small as payloads 
 started again with the same arguments: nothing is lost and nobody needs to be told.
 
     clients ──▶ ROUTER ──▶ drain all that has arrived ──▶ apply to the Machine ──▶ one journal write ──▶ send outboxes
-                              ▲                                                                            │
-                              └── pidfd of every client on this machine: a death is an event like any other ◀──┘
 
 Guarantees:
 - A request is applied exactly once and in its client's order; every reply and push arrives exactly once and in order,
-  across any number of hub restarts (hub_machine.py has the numbering, hub_client.py the other end).
+  across any number of hub restarts (state.py has the numbering, client.py the other end).
 - Nothing leaves before the events that caused it are in the journal (write-ahead; a killed process loses nothing that
   was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
-- A client that dies is noticed within milliseconds on the hub's machine, elsewhere when the cluster reports it
-  (`registry.died`) or after SILENCE_S without a heartbeat.
+- A client that dies is buried when the cluster reports it (`registry.died`): the agent beside a process knows of its
+  end at once, and a lost agent means a lost node. Silence is no death: a process may be busy for as long as it likes.
 
 How a process talks to it (`HubClient`, thread-safe):
 
@@ -34,28 +32,34 @@ What a worker should register for channels and locks to know it: group, rank, wo
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
 
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
+from rill.runtime.hub.protocol import (
+    Answer,
+    Expelled,
+    FromHub,
+    Gap,
+    Note,
+    Output,
+    Ping,
+    Query,
+    Requests,
+    ToHub,
+)
 from rill.runtime.hub.state import Machine
-from rill.runtime.hub.watch import ProcessWatch
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
 
 __all__ = ["Hub", "HubClient", "hub_command", "main"]
 
-SILENCE_S = 60.0
-"""A client on another machine that says nothing for so long is taken for dead; heartbeats come every second."""
 _MAX_MESSAGES_PER_ROUND = 256
 _POLL_MS = 500
 
@@ -64,7 +68,7 @@ def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Pat
     """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"; it
     needs the session's key in the session's folder."""
     command = [sys.executable, "-m", "rill.runtime.hub.server", "--session-dir", str(session_dir)]
-    command += ["--endpoint", endpoint, "--parent-pid", str(os.getpid())]
+    command += ["--endpoint", endpoint]
     if tcp:
         command += ["--tcp", tcp]
     if shm_dir is not None:
@@ -82,19 +86,11 @@ class Hub:
         *,
         tcp: str = "",
         shm_dir: Path | None = None,
-        parent_pid: int = 0,
     ) -> None:
         self._shm_dir = shm_dir
         self._journal = HubJournal(session_dir)
         self._machine: Machine = self._journal.recover(Machine)
         self._sent: dict[str, int] = {}
-        self._heard_s: dict[str, float] = {}
-        self._watch = ProcessWatch()
-        self._parent_pid = parent_pid
-        if parent_pid:
-            self._watch.add("parent", parent_pid)
-        for client, info in self._machine.membership.members.items():
-            self._watch_client(client, info)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -105,20 +101,18 @@ class Hub:
         if tcp:
             SessionKey.read(session_dir).guard(self._socket)
             self._socket.bind(tcp)
-        self._decoder = msgspec.msgpack.Decoder()
+        self._decoder: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
         self._encoder = msgspec.msgpack.Encoder()
         self.is_stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop or until the parent is gone."""
+        """Serve until told to stop."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self.is_stopping:
-            self._watch.register_with(poller)
             ready = dict(poller.poll(self._poll_ms()))
             if self._socket in ready:
                 self._drain()
-            self._bury(self._watch.find_dead(poller, ready))
             self._tick()
             self._journal.commit()
             self._send_all()
@@ -153,98 +147,55 @@ class Hub:
                 return
             client = identity.decode()
             now_s = time.monotonic()
-            self._heard_s[client] = now_s
             message = self._decoder.decode(raw)
-            kind = message[0]
-            if kind == "s":
+            if isinstance(message, Requests):
                 self._take_requests(client, raw, message, now_s)
-            elif kind == "q":
+            elif isinstance(message, Query):
                 self._answer(client, message)
-            elif kind == "n":
+            elif isinstance(message, Note):
                 self._forward(client, message)
-            elif kind == "p":
+            else:
                 self._answer_ping(client, message)
 
-    def _take_requests(self, client: str, raw: bytes, message: list[Any], now_s: float) -> None:
-        _, first_seq, ack_out, requests = message
+    def _take_requests(self, client: str, raw: bytes, message: Requests, now_s: float) -> None:
+        first_seq, requests = message.first_seq, message.requests
         machine = self._machine
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
+            machine.streams[client].confirm(message.received_out)
         if machine.is_news(client, first_seq, len(requests)):
             self._journal.append(client, raw, now_s)
             machine.apply(client, first_seq, requests, now_s)
-            if first_seq == 1 and client in machine.membership.members:
-                self._watch_client(client, machine.membership.members[client])
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
         elif first_seq > machine.expected(client):
-            self._send(client, ["g", machine.expected(client)])
+            self._send(client, Gap(machine.expected(client)))
         else:
             machine.touched.add(client)
 
-    def _answer_ping(self, client: str, message: list[Any]) -> None:
-        _, ack_out, next_seq = message
+    def _answer_ping(self, client: str, ping: Ping) -> None:
         machine = self._machine
         if client in machine.ended:
-            self._send(client, ["x"])
+            self._send(client, Expelled())
             return
         if client in machine.streams:
-            machine.streams[client].confirm(ack_out)
-            self._sent[client] = ack_out  # whatever it lacks goes out again
+            machine.streams[client].confirm(ping.received_out)
+            self._sent[client] = ping.received_out  # whatever it lacks goes out again
             machine.touched.add(client)
-        if next_seq > machine.expected(
-            client
-        ):  # messages keep their order: the rest was lost with an earlier hub
-            self._send(client, ["g", machine.expected(client)])
+        if ping.next_seq > machine.expected(client):
+            # Messages keep their order: the rest was lost with an earlier hub.
+            self._send(client, Gap(machine.expected(client)))
 
-    def _answer(self, client: str, message: list[Any]) -> None:
-        _, query_id, method, payload = message
+    def _answer(self, client: str, query: Query) -> None:
         try:
-            body = self._machine.query(method, payload)
+            is_ok, body = True, self._machine.query(query.method, query.payload)
         except (KeyError, TypeError, ValueError) as error:
-            self._send(client, ["a", query_id, False, f"{method} failed: {error!r}"])
-            return
-        self._send(client, ["a", query_id, True, body])
+            is_ok, body = False, f"{query.method} failed: {error!r}"
+        self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
 
-    def _forward(self, client: str, message: list[Any]) -> None:
-        _, to, topic, payload = message
-        targets = [c for c in self._machine.streams if c != client] if to == "*" else [to]
+    def _forward(self, client: str, note: Note) -> None:
+        targets = [c for c in self._machine.streams if c != client] if note.peer == "*" else [note.peer]
         for target in targets:
-            self._send(target, ["n", client, topic, payload])
-
-    # --- deaths -------------------------------------------------------------------------------------------
-
-    def _watch_client(self, client: str, info: dict[str, Any]) -> None:
-        if info.get("machine") == ProcessWatch.machine_id():
-            self._watch.add(client, info["pid"])
-
-    def _bury(self, dead: list[str]) -> None:
-        now_s = time.monotonic()
-        for client in dead:
-            if client == "parent":
-                self._end_session()
-            else:
-                self._end(client, "its process is gone", now_s)
-        for client, heard_s in list(self._heard_s.items()):
-            if now_s - heard_s > SILENCE_S and not self._watch.is_watched(client):
-                self._end(client, f"nothing heard for {SILENCE_S:.0f} s", now_s)
-
-    def _end(self, client: str, reason: str, now_s: float) -> None:
-        self._heard_s.pop(client, None)
-        self._sent.pop(client, None)
-        if client in self._machine.streams:
-            self._journal.append_end(client, reason, now_s)
-            self._machine.end_client(client, reason, now_s)
-
-    def _end_session(self) -> None:
-        """The driver is gone: its workers end by themselves; what they leave behind is ours to remove."""
-        self.is_stopping = True
-        deadline_s = time.monotonic() + 2.0
-        while self._watch.num_alive() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        if self._shm_dir is not None:
-            shutil.rmtree(self._shm_dir, ignore_errors=True)
-        shutil.rmtree(self._journal.session_dir, ignore_errors=True)
+            self._send(target, Note(client, note.topic, note.payload))
 
     # --- out ----------------------------------------------------------------------------------------------
 
@@ -263,10 +214,10 @@ class Hub:
             if news:
                 self._sent[client] = news[0][0]
                 news.reverse()
-            self._send(client, ["o", stream.expected, news])
+            self._send(client, Output(stream.expected, news))
         machine.touched.clear()
 
-    def _send(self, client: str, message: list[Any]) -> None:
+    def _send(self, client: str, message: FromHub) -> None:
         self._socket.send_multipart([client.encode(), self._encoder.encode(message)])
 
     def _unlink(self) -> None:
@@ -285,10 +236,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tcp", default="", help="tcp://HOST:PORT for clients on other machines")
     parser.add_argument("--shm-dir", type=Path, default=None)
-    parser.add_argument("--parent-pid", type=int, default=0)
     args = parser.parse_args(argv)
     endpoint = args.endpoint or f"ipc://{args.session_dir}/hub.sock"
-    hub = Hub(args.session_dir, endpoint, tcp=args.tcp, shm_dir=args.shm_dir, parent_pid=args.parent_pid)
+    hub = Hub(args.session_dir, endpoint, tcp=args.tcp, shm_dir=args.shm_dir)
 
     def stop(_signum: int, _frame: object) -> None:
         hub.is_stopping = True

@@ -11,15 +11,16 @@ the numbers of the messages that were going out. A snapshot is a pickle of the m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from rill.runtime.hub.broker import Broker
+from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
-from rill.runtime.hub.service import DEFERRED, Handler, Service, ServiceError
-
-REPLY, FAILURE, PUSH = 0, 1, 2
+from rill.runtime.hub.service import DEFERRED, OutKind, Service, ServiceError
 
 
 class Stream:
@@ -31,7 +32,7 @@ class Stream:
         self.expected = 1
         self.next_out = 1
         self.outbox: deque[tuple[int, int, Any, Any]] = deque()
-        """(out number, REPLY | FAILURE | PUSH, seq or topic, body), unconfirmed ones only."""
+        """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
 
     def confirm(self, out: int) -> None:
         """The client has everything up to `out`."""
@@ -53,6 +54,7 @@ class Machine:
         self.membership = Membership(self)
         self.broker = Broker(self)
         self.locks = LockService(self)
+        self.history = History()
         self._open()
 
     def _open(self) -> None:
@@ -60,22 +62,26 @@ class Machine:
         """Clients with new output; the hub empties it when it sends."""
         self.unlinks: list[Any] = []
         """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
-        self._handlers: dict[str, Handler] = {}
+        self.changed_channels: set[str] = set()
+        """What the event being applied has moved; the locks look at it at its end."""
+        self._handlers: dict[str, tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]] = {}
         self._queries: dict[str, Callable[[Any], Any]] = {}
         services: dict[str, Service] = {
             "registry": self.membership,
             "broker": self.broker,
             "locks": self.locks,
+            "history": self.history,
         }
         for prefix, service in services.items():
             for name, handler in service.handlers().items():
-                self._handlers[f"{prefix}.{name}"] = handler
+                decoder = msgspec.msgpack.Decoder(handler.payload)
+                self._handlers[f"{prefix}.{name}"] = (decoder, handler.handle)
             for name, question in service.queries().items():
                 self._queries[f"{prefix}.{name}"] = question
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "_handlers", "_queries"):
+        for transient in ("touched", "unlinks", "changed_channels", "_handlers", "_queries"):
             del state[transient]
         return state
 
@@ -96,7 +102,9 @@ class Machine:
         """The number of the client's next request."""
         return self.streams[client].expected if client in self.streams else 1
 
-    def apply(self, client: str, first_seq: int, requests: list[list[Any]], now_s: float) -> None:
+    def apply(
+        self, client: str, first_seq: int, requests: Sequence[tuple[str, msgspec.Raw]], now_s: float
+    ) -> None:
         """Apply what is new of a batch of consecutive requests. Earlier ones were applied already."""
         self.now_s = now_s
         stream = self.streams.get(client)
@@ -109,7 +117,8 @@ class Machine:
             stream.expected = seq + 1
             self.num_events += 1
             try:
-                body = handlers[method](client, seq, payload)
+                decoder, handle = handlers[method]
+                body = handle(client, seq, decoder.decode(payload))
             except ServiceError as error:
                 self.fail(client, seq, error)
                 continue
@@ -120,7 +129,7 @@ class Machine:
                 self.reply(client, seq, body)
             if client in self.ended:
                 break
-        self.broker.settle()
+        self._settle()
 
     def end_client(self, client: str, reason: str, now_s: float) -> None:
         """The process behind `client` is gone: every service takes back what it held."""
@@ -134,7 +143,7 @@ class Machine:
         self.membership.end_client(client, reason)
         self.broker.end_client(client)
         self.locks.end_client(client)
-        self.broker.settle()
+        self._settle()
 
     def next_due_s(self) -> float | None:
         """When a service wants `tick`."""
@@ -145,19 +154,27 @@ class Machine:
         self.now_s = now_s
         self.num_events += 1
         self.locks.tick()
+        self._settle()
+
+    def _settle(self) -> None:
+        """At the end of an event: what its changes mean to the locks and to the owners of memory."""
+        if self.changed_channels:
+            self.changed_channels.clear()
+            self.locks.channels_changed()
+        self.broker.ledger.tell()
 
     # --- output -------------------------------------------------------------------------------------------
 
     def reply(self, client: str, seq: int, body: Any) -> None:
-        self._out(client, REPLY, seq, body)
+        self._out(client, OutKind.REPLY, seq, body)
 
     def fail(self, client: str, seq: int, error: ServiceError) -> None:
-        self._out(client, FAILURE, seq, [error.kind, error.message])
+        self._out(client, OutKind.FAILURE, seq, [error.kind, error.message])
 
     def push(self, client: str, topic: str, body: Any) -> None:
-        self._out(client, PUSH, topic, body)
+        self._out(client, OutKind.PUSH, topic, body)
 
-    def _out(self, client: str, kind: int, ref: Any, body: Any) -> None:
+    def _out(self, client: str, kind: OutKind, ref: Any, body: Any) -> None:
         stream = self.streams.get(client)
         if stream is None:
             return  # it died while the answer was on its way

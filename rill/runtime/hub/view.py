@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rill.runtime.hub.channel_state import HELD, LEASED, ChannelState
-from rill.runtime.hub.grants import ANY_EPOCH
+from rill.runtime.hub.channel_state import ChannelState, ItemState, Traffic
 from rill.runtime.hub.service import group_of
-from rill.runtime.hub.shares import Shares
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -27,47 +25,37 @@ class Role(NamedTuple):
 class BrokerView:
     """Reads the broker's channels."""
 
-    def __init__(self, machine: Machine, channels: dict[str, ChannelState], shares: Shares) -> None:
+    def __init__(self, machine: Machine, channels: dict[str, ChannelState]) -> None:
         self._machine = machine
         self._channels = channels
-        self._shares = shares
 
-    def queries(self) -> dict[str, Callable[[Any], Any]]:
-        return {"peek": self._peek, "stats": self._stats, "graph": self._graph, "waits": self._waits}
-
-    def _peek(self, payload: Any) -> Any:
-        """[channel, max items]: [version, [[id, weight, key, bytes]…]]."""
-        name, max_items = payload
-        channel = self._channels[name]
-        items, _ = channel.front(ANY_EPOCH, max_items, None)
-        return [channel.version, [[i.id, i.weight, i.key, i.num_bytes] for i in items]]
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"stats": self._stats, "graph": self._graph, "waits": self._waits}
 
     def _stats(self, name: str) -> Any:
         channel = self._channels[name]
-        states = [item.state for item in channel.items.values()]
+        states = [entry.state for entry in channel.items.values()]
         return {
             "name": name,
             "depth": channel.num_queued,
             "queued_bytes": channel.queued_bytes,
-            "leased": states.count(LEASED),
-            "held": states.count(HELD),
+            "leased": states.count(ItemState.LEASED),
+            "held": states.count(ItemState.HELD),
             "epoch": channel.epoch,
             "epochs_drained": channel.num_drained,
             "granularity": channel.granularity,
             "waiting_producers": len(channel.puts),
             "waiting_consumers": len(channel.takes),
             "num_redelivered": channel.num_redelivered,
+            "num_set_aside": channel.num_set_aside,
+            "set_aside": channel.set_aside,
             "is_closed": channel.is_closed,
-            "producers": channel.producers,
-            "consumers": channel.consumers,
+            **_sides(channel),
         }
 
     def _graph(self, _payload: Any) -> Any:
-        """What flowed: {channel: {"producers": {name: [items, bytes, last]}, "consumers": {...}}}."""
-        return {
-            name: {"producers": channel.producers, "consumers": channel.consumers}
-            for name, channel in self._channels.items()
-        }
+        """What flowed: {channel: {"producers": {name: {items, bytes, last_s}}, "consumers": {...}}}."""
+        return {name: _sides(channel) for name, channel in self._channels.items()}
 
     def _waits(self, _payload: Any) -> Any:
         """Who waits on which channel: [client, channel, "put" | "take", since]."""
@@ -75,7 +63,6 @@ class BrokerView:
         for name, channel in self._channels.items():
             waits += [[w.client, name, "take", w.since_s] for w in channel.takes]
             waits += [[w.client, name, "put", w.since_s] for w in channel.puts]
-        waits += [[client, what, "take_share", since_s] for client, what, since_s in self._shares.waiting()]
         return waits
 
     # --- for the device locks -----------------------------------------------------------------------------
@@ -94,11 +81,32 @@ class BrokerView:
             has_data = has_data or channel.epochs_drained_before(first_seen) < channel.epoch
         return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
 
+    def producers_of(self, name: str) -> set[str]:
+        """Groups that have put into a channel."""
+        channel = self._channels.get(name)
+        return set() if channel is None else {group_of(producer) for producer in channel.producers}
+
+    def taken_by(self, group: str) -> set[str]:
+        """Channels from which a group has asked for something."""
+        return {
+            name
+            for name, channel in self._channels.items()
+            if any(group_of(consumer) == group for consumer in channel.consumer_epoch)
+        }
+
     def blocked_on(self) -> dict[str, set[str]]:
         """client -> channels on which it waits."""
         blocked: dict[str, set[str]] = {}
         for name, channel in self._channels.items():
-            clients = [wait.client for wait in channel.takes] + [wait.client for wait in channel.puts]
-            for client in clients:
+            for client in [*(w.client for w in channel.takes), *(w.client for w in channel.puts)]:
                 blocked.setdefault(client, set()).add(name)
         return blocked
+
+
+def _sides(channel: ChannelState) -> dict[str, dict[str, dict[str, float]]]:
+    def rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
+        return {
+            name: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for name, t in side.items()
+        }
+
+    return {"producers": rows(channel.producers), "consumers": rows(channel.consumers)}

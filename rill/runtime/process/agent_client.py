@@ -29,6 +29,7 @@ from rill.runtime.process.agent_protocol import (
     receive_message,
     send_message,
 )
+from rill.runtime.process.session import Session
 
 CLOSE_WAIT_S = 10.0
 
@@ -57,17 +58,15 @@ class LocalNode:
     def __init__(
         self,
         node: Node,
+        session: Session,
         *,
-        session_id: str,
-        session_dir: str,
-        shm_dir: str,
         preload: tuple[str, ...],
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self.node = node
-        self.session_dir = session_dir
-        self.shm_dir = shm_dir
+        self.session_dir = str(session.session_dir)
+        self.shm_dir = str(session.shm_dir)
         self._on_event = on_event
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -79,9 +78,8 @@ class LocalNode:
         )
         theirs.close()
         spec = AgentSpec(
-            session_id=session_id,
-            session_dir=session_dir,
-            shm_dir=shm_dir,
+            session_dir=self.session_dir,
+            shm_dir=self.shm_dir,
             sys_path=list(sys.path),
             preload=preload,
         )

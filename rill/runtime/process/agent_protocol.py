@@ -68,7 +68,6 @@ Event = Started | Exited
 class AgentSpec:
     """What an agent needs to know from its start."""
 
-    session_id: str
     session_dir: str
     shm_dir: str
     sys_path: list[str]

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
-from rill.runtime.device.device import Device, DeviceSpec, Node, devices_of_nodes, local_devices
+from rill.errors import RunError
+from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, devices_of_nodes, local_devices
 from rill.runtime.process.agent_client import LocalNode, NodeClient
 from rill.runtime.process.agent_protocol import Event
 from rill.runtime.process.session import Session, open_session
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The nodes, the driver's own first, and every device of theirs in the order of ids."""
+class OpenedNode:
+    """A node with its agent, and its devices, which the cluster numbers."""
 
-    nodes: Sequence[NodeClient]
+    client: NodeClient
     devices: Sequence[Device]
 
 
-class Backend(Protocol):
-    """A place to run. `on_event` and `on_lost(node_id, reason)` are called from threads of the backend."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEvents:
+    """What a cluster hears from its nodes, on threads of theirs, and what it tells every agent."""
 
-    def open(
-        self,
-        session: Session,
-        preload: tuple[str, ...],
-        *,
-        on_event: Callable[[Event], None],
-        on_lost: Callable[[str, str], None],
-    ) -> Opened:
-        """Start an agent on every node."""
+    preload: tuple[str, ...]
+    on_event: Callable[[Event], None]
+    on_lost: Callable[[str, str], None]
+    """Called with the node's id and the reason."""
+
+
+class Backend(Protocol):
+    """A place to run."""
+
+    is_spread: bool
+    """Whether there are several nodes, or may be later: processes then listen on TCP too, under a key."""
+
+    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
+        """Start an agent on every node, the driver's own first. Where one fails, none is left."""
+
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+        """Start an agent on one more node."""
 
     def reopen(self, node_id: str) -> NodeClient:
-        """Start the agent of a node again after it was lost."""
+        """Start the agent of a node again after it was lost; RunError where the node is gone for good."""
+
+    def release(self, node_id: str) -> None:
+        """Give up a node whose agent has ended."""
 
     def close(self) -> None:
         """Give back what `open` took, after the nodes are closed."""
@@ -55,46 +67,71 @@ class LocalBackend:
         *,
         num_nodes: int = 1,
         node_labels: Sequence[Collection[str]] = (),
+        elastic: bool = False,
     ) -> None:
-        """`devices` counts per node, or is given by label. `node_labels`: more labels of each node, in their order."""
+        """`devices` counts per node, or is given by label. `node_labels`: more labels of each node, in their order.
+        `elastic`: nodes may be added later."""
         own = [*node_labels, *[()] * (num_nodes - len(node_labels))]
-        self._nodes = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
-        by_node = devices_of_nodes(devices, self._nodes)
-        self._devices = [
-            replace(device, node_id=node.node_id)
-            for node in self._nodes
-            for device in local_devices(by_node[node.node_id], labels=node.labels)
-        ]
-        self._start: dict[str, Callable[[], LocalNode]] = {}
-        self._sessions: list[Session] = []
+        self._first = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
+        by_node = devices_of_nodes(devices, self._first)
+        self._devices = {
+            node.node_id: local_devices(by_node[node.node_id], labels=node.labels) for node in self._first
+        }
+        self.is_spread = num_nodes > 1 or elastic
+        self._num_made = num_nodes
+        self._nodes: dict[str, tuple[Node, Session]] = {}
+        self._driver_session: Session | None = None
+        self._events: NodeEvents | None = None
 
-    def open(
-        self,
-        session: Session,
-        preload: tuple[str, ...],
-        *,
-        on_event: Callable[[Event], None],
-        on_lost: Callable[[str, str], None],
-    ) -> Opened:
-        for node in self._nodes[1:]:
-            self._sessions.append(open_session(f"{session.session_id}-{node.node_id}"))
-        for node, own in zip(self._nodes, [session, *self._sessions], strict=True):
-            self._start[node.node_id] = partial(
-                LocalNode,
-                node,
-                session_id=own.session_id,
-                session_dir=str(own.session_dir),
-                shm_dir=str(own.shm_dir),
-                preload=preload,
-                on_event=on_event,
-                on_lost=partial(on_lost, node.node_id),
+    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
+        self._events = events
+        self._driver_session = session
+        opened: list[OpenedNode] = []
+        try:
+            for n, node in enumerate(self._first):
+                own = session if n == 0 else open_session(f"{session.session_id}-{node.node_id}")
+                opened.append(self._start(node, own, self._devices[node.node_id]))
+        except BaseException:
+            for made in opened:
+                made.client.close()
+            raise
+        return opened
+
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+        if not self.is_spread:
+            raise RunError(
+                "this cluster was opened for one node: give Cluster(elastic=True), or use Cluster.ray, to add others"
             )
-        return Opened([start() for start in self._start.values()], self._devices)
+        assert self._driver_session is not None
+        node = Node(node_id=f"node{self._num_made}", host=host or "127.0.0.1", labels=frozenset(labels))
+        found = local_devices(devices, labels=node.labels)
+        self._num_made += 1
+        own = open_session(f"{self._driver_session.session_id}-{node.node_id}")
+        return self._start(node, own, found)
 
     def reopen(self, node_id: str) -> NodeClient:
-        return self._start[node_id]()
+        node, session = self._nodes[node_id]
+        return self._start(node, session, ()).client
+
+    def release(self, node_id: str) -> None:
+        """The folders of the driver's own node are the cluster's to remove."""
+        _, session = self._nodes.pop(node_id)
+        if session is not self._driver_session:
+            session.close()
 
     def close(self) -> None:
-        """Remove the folders of nodes other than the driver's, which the cluster removes."""
-        for session in self._sessions:
-            session.close()
+        for node_id in list(self._nodes):
+            self.release(node_id)
+
+    def _start(self, node: Node, session: Session, devices: Sequence[Device]) -> OpenedNode:
+        assert self._events is not None
+        events = self._events
+        self._nodes[node.node_id] = (node, session)
+        client = LocalNode(
+            node,
+            session,
+            preload=events.preload,
+            on_event=events.on_event,
+            on_lost=lambda reason: events.on_lost(node.node_id, reason),
+        )
+        return OpenedNode(client, [replace(device, node_id=node.node_id) for device in devices])

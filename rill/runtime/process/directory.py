@@ -1,8 +1,8 @@
 """Where the other processes of the run are, as this one knows it: asked once from the hub, dropped at their death.
 
-Workers publish their address at start under "address/<group>/<rank>", and a process that was started again itself
-under "process/<group>/<first rank>" once its ranks are initialised; both go away with them. The hub pushes every death
-to everybody; whoever waits for a peer registers with `on_death`.
+Workers publish their address at start under "address/<group>/<rank>"; it goes away with them. Which ranks a group has,
+and where those are that can be called, is the driver's word (`announce`), kept by the hub. The hub pushes every death
+and every change of a group to everybody; whoever waits for a peer registers with `on_death`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from rill.runtime.context import WorkerAddress
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
-    from rill.runtime.process.call import HostProcess
+    from rill.runtime.group import Roster
 
 _ASK_WAIT_S = 30.0
 
@@ -34,25 +34,44 @@ class Directory:
         self._known: dict[tuple[str, int], WorkerAddress] = {}
         self._dead: dict[str, str] = {}
         self._last_dead: dict[tuple[str, int], str] = {}
+        self._rosters: dict[str, Roster] = {}
+        self._newest: dict[str, int] = {}
+        """group -> the version of the driver's last word on it, as the hub has pushed it."""
         self._listeners: list[Callable[[str, str], None]] = []
         if follows_hub:
             context.hub.on("peer_died", self._on_peer_died)
+            context.hub.on("group_changed", self._on_group_changed)
 
-    def publish(self, address: WorkerAddress, world_size: int) -> None:
-        """Make a rank of this process known. Does not wait: whoever asks waits."""
+    def publish(self, address: WorkerAddress) -> None:
+        """Make this process known. Does not wait: whoever asks waits."""
         key = _key(address.group, address.rank)
-        self._context.hub.submit("registry.publish", [key, [*astuple(address), world_size], True])
+        self._context.hub.submit("registry.publish", [key, list(astuple(address)), True])
 
-    def publish_process(self, process: HostProcess) -> None:
-        """Make this process known to those who hold its group, and knew the one before it. Returns when it is."""
-        lead = process.addresses[0]
-        value = [_process_key(lead.group, lead.rank), pickle.dumps(process), True]
-        self._context.hub.call("registry", "publish", value, _ASK_WAIT_S)
+    def announce(self, group: str, roster: Roster, launches: Mapping[int, int]) -> None:
+        """The driver's word on a group: the ranks it has, with the number of each one's launch, and whom a call to it
+        reaches."""
+        word = {
+            "group": group,
+            "version": roster.version,
+            "ranks": list(launches),
+            "launches": list(launches.values()),
+            "roster": pickle.dumps(roster),
+        }
+        self._context.hub.submit("registry.group", word)
 
-    def processes(self, group: str) -> list[HostProcess]:
-        """Of a group's processes, those that were started again and whose ranks are initialised."""
-        found = self._context.hub.query("registry", "values", f"process/{group}/", _ASK_WAIT_S)
-        return [pickle.loads(process) for process in found.values()]
+    def newest_roster(self, group: str, given: Roster) -> Roster:
+        """The later of `given` and what the hub has; the hub is asked only where it has told of something newer, or
+        somebody in the roster has died."""
+        roster = self._rosters.get(group, given)
+        if roster.version < given.version:
+            roster = given
+        is_old = self._newest.get(group, 0) > roster.version
+        if is_old or any(address.identity in self._dead for address in roster.addresses):
+            word = self._context.hub.query("registry", "group", group, _ASK_WAIT_S)
+            if word is not None and word["version"] > roster.version:
+                roster = pickle.loads(word["roster"])
+        self._rosters[group] = roster
+        return roster
 
     def is_dead(self, identity: str) -> bool:
         """Whether this process has heard of its death."""
@@ -106,16 +125,14 @@ class Directory:
                 known = None
         if known is not None:
             self._context.mailbox.forget(known.endpoint_from(self._context.node_id))
-            if known.raw_endpoint:
-                self._context.mailbox.forget(known.raw_endpoint)
         for listener in self._listeners:
             listener(identity, reason)
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
     def _on_peer_died(self, note: Any) -> None:
         self.report_death(note["identity"], note["reason"])
+
+    def _on_group_changed(self, change: Any) -> None:
+        self._newest[change["group"]] = change["version"]
 
     def _find_relaunched(self, group: str, rank: int, last_dead: str) -> WorkerAddress:
         values = self._context.hub.query("registry", "values", _key(group, rank), _ASK_WAIT_S)
@@ -126,8 +143,7 @@ class Directory:
         return address
 
     def _learn(self, found: list[Any]) -> WorkerAddress:
-        fields: list[Any] = found[:-1]  # the last is the world size
-        address = WorkerAddress(*fields)
+        address = WorkerAddress(*found)
         address = replace(address, gpus=tuple(address.gpus))
         with self._lock:
             if address.identity not in self._dead:
@@ -136,19 +152,14 @@ class Directory:
         return address
 
     def _check_rank(self, group: str, rank: int) -> None:
-        values = self._context.hub.query("registry", "values", f"address/{group}/", _ASK_WAIT_S)
-        if values:
-            world_size = next(iter(values.values()))[-1]
-            if rank >= world_size:
-                raise UserError(f"{group} has ranks 0 to {world_size - 1}: there is no {group}[{rank}]")
+        word = self._context.hub.query("registry", "group", group, _ASK_WAIT_S)
+        if word is not None and rank not in word["ranks"]:
+            ranks = ", ".join(map(str, word["ranks"]))
+            raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")
 
 
 def _key(group: str, rank: int) -> str:
     return f"address/{group}/{rank}"
-
-
-def _process_key(group: str, lead_rank: int) -> str:
-    return f"process/{group}/{lead_rank}"
 
 
 def remaining_s(deadline_s: float) -> float:

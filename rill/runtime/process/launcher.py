@@ -1,6 +1,6 @@
 """What a cluster's processes are told at their start: the requests that go to the agents.
 
-`Cluster` decides what runs where and when; this file knows what each kind of process needs.
+`Cluster` and `Supervisor` decide what runs where and when; this file knows what each kind of process needs.
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rill.runtime.context import RuntimeContext
-from rill.runtime.device.device import Device, Node, gpus_of, torch_device, visible_devices_env
+from rill.runtime.context import RuntimeContext, Site
+from rill.runtime.device.device import Device, gpus_of, torch_device, visible_devices_env
 from rill.runtime.device.placement import Seat
 from rill.runtime.hub.server import hub_command
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import describe_main
 from rill.runtime.process.threads import thread_env
-from rill.runtime.process.worker_main import HostSpec
-from rill.runtime.transfer.store_host import StoreHostSpec
-from rill.runtime.worker import Seating
+from rill.runtime.process.worker_main import WorkerSpec
+from rill.runtime.transfer.store_host import STORE_GROUP
+from rill.runtime.worker import LaunchSpec, Seating
 
 HUB_KEY = "hub"
-STORE_KEY = "store-"
-"""Followed by the node's id. Names of groups are followed by a rank in brackets: none is mistaken for a service."""
 
 
 def is_service(key: str) -> bool:
-    """Whether a process is one of the cluster's own, which its agent starts again when it ends."""
-    return key == HUB_KEY or (key.startswith(STORE_KEY) and "[" not in key)
+    """Whether a process is one of the cluster's own, which its agent starts again when it ends. Names of groups are
+    followed by a rank in brackets: none is mistaken for a service."""
+    return key == HUB_KEY or (key.startswith(STORE_GROUP) and "[" not in key)
 
 
 class Launcher:
@@ -49,10 +48,8 @@ class Launcher:
 
     def hub(self) -> Start:
         """The control plane, on the driver's node."""
-        context = self._context
-        command = hub_command(
-            context.session_dir, context.hub_endpoint, tcp=self._hub_tcp, shm_dir=context.shm_dir
-        )
+        site = self._context.site
+        command = hub_command(site.session_dir, site.hub_endpoint, tcp=self._hub_tcp, shm_dir=site.shm_dir)
         return Start(
             key=HUB_KEY,
             entry="",
@@ -64,20 +61,10 @@ class Launcher:
 
     def store_server(self, client: NodeClient) -> Start:
         """A process per node serves its payloads to the others, so that no worker's death loses them."""
-        spec = StoreHostSpec(
-            session_id=self._context.session_id,
-            session_dir=client.session_dir,
-            shm_dir=client.shm_dir,
-            node_id=client.node.node_id,
-            host=client.node.host,
-            num_nodes=self._context.num_nodes,
-            key=self._context.key,
-            hub_endpoint=self._hub_endpoint_for(client.node),
-        )
         return Start(
-            key=f"{STORE_KEY}{client.node.node_id}",
+            key=f"{STORE_GROUP}{client.node.node_id}",
             entry="rill.runtime.transfer.store_host:main",
-            payload=pickle.dumps(spec),
+            payload=pickle.dumps(self._site_of(client)),
             log_path=self._log_path(client, "store.log"),
             restart=True,
         )
@@ -85,60 +72,55 @@ class Launcher:
     def worker(
         self,
         client: NodeClient,
-        key: str,
-        seats: Sequence[Seat],
+        seat: Seat,
+        options: LaunchSpec,
         *,
-        group: str,
-        world_size: int,
         incarnation: int,
+        ranks: tuple[int, ...],
         num_threads: int,
-        peers: Sequence[Device],
-        env: Mapping[str, str],
+        peers: tuple[Device, ...],
     ) -> Start:
-        """One process of a group, with a rank on each of `seats`; it sees `peers` beside their devices."""
-        own = [device for seat in seats for device in seat.devices]
-        gpus = gpus_of([*own, *peers])
-        seatings = [
-            Seating(
-                group_name=group,
-                rank=seat.rank,
-                world_size=world_size,
-                devices=seat.devices,
-                device=torch_device(seat.devices, gpus),
-            )
-            for seat in seats
-        ]
-        spec = HostSpec(
-            session_id=self._context.session_id,
-            session_dir=client.session_dir,
-            shm_dir=client.shm_dir,
-            node_id=client.node.node_id,
-            host=client.node.host,
-            num_nodes=self._context.num_nodes,
-            key=self._context.key,
-            hub_endpoint=self._hub_endpoint_for(client.node),
+        """One rank of a group; it sees `peers` beside its own devices."""
+        gpus = gpus_of([*seat.devices, *peers])
+        seating = Seating(
+            group_name=options.name,
+            rank=seat.rank,
+            ranks=ranks,
+            devices=seat.devices,
+            device=torch_device(seat.devices, gpus),
+        )
+        spec = WorkerSpec(
+            site=self._site_of(client),
             driver=self._context.address,
-            seatings=tuple(seatings),
+            seating=seating,
             gpus=gpus,
-            own_gpus=frozenset(gpus_of(own)),
+            own_gpus=frozenset(gpus_of(seat.devices)),
             incarnation=incarnation,
             num_threads=num_threads,
             main=self._main,
             sys_path=list(sys.path),
             trace_dir=self._trace_dir,
-            report_dir=str(self._context.report_dir) if self._context.report_dir is not None else None,
             socket_name=f"w{next(self._socket_numbers)}",
         )
         return Start(
-            key=key,
+            key=f"{options.name}[{seat.rank}]#{incarnation}",
             entry="rill.runtime.process.worker_main:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(gpus, own), **thread_env(num_threads, env)},
-            log_path=self._log_path(client, f"{group}-{seats[0].rank}-{incarnation}.log"),
+            env={**visible_devices_env(gpus, seat.devices), **thread_env(num_threads, options.env)},
+            log_path=self._log_path(client, f"{options.name}-{seat.rank}-{incarnation}.log"),
         )
 
-    def _hub_endpoint_for(self, node: Node) -> str:
-        return self._context.hub_endpoint if node.node_id == self._context.node_id else self._hub_tcp
+    def _site_of(self, client: NodeClient) -> Site:
+        here = self._context.site
+        is_here = client.node.node_id == here.node_id
+        return replace(
+            here,
+            session_dir=Path(client.session_dir),
+            shm_dir=Path(client.shm_dir),
+            node_id=client.node.node_id,
+            host=client.node.host,
+            hub_endpoint=here.hub_endpoint if is_here else self._hub_tcp,
+        )
 
     def _log_path(self, client: NodeClient, name: str) -> str:
         if client.node.node_id == self._context.node_id:

@@ -1,51 +1,44 @@
-"""Messages between the processes of a run: ZeroMQ push and pull, one inbox per process.
+"""Messages between the processes of a run: one mailbox per process, one path for calls, answers and everything else.
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
-    any thread ──post_raw()──▶ PUSH ──tcp, in the clear──▶ PULL ──▶ inbox thread ──▶ the one handler of raw bytes
 
-Ranks that share a process share its inbox: "endpoint#5" is rank 5's door of the inbox at "endpoint" (`Door`).
-A worker has a second inbox, `work`, which its main thread reads by itself: calls then run without a hop between
-threads. Messages from one process to one inbox arrive in order. The first frame names the handler; handlers run
-on the inbox thread and must not block.
+A neighbour and a process of another node differ in the address only. Messages from one process to another arrive once
+and in order, also when the connection between them breaks (ack.py). The first frame names the handler; handlers run on
+the inbox thread and must not block.
 
-Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Raw bytes have an
-entry of their own, without encryption: what arrives there is never unpickled, and its handler must check it.
+Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Large payloads do
+not come here: they lie in their node's store (transfer/store_server.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
+import socket as sockets
+import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import zmq
 
 from rill.errors import RunError
+from rill.runtime.process.ack import NO_STREAM, Header, Incoming, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[Frames], None]
 
 CLOSE_LINGER_MS = 500
-MAX_RAW_BYTES = 8 * 1024 * 1024
+LARGE_FRAME_BYTES = 65536
+HEARTBEAT_MS = 10_000
+"""ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
+
+_PROBE, _ACK, _GAP = b"\0probe", b"\0ack", b"\0gap"
+_TICK_MS = 500
 
 _log = logging.getLogger(__name__)
-
-
-class Inbox(Protocol):
-    """What arrives for one rank, and the way out: a process's mailbox, or one rank's door of it."""
-
-    endpoint: str
-    tcp_endpoint: str
-    raw_endpoint: str
-
-    def on(self, kind: bytes, handler: Handler) -> None: ...
-    def on_raw(self, handler: Handler) -> None: ...
-    def post(self, endpoint: str, frames: Sequence[Any], *, copy: bool = True) -> None: ...
-    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None: ...
-    def forget(self, endpoint: str) -> None: ...
 
 
 class Mailbox:
@@ -60,64 +53,41 @@ class Mailbox:
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         self._inbox.bind(endpoint)
         self._key = key
-        self.tcp_endpoint = self.raw_endpoint = ""
-        self._raw_inbox: zmq.Socket[bytes] | None = None
+        self.tcp_endpoint = ""
         if tcp_host:
             self.tcp_endpoint = bind_tcp(self._inbox, tcp_host, key)
-            self._raw_inbox = self.context.socket(zmq.PULL)
-            self._raw_inbox.setsockopt(zmq.MAXMSGSIZE, MAX_RAW_BYTES)
-            self._raw_inbox.setsockopt(zmq.RCVHWM, 64)  # frames; more wait at the sender
-            self.raw_endpoint = bind_raw_tcp(self._raw_inbox, tcp_host)
-        self._raw_handlers: list[Handler] = []
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
+        self._by_token: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
-        self._stop_endpoint = f"inproc://stop-{id(self)}"
-        self._stop = self.context.socket(zmq.PAIR)
-        self._stop.bind(self._stop_endpoint)
-        self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
+        self._stop_word = os.urandom(16)
+        self._readers: list[tuple[threading.Thread, zmq.Socket[Any]]] = []
+        self._add_reader(self._inbox, self._read, "rill-inbox")
 
     def on(self, kind: bytes, handler: Handler) -> None:
         """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
         self._handlers[kind] = handler
 
-    def on_raw(self, handler: Handler) -> None:
-        """Send what arrives in the clear to `handler`, which knows what is meant for it: anybody may have made it."""
-        self._raw_handlers.append(handler)
-
-    def door(self, rank: int) -> Door:
-        """An inbox of its own for a rank that shares this process."""
-        return Door(self, rank)
-
     def start(self) -> None:
         """Begin to read; handlers are in place."""
-        self._thread.start()
+        for thread, _ in self._readers:
+            thread.start()
 
-    def post(self, endpoint: str, frames: Sequence[Any], *, copy: bool = True) -> None:
-        """Send without waiting. To a peer that is gone it does nothing: its death is reported elsewhere.
-
-        copy=False lends the frames' memory to ZeroMQ until they are sent: the caller must not change it.
-        """
-        endpoint, _, rank = endpoint.partition("#")
-        if rank:
-            frames = [_kind_at(frames[0], rank), *frames[1:]]
-        peer = self._peers.get(endpoint) or self._connect(endpoint)
+    def post(self, endpoint: str, frames: Sequence[Any]) -> None:
+        """Send without waiting; the frames may be changed afterwards. To a peer that is gone it does nothing: its
+        death is reported elsewhere."""
+        peer = self._peers.get(endpoint) or self._peer(endpoint)
         if peer is not None:
-            peer.send(frames, copy)
-
-    def post_raw(self, endpoint: str, frames: Sequence[Any]) -> None:
-        """Send in the clear to another process's `raw_endpoint`; lends the frames' memory as `post(copy=False)`."""
-        peer = self._peers.get(endpoint) or self._connect(endpoint, is_raw=True)
-        if peer is not None:
-            peer.send(frames, copy=False)
+            peer.send(frames)
 
     def forget(self, endpoint: str) -> None:
         """Drop the connection to a peer that is gone, and what is queued for it or still posted to it."""
-        endpoint = endpoint.partition("#")[0]
         with self._peers_lock:
             peer = self._peers.pop(endpoint, None)
+            if peer is not None:
+                self._by_token.pop(peer.outgoing.token, None)
             if endpoint.startswith("ipc:"):  # a path is used once in a session; a TCP port may come back
                 self._gone.add(endpoint)
         if peer is not None:
@@ -131,58 +101,94 @@ class Mailbox:
             self._closed = True
             peers = list(self._peers.values())
             self._peers.clear()
-        if self._thread.is_alive():
-            self._stop.send(b"")
-            self._thread.join(5.0)
-        else:
-            self._close_inboxes()
+        for thread, stop in self._readers:
+            if thread.is_alive():
+                stop.send(self._stop_word)
+                thread.join(5.0)
+            stop.close(linger=0)
+        self._inbox.close(linger=0)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
-        self._stop.close(linger=0)
-        if self._thread is not threading.current_thread():
+        if threading.current_thread() not in [thread for thread, _ in self._readers]:
             self.context.term()
 
-    def _connect(self, endpoint: str, *, is_raw: bool = False) -> _Peer | None:
+    def _peer(self, endpoint: str) -> _Peer | None:
+        """None: it is gone, or this mailbox is closed."""
         with self._peers_lock:
             if self._closed or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 is_near = endpoint.startswith("ipc:")
-                self._peers[endpoint] = _Peer(
-                    self.context, endpoint, None if is_raw or is_near else self._key
-                )
+                key = None if is_near else self._key
+                reply_to = self.endpoint if is_near else self.tcp_endpoint
+                peer = self._peers[endpoint] = _Peer(self.context, endpoint, reply_to, key)
+                self._by_token[peer.outgoing.token] = peer
             return self._peers[endpoint]
 
-    def _read(self) -> None:
-        stop = self.context.socket(zmq.PAIR)
-        stop.connect(self._stop_endpoint)
-        poller = zmq.Poller()
-        for socket in (self._inbox, self._raw_inbox, stop):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll())
-                if stop in ready:
-                    return
-                # Drain before polling again: under load most messages then cost no poll.
-                with contextlib.suppress(zmq.Again):
-                    while True:
-                        self._dispatch(receive(self._inbox, zmq.NOBLOCK))
-                if self._raw_inbox is not None and self._raw_inbox in ready:
-                    frames = receive(self._raw_inbox)
-                    for handler in self._raw_handlers:
-                        self._guarded(handler, frames, "raw")
-        except zmq.ContextTerminated:
-            return
-        finally:
-            stop.close(linger=0)
-            self._close_inboxes()
+    # --- the inbox thread ---------------------------------------------------------------------------------
 
-    def _close_inboxes(self) -> None:
-        self._inbox.close(linger=0)
-        if self._raw_inbox is not None:
-            self._raw_inbox.close(linger=0)
+    def _add_reader(self, socket: zmq.Socket[Any], loop: Callable[[], None], name: str) -> None:
+        """A thread that reads `socket` until it is sent the stop word, which nobody else knows."""
+        endpoint = f"inproc://{name}-{id(self)}"
+        socket.bind(endpoint)
+        stop = self.context.socket(zmq.PUSH)
+        stop.connect(endpoint)
+        self._readers.append((threading.Thread(target=loop, name=name, daemon=True), stop))
+
+    def _read(self) -> None:
+        self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
+        next_probe_s = 0.0
+        while True:
+            try:
+                frames = receive(self._inbox)
+                if frames[0] == self._stop_word:
+                    return
+                self._take(frames)
+            except zmq.Again:
+                pass
+            except zmq.ZMQError:  # closed
+                return
+            now_s = time.monotonic()
+            if now_s >= next_probe_s:
+                next_probe_s = now_s + _TICK_MS / 1000
+                self._probe(now_s)
+
+    def _take(self, parts: Frames) -> None:
+        header, frames = _unpack(parts)
+        confirmed = self._by_token.get(header.ack_token)
+        if confirmed is not None:
+            confirmed.confirm(header.ack)
+        if not header.reply_to:
+            self._dispatch(frames)
+            return
+        peer = self._peers.get(header.reply_to) or self._peer(header.reply_to)
+        if peer is None:
+            return  # gone: what it still says is of no use to anybody
+        if header.seq == 0:
+            self._answer(peer, confirmed, header, frames)
+            return
+        if peer.incoming.is_next(header, sum(map(len, parts))):
+            self._dispatch(frames)
+            if peer.incoming.must_tell():
+                peer.tell(_ACK)
+        elif peer.incoming.must_ask(header.seq):
+            peer.tell(_GAP)
+
+    def _answer(self, peer: _Peer, confirmed: _Peer | None, header: Header, frames: Frames) -> None:
+        kind = frames[0]
+        if kind == _PROBE:
+            peer.incoming.follow(header.token)
+            is_whole = peer.incoming.num_received >= int.from_bytes(frames[1], "little")
+            peer.tell(_ACK if is_whole else _GAP)
+        elif kind == _GAP and confirmed is not None:
+            confirmed.send_again()
+
+    def _probe(self, now_s: float) -> None:
+        with self._peers_lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.outgoing.must_probe(now_s):
+                peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
 
     def _dispatch(self, frames: Frames) -> None:
         handler = self._handlers.get(bytes(frames[0]))
@@ -194,67 +200,127 @@ class Mailbox:
     def _guarded(self, handler: Handler, frames: Frames, kind: str) -> None:
         try:
             handler(frames)
-        except Exception:  # noqa: BLE001  the inbox thread serves everybody: one bad message must not end it
+        except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
             _log.exception("the handler of a %r message failed", kind)
 
 
-class Door:
-    """One rank's inbox where several ranks share a process."""
-
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
-        self._mailbox = mailbox
-        self._rank = str(rank)
-        self.endpoint = f"{mailbox.endpoint}#{rank}"
-        self.tcp_endpoint = f"{mailbox.tcp_endpoint}#{rank}" if mailbox.tcp_endpoint else ""
-        self.raw_endpoint = mailbox.raw_endpoint
-        self.on_raw = mailbox.on_raw
-        self.post = mailbox.post
-        self.post_raw = mailbox.post_raw
-        self.forget = mailbox.forget
-
-    def on(self, kind: bytes, handler: Handler) -> None:
-        self._mailbox.on(_kind_at(kind, self._rank), handler)
-
-
-def _kind_at(kind: bytes, rank: str) -> bytes:
-    return b"%b#%b" % (kind, rank.encode())
-
-
 class _Peer:
-    """One PUSH socket; ZeroMQ sockets may be used by one thread at a time, hence the lock."""
+    """One other mailbox: a PUSH socket, made at the first message, and both directions' counts. ZeroMQ sockets may be
+    used by one thread at a time, hence the lock."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, key: SessionKey | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
+    ) -> None:
+        self.outgoing: Outgoing[_Packed] = Outgoing()
+        self.incoming = Incoming()
+        self._context = context
+        self._endpoint = endpoint
+        self._reply_to = reply_to
+        self._key = key
         self._lock = threading.Lock()
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        if key is not None:
-            key.present(self._socket)
-        self._socket.connect(endpoint)
+        self._socket: zmq.Socket[Any] | None = None
+        self._is_closed = False
 
-    def send(self, frames: Sequence[Any], copy: bool) -> None:
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send and, where the other end can answer, keep until it has it."""
+        packed = _pack(frames)
         with self._lock:
-            if not self._socket.closed:
-                self._socket.send_multipart(frames, copy=copy)
+            self._write(self.outgoing.number(packed) if self._reply_to else 0, packed)
+
+    def send_again(self) -> None:
+        """All that is not confirmed, in order."""
+        with self._lock:
+            for seq, packed in self.outgoing.unconfirmed():
+                self._write(seq, packed)
+
+    def confirm(self, num_received: int) -> None:
+        with self._lock:
+            self.outgoing.confirm(num_received)
+
+    def tell(self, *frames: bytes) -> None:
+        """A message that is not counted; like all others it says how much has arrived."""
+        with self._lock:
+            self._write(0, _pack(frames))
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
-            self._socket.close(linger=linger_ms)
+            self._is_closed = True
+            if self._socket is not None:
+                self._socket.close(linger=linger_ms)
+
+    def _write(self, seq: int, packed: _Packed) -> None:
+        if self._is_closed:
+            return
+        incoming = self.incoming
+        ack = incoming.told() if incoming.token != NO_STREAM else 0
+        head = Header(self.outgoing.token, incoming.token, ack, seq, self._reply_to).pack() + packed[0]
+        if len(packed) == 1:
+            self._open().send(head)
+        else:
+            self._open().send_multipart([head, *packed[1:]], copy=False)
+
+    def _open(self) -> zmq.Socket[Any]:
+        if self._socket is None:
+            socket = self._socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, 20)
+            if not self._endpoint.startswith("ipc:"):
+                socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+                socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+            if self._key is not None:
+                self._key.present(socket)
+            socket.connect(self._endpoint)
+        return self._socket
 
 
-LARGE_FRAME_BYTES = 65536
+_Packed: TypeAlias = list[Any]
+"""Small frames joined, with their sizes before them, as one part; each large frame as another, in ZeroMQ's memory."""
+_COUNT = struct.Struct("<H")
+_SEPARATE = 0xFFFFFFFF
 
 
-def receive(socket: zmq.Socket[Any], flags: int = 0) -> Frames:
-    """One message. Large frames come as writable memory of their own, without a copy by Python."""
+def _pack(frames: Sequence[Any]) -> _Packed:
+    """Every part of a message costs ZeroMQ as much as a small message does: so small ones travel together."""
+    sizes, small, large = [], [], []
+    for frame in frames:
+        if isinstance(frame, bytes) and len(frame) < LARGE_FRAME_BYTES:
+            sizes.append(len(frame))
+            small.append(frame)
+        else:
+            sizes.append(_SEPARATE)
+            large.append(zmq.Frame(frame, copy=True))
+    head = _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
+    return [b"".join((head, *small)), *large]
+
+
+def _unpack(parts: Frames) -> tuple[Header, Frames]:
+    """What `_pack` joined, with the header before it."""
+    data = parts[0]
+    header, at = Header.unpack(data)
+    (count,) = _COUNT.unpack_from(data, at)
+    at += _COUNT.size
+    sizes = struct.unpack_from(f"<{count}I", data, at)
+    at += 4 * count
+    separate = iter(parts[1:])
+    frames: Frames = []
+    for size in sizes:
+        if size == _SEPARATE:
+            frames.append(next(separate))
+        else:
+            frames.append(data[at : at + size])
+            at += size
+    return header, frames
+
+
+def receive(socket: zmq.Socket[Any]) -> Frames:
+    """The parts of one message. After the first, large ones are writable memory of their own, without a copy."""
     frames: Frames = []
     while True:
-        frame = socket.recv(flags, copy=False)
-        frames.append(frame.bytes if len(frame) < LARGE_FRAME_BYTES else frame.buffer)
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer if frames and len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
         if not frame.more:
             return frames
-        flags = 0  # the parts of one message arrive together
 
 
 def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
@@ -262,10 +328,13 @@ def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
     if key is None:
         raise RunError(f"a port on {host} that other nodes can reach needs a session key")
     key.guard(socket)
-    return bind_raw_tcp(socket, host)
-
-
-def bind_raw_tcp(socket: zmq.Socket[Any], host: str) -> str:
-    """Bind a free port that anybody can send to."""
     port = socket.bind_to_random_port(f"tcp://{host}")
     return f"tcp://{host}:{port}"
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with sockets.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

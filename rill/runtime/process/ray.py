@@ -6,6 +6,8 @@
 Calls, transfers and channels do not pass through Ray: they are rill's own, as on one machine. Devices are given out
 by global id, not by Ray's resources: a process may hold any devices of any node. Ray's token authentication is left
 as it is found.
+
+A node is lost when Ray says so, or when its actor has not answered for SILENCE_S.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +34,12 @@ from rill.runtime.device.device import (
 )
 from rill.runtime.process.agent_client import LocalNode, NodeClient
 from rill.runtime.process.agent_protocol import Event, Start
-from rill.runtime.process.backend import Opened
+from rill.runtime.process.backend import NodeEvents, OpenedNode
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0
 EVENT_POLL_S = 30.0
+SILENCE_S = 90.0
 
 
 def import_ray() -> Any:
@@ -51,62 +54,98 @@ def import_ray() -> Any:
 class RayBackend:
     """A Ray cluster as a place to run."""
 
+    is_spread = True
+
     def __init__(self, address: str, devices: DeviceSpec) -> None:
         self._ray = import_ray()
         self._address = address
         self._devices = devices
         self._has_started_ray = False
-        self._remote: dict[str, RayNode] = {}
-        self._start_local: Callable[[], LocalNode] | None = None
-        self._local_id = ""
+        self._local: Node | None = None
+        self._session: Session | None = None
+        self._events: NodeEvents | None = None
+        self._ray_ids: dict[str, str] = {}
+        """Node id -> Ray's id of the node, for those in use."""
+        self._num_made = 0
 
-    def open(
-        self,
-        session: Session,
-        preload: tuple[str, ...],
-        *,
-        on_event: Callable[[Event], None],
-        on_lost: Callable[[str, str], None],
-    ) -> Opened:
+    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
         ray = self._ray
         if not ray.is_initialized():
             self._connect()
+        self._session, self._events = session, events
         here = ray.get_runtime_context().get_node_id()
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        ordered = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
-        nodes = [_describe(n, raw) for n, raw in enumerate(ordered)]
+        raws = sorted(self._unused(), key=lambda raw: (raw["NodeID"] != here, raw["NodeManagerAddress"]))
+        nodes = [self._take(raw) for raw in raws]
         wanted = devices_of_nodes(self._devices, nodes)
-        self._local_id = nodes[0].node_id
-        self._start_local = lambda: LocalNode(
-            nodes[0],
-            session_id=session.session_id,
-            session_dir=str(session.session_dir),
-            shm_dir=str(session.shm_dir),
-            preload=preload,
-            on_event=on_event,
-            on_lost=lambda reason: on_lost(nodes[0].node_id, reason),
-        )
-        clients: list[NodeClient] = [self._start_local()]
-        devices = _on_node(local_devices(wanted[nodes[0].node_id]), nodes[0])
-        for node, raw in zip(nodes[1:], ordered[1:], strict=True):
-            remote = RayNode(
-                ray, node, raw["NodeID"], f"{session.session_id}-{node.node_id}", preload, on_event, on_lost
+        self._local = nodes[0]
+        opened = [OpenedNode(self._start_local(), _on_node(local_devices(wanted["node0"]), nodes[0]))]
+        remote = [self._start_remote(node) for node in nodes[1:]]  # side by side
+        try:
+            opened += [_ready(client, wanted[client.node.node_id]) for client in remote]
+        except BaseException:
+            for client in (opened[0].client, *remote):
+                client.close()
+            raise
+        return opened
+
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+        """A node that has joined the Ray cluster, or has come back to it; `host`: that one."""
+        unused = [raw for raw in self._unused() if host in (None, raw["NodeManagerAddress"])]
+        if not unused:
+            where = "" if host is None else f" at {host}"
+            raise RunError(
+                f"the Ray cluster has no further node{where}: start one with `ray start --address=…`"
             )
-            self._remote[node.node_id] = remote
-            clients.append(remote)
-        for remote in self._remote.values():
-            devices += _on_node(remote.ready(wanted[remote.node.node_id]), remote.node)
-        return Opened(clients, devices)
+        node = self._take(unused[0], labels)
+        client = self._start_remote(node)
+        try:
+            return _ready(client, devices)
+        except BaseException:
+            client.close()
+            self.release(node.node_id)
+            raise
 
     def reopen(self, node_id: str) -> NodeClient:
-        if node_id != self._local_id:
-            raise RunError(f"{node_id} is gone from the Ray cluster")
-        assert self._start_local is not None
+        if self._local is None or node_id != self._local.node_id:
+            self.release(node_id)
+            raise RunError(
+                f"{node_id} is gone from the Ray cluster: add_node takes it back when it is there again"
+            )
         return self._start_local()
+
+    def release(self, node_id: str) -> None:
+        self._ray_ids.pop(node_id, None)
 
     def close(self) -> None:
         if self._has_started_ray:
             self._ray.shutdown()
+
+    def _unused(self) -> list[dict[str, Any]]:
+        used = set(self._ray_ids.values())
+        return [raw for raw in self._ray.nodes() if raw["Alive"] and raw["NodeID"] not in used]
+
+    def _take(self, raw: dict[str, Any], labels: Collection[str] = ()) -> Node:
+        node_id = f"node{self._num_made}"
+        self._num_made += 1
+        self._ray_ids[node_id] = raw["NodeID"]
+        of_ray = {value for key, value in raw.get("Labels", {}).items() if not key.startswith("ray.io/")}
+        return Node(node_id=node_id, host=raw["NodeManagerAddress"], labels=frozenset(of_ray).union(labels))
+
+    def _start_local(self) -> LocalNode:
+        node, session, events = self._local, self._session, self._events
+        assert node is not None and session is not None and events is not None
+        return LocalNode(
+            node,
+            session,
+            preload=events.preload,
+            on_event=events.on_event,
+            on_lost=lambda reason: events.on_lost(node.node_id, reason),
+        )
+
+    def _start_remote(self, node: Node) -> RayNode:
+        assert self._session is not None and self._events is not None
+        session_id = f"{self._session.session_id}-{node.node_id}"
+        return RayNode(self._ray, node, self._ray_ids[node.node_id], session_id, self._events)
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -125,30 +164,20 @@ class RayBackend:
 class RayNode:
     """A NodeClient for another machine of the Ray cluster."""
 
-    def __init__(
-        self,
-        ray: Any,
-        node: Node,
-        ray_node_id: str,
-        session_id: str,
-        preload: tuple[str, ...],
-        on_event: Callable[[Event], None],
-        on_lost: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, ray: Any, node: Node, ray_node_id: str, session_id: str, events: NodeEvents) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.node = node
         self.session_dir = ""
         self.shm_dir = ""
         self._ray = ray
-        self._on_event = on_event
-        self._on_lost = on_lost
+        self._events = events
         self._is_closing = False
         affinity = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
         actor_class = ray.remote(NodeActor).options(
             num_cpus=0, max_concurrency=3, scheduling_strategy=affinity
         )
-        self._actor = actor_class.remote(node, session_id, preload, list(sys.path))
+        self._actor = actor_class.remote(node, session_id, events.preload, list(sys.path))
 
     def ready(self, wanted: NodeDevices) -> list[Device]:
         """Wait until the agent runs; the node's devices."""
@@ -184,16 +213,17 @@ class RayNode:
             raise RunError(f"{self.node.node_id} ({self.node.host}) does not answer: {error}") from error
 
     def _read_events(self) -> None:
+        """An answer comes every EVENT_POLL_S at the latest: it is the node's heartbeat."""
         while not self._is_closing:
             try:
-                events = self._ray.get(self._actor.next_events.remote(EVENT_POLL_S))
-            except self._ray.exceptions.RayError as error:
+                events = self._ray.get(self._actor.next_events.remote(EVENT_POLL_S), timeout=SILENCE_S)
+            except self._ray.exceptions.RayError as error:  # a timeout is one of them
                 if not self._is_closing:
-                    summary = str(error).strip().splitlines()[0]
-                    self._on_lost(self.node.node_id, f"{self.node.node_id} is lost: {summary}")
+                    summary = (str(error).strip() or f"silent for {SILENCE_S:g} s").splitlines()[0]
+                    self._events.on_lost(self.node.node_id, f"{self.node.node_id} is lost: {summary}")
                 return
             for event in events:
-                self._on_event(event)
+                self._events.on_event(event)
 
 
 class NodeActor:
@@ -207,9 +237,7 @@ class NodeActor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._local = LocalNode(
             node,
-            session_id=session_id,
-            session_dir=str(self._session.session_dir),
-            shm_dir=str(self._session.shm_dir),
+            self._session,
             preload=preload,
             on_event=self._events.put,
             on_lost=lambda _: os._exit(1),  # without its agent the node is lost, and the driver sees it so
@@ -244,10 +272,9 @@ class NodeActor:
         self._session.close()
 
 
-def _describe(number: int, raw: dict[str, Any]) -> Node:
-    labels = raw.get("Labels", {})
-    names = {value for key, value in labels.items() if not key.startswith("ray.io/")}
-    return Node(node_id=f"node{number}", host=raw["NodeManagerAddress"], labels=frozenset(names))
+def _ready(client: RayNode, wanted: NodeDevices) -> OpenedNode:
+    devices = client.ready(wanted)
+    return OpenedNode(client, _on_node(devices, client.node))
 
 
 def _on_node(devices: Sequence[Device], node: Node) -> list[Device]:

@@ -6,7 +6,7 @@ actor) and the hub as a file of mode 0600, never on a command line, in the envir
 
     calls, hub, receipts        CURVE: encrypted, both ends prove that they have the key
     requests to a store server  a MAC over each request, and over that part of the answer that will be unpickled
-    raw buffers of a transfer   in the clear, each chunk under a random token that was announced over CURVE
+    payloads of a store         in the clear
 
 So nothing is unpickled that was not made by a holder of the key, and a stranger can neither send nor fetch. Raw tensor
 bytes are not encrypted, because that costs a large part of the bandwidth: somebody who can read or change packets on

@@ -1,11 +1,10 @@
-"""The driver's groups: starts their processes, knows which run, tells everybody of those that end.
+"""The driver's groups: starts their processes, knows which run, tells everybody of those that come and go.
 
-    launch ─▶ agents start processes ─▶ hello of each ─▶ `__init__` on its ranks ─▶ ready
+    launch, add ─▶ agents start processes ─▶ hello of each ─▶ `__init__` ─▶ ready ─▶ member of its group
     agents' exit events ─▶ calls that wait for the process fail, the hub and the directory hear of it
 
 `Cluster` owns one and hands it the nodes. Methods are called by user threads; events arrive on the nodes' reader
-threads and on the inbox thread. A process carries one rank, or several (`ranks_per_process`), which live and end
-together.
+threads and on the inbox thread. A change of a group waits for the one before it.
 """
 
 from __future__ import annotations
@@ -15,76 +14,31 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
 from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
 from rill.runtime.device.device import Device
-from rill.runtime.device.placement import Seat
-from rill.runtime.group import ClassRef, Roster
-from rill.runtime.handle import Handle
+from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
+from rill.runtime.group import ClassRef, Move, Roster
+from rill.runtime.handle import Handle, Lost
 from rill.runtime.hub.membership import LEFT
 from rill.runtime.process.agent_client import NodeClient
-from rill.runtime.process.call import HostProcess, Lost, encode_arguments
+from rill.runtime.process.call import encode_arguments
 from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames
-from rill.runtime.process.rank import INIT
-from rill.runtime.process.report import explain
-from rill.runtime.process.worker_main import HELLO
+from rill.runtime.process.members import Group, Member
+from rill.runtime.process.move import move_group
+from rill.runtime.process.report import REPORT_FROM_S, explain
+from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
+from rill.runtime.worker import LaunchSpec, Worker
 
 KILL_WAIT_S = 10.0
 HELLO_WAIT_S = 600.0
 """From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
 """
-REPORT_FROM_S = 10.0
-"""Shorter deadlines are polls, and not worth asking every process what it is doing."""
-
-
-@dataclass(slots=True)
-class _Process:
-    """A process of a group: its seats, and whether it runs."""
-
-    seats: tuple[Seat, ...]
-    incarnation: int
-    ready: Handle
-    """Of `__init__`; replaced by a relaunch."""
-    host: HostProcess | None = None
-    """Where it is, once it has said hello."""
-    is_running: bool = False
-    is_lost: bool = False
-    """It ended before its hello."""
-
-    @property
-    def node_id(self) -> str:
-        return self.seats[0].node_id
-
-
-@dataclass(slots=True)
-class _Group:
-    """What is needed to start a group's processes, now and again."""
-
-    name: str
-    processes: list[_Process]
-    world_size: int
-    env: Mapping[str, str]
-    threads: int | None
-    peers: Sequence[Device]
-    init_payload: Frames
-    roster: Roster | None = None
-    is_closing: bool = False
-    is_asked_to_stop: bool = False
-    by_rank: dict[int, _Process] = field(default_factory=dict)
-
-    def address(self, seat: Seat, incarnation: int) -> WorkerAddress:
-        """Who a rank is, before its process has said where."""
-        return WorkerAddress(self.name, seat.rank, seat.node_id, 0, "", incarnation=incarnation)
-
-    def identities(self, process: _Process) -> list[str]:
-        """Of the process's ranks; the first is the process's own."""
-        return [self.address(seat, process.incarnation).identity for seat in process.seats]
 
 
 class Supervisor:
@@ -95,16 +49,21 @@ class Supervisor:
         context: RuntimeContext,
         launcher: Launcher,
         find_node: Callable[[str], NodeClient],
+        devices: Callable[[], Sequence[Device]],
     ) -> None:
+        """`find_node` and `devices` give what the cluster has now."""
         self._context = context
         self._launcher = launcher
         self._find_node = find_node
+        self._devices = devices
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._groups: dict[str, _Group] = {}
-        self._by_key: dict[str, tuple[_Group, _Process]] = {}
+        self._groups: dict[str, Group] = {}
+        self._by_key: dict[str, tuple[Group, Member]] = {}
         """Every process that was started, by its identity, which is its key at the agents."""
-        self._next_incarnation: dict[str, int] = {}
+        self._launches: Counter[tuple[str, int]] = Counter()
+        """By group and rank: a name may be used again, an identity may not."""
+        self.moves: list[Move] = []
         self._is_closed = False
         context.mailbox.on(HELLO, self._on_hello)
 
@@ -113,110 +72,112 @@ class Supervisor:
         """The driver's own doors."""
         return self._context
 
-    # --- groups -------------------------------------------------------------------------------------------
+    # --- what a group asks for (GroupOwner) ---------------------------------------------------------------
 
-    def launch(
-        self,
-        ref: ClassRef,
-        name: str,
-        seats: Sequence[tuple[Seat, ...]],
-        *,
-        env: Mapping[str, str],
-        threads: int | None,
-        peers: Sequence[Device],
-        init_kwargs: Mapping[str, Any],
-    ) -> int:
-        """Start a group with one process for each entry of `seats`; gives the number of its ranks. `peers`: devices
-        that its processes see beside their own, as far as they are on their node."""
-        payload = pack_inline(encode_arguments((ref,), init_kwargs))
-        world_size = sum(map(len, seats))
+    def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
+        """Start a group. Nothing is left of one that an agent refuses."""
+        payload = pack_inline(encode_arguments((ClassRef.of(cls),), options.init_kwargs))
         with self._lock:
-            self._check_name(name)
-            group = _Group(name, [], world_size, env, threads, peers, payload)
-            first = self._next_incarnation.get(name, 0)  # a name may be used again, an identity may not
-            for held in seats:
-                process = _Process(held, first, self._ready_handle(group, held, first))
-                group.processes.append(process)
-                group.by_rank.update((seat.rank, process) for seat in held)
-            self._groups[name] = group
-        for process in group.processes:
-            self._start(group, process)
-        return world_size
+            self._check_name(options.name)
+            seats = resolve(options.placement, self._devices())
+            group = self._groups[options.name] = Group(cls, options, payload)
+        try:
+            self.begin(group, seats)
+        except BaseException:
+            self.close_group(options.name, 0.0)
+            raise
 
     def roster(self, name: str) -> Roster:
-        """The processes of a group, once all have said hello: calls may be made before `__init__` has run, and wait for
-        it there. Part of `GroupOwner`."""
+        """The members of a group, once all have said hello or ended: calls may be made before `__init__` has run, and
+        wait for it there; those to the dead fail."""
         group = self._group(name)
         if group.roster is not None:
             return group.roster
         with self._changed:
-            processes = group.processes
-            if not self._changed.wait_for(
-                lambda: all(process.host is not None or process.is_lost for process in processes),
-                HELLO_WAIT_S,
-            ):
-                silent = [group.identities(process)[0] for process in processes if process.host is None]
+            members = group.members.values()
+            if not self._changed.wait_for(lambda: all(m.is_settled for m in members), HELLO_WAIT_S):
+                silent = [member.identity for member in members if not member.is_settled]
                 raise StuckError(f"{', '.join(silent)} did not start within {HELLO_WAIT_S:g} s")
-            lost = [process.ready for process in processes if process.is_lost]
-            if not lost:
-                hosts = [process.host for process in processes if process.host is not None]
-                group.roster = Roster.of(hosts)
-                return group.roster
-        lost[0].wait(KILL_WAIT_S)
-        raise AssertionError("a process that ended before its hello was ready")
+            group.roster = Roster(group.version, tuple(member.address for member in members))
+            return group.roster
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        return tuple(self._group(name).members)
+
+    def lost(self, name: str) -> list[int]:
+        return [rank for rank, member in list(self._group(name).members.items()) if member.is_lost]
 
     def wait_ready(self, name: str, timeout_s: float) -> None:
-        """Wait for every `__init__`; a failure ends the group's other processes too."""
-        group = self._group(name)
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            for process in group.processes:
-                process.ready.wait(max(0.0, deadline_s - time.monotonic()))
-        except (RunError, KeyboardInterrupt):
-            # An agent that is still importing reads of the kill only then; why the wait ended is what counts.
-            with contextlib.suppress(StuckError):
-                self.close_group(name, 0.0)
-            raise
+        self.wait_started(list(self._group(name).members.values()), timeout_s)
 
     def relaunch(self, name: str, rank: int, timeout_s: float) -> None:
-        """Part of `GroupOwner`; see WorkerGroup.relaunch."""
         group = self._group(name)
-        process = group.by_rank[rank]
-        self._end(group, process)
-        with self._lock:
-            process.incarnation += 1
-            process.host = group.roster = None
-            process.is_lost = False
-            process.ready = self._ready_handle(group, process.seats, process.incarnation)
-        self._start(group, process)
-        process.ready.wait(timeout_s)
+        with group.changing:
+            old = group.members[rank]
+            self._end([old])
+            (member,) = self._start(group, [old.seat], tuple(group.members))
+            with self._lock:
+                group.members[rank] = member
+                group.changed()
+            member.ready.wait(timeout_s)
+            self._announce(group)
+
+    def add(self, name: str, placement: Placement | None, count: int | None, timeout_s: float) -> list[int]:
+        group = self._group(name)
+        if (placement is None) == (count is None):
+            raise UserError(f"{name}.add: give a placement or a count, one of them")
+        with group.changing:
+            if placement is not None:
+                seats: Sequence[Seat] = resolve(placement, self._devices())
+            else:
+                last = list(group.members.values())[-1].seat
+                seats = seats_on_free_devices(name, count or 0, last, self._devices(), self._held_devices())
+            seats = [Seat(group.next_rank + n, seat.devices) for n, seat in enumerate(seats)]
+            group.next_rank += len(seats)
+            new = self._start(group, seats, (*group.members, *(seat.rank for seat in seats)))
+            try:
+                self.wait_started(new, timeout_s)
+            except BaseException:
+                self._end(new)
+                raise
+            with self._lock:
+                group.members.update((member.seat.rank, member) for member in new)
+                group.changed()
+            self._announce(group)
+            self._tell_members(group)
+        return [seat.rank for seat in seats]
+
+    def remove(self, name: str, ranks: Sequence[int], notice_s: float) -> None:
+        group = self._group(name)
+        with group.changing:
+            with self._lock:
+                leaving = [group.members[rank] for rank in dict.fromkeys(ranks)]
+                if len(leaving) == len(group.members):
+                    raise UserError(f"{name} would have no rank left: close it instead")
+                for member in leaving:
+                    del group.members[member.seat.rank]
+                group.changed()
+            self.retire(leaving, notice_s, is_told=notice_s > 0)
+            self._announce(group)
+            self._tell_members(group)
+
+    def move(self, name: str, placement: Placement, timeout_s: float) -> Move:
+        group = self._group(name)
+        seats = resolve(placement, self._devices())
+        with group.changing:
+            move = move_group(self, group, seats, timeout_s)
+        self.moves.append(move)
+        return move
 
     def close_group(self, name: str, timeout_s: float) -> None:
-        """Part of `GroupOwner`; see WorkerGroup.close."""
         with self._lock:
             group = self._groups.pop(name, None)
-            if group is None:
-                return
-            group.is_closing = True
-            running = [process for process in group.processes if process.is_running]
-        if timeout_s > 0:
-            self._ask_to_stop(group)
-        self._wait_ended(running, timeout_s)
-        for process in running:
-            self._end(group, process)
-        self._next_incarnation[name] = 1 + max(process.incarnation for process in group.processes)
-
-    def close(self, timeout_s: float) -> None:
-        """Close every group; what is still busy then is left to the agents."""
-        with self._lock:
-            self._is_closed = True
-            groups = list(self._groups.values())
-        for group in groups:
-            self._ask_to_stop(group)
-        deadline_s = time.monotonic() + timeout_s
-        for group in groups:
-            with contextlib.suppress(StuckError):
-                self.close_group(group.name, max(0.01, deadline_s - time.monotonic()))
+        if group is None:
+            return
+        self.retire(self._running(group), timeout_s)
+        group.changed()
+        with contextlib.suppress(RunError):  # no hub any more: nobody needs to know
+            self._context.directory.announce(name, Roster(group.version, ()), {})
 
     def diagnose(self, message: str, timeout_s: float) -> StuckError:
         """A passed deadline as an error; a long one comes with the report of who waits for whom."""
@@ -224,121 +185,209 @@ class Supervisor:
 
     # --- starting and ending processes --------------------------------------------------------------------
 
-    def _ready_handle(self, group: _Group, seats: Sequence[Seat], incarnation: int) -> Handle:
-        targets = [group.address(seat, incarnation) for seat in seats]
-        return Handle(f"{group.name}.{INIT}", targets, self._context.calls.pump, self.diagnose)
-
-    def _start(self, group: _Group, process: _Process) -> None:
-        node = self._find_node(process.node_id)
-        num_on_node = sum(1 for other in group.processes if other.node_id == process.node_id)
-        key = group.identities(process)[0]
+    def begin(self, group: Group, seats: Sequence[Seat]) -> None:
+        """Give a group without processes its first, or, in a move, its next members."""
+        ranks = tuple(seat.rank for seat in seats)
         with self._lock:
-            process.is_running = True
-            self._by_key[key] = (group, process)
+            group.members.clear()
+            group.next_rank = max(group.next_rank, 1 + max(ranks))
+            group.changed()
+            launches = {rank: self._launches[group.name, rank] for rank in ranks}
+        self._context.directory.announce(group.name, Roster(group.version, ()), launches)
+        members = self._start(group, seats, ranks)
+        with self._lock:
+            group.members.update((member.seat.rank, member) for member in members)
+
+    def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
+        """Call a method of the runtime's own on members that have said hello."""
+        targets = [member.address for member in members]
+        handle = Handle(f"{targets[0].group if targets else ''}.{method}", targets, self.diagnose)
+        payload = self._context.parcels.pack(encode_arguments(args, {}), targets)
+        self._context.calls.call(handle, method, payload, concurrent=concurrent)
+        return handle
+
+    def wait_started(self, members: Sequence[Member], timeout_s: float) -> None:
+        """Until every `__init__` has run; raises what the first failing one raised."""
+        deadline_s = time.monotonic() + timeout_s
+        for member in members:
+            member.ready.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def retire(self, members: Sequence[Member], timeout_s: float, *, is_told: bool = False) -> None:
+        """End processes in order within the time, else by a kill. `is_told`: run their `notice`."""
+        self._ask_to_stop(members, timeout_s, is_told=is_told)
+        self._wait_ended(members, timeout_s)
+        self._end(members)
+
+    def close(self, timeout_s: float) -> None:
+        """Close every group; what is still busy then is left to the agents."""
+        with self._lock:
+            self._is_closed = True
+            groups = list(self._groups)
+            running = [member for _, member in self._by_key.values() if member.is_running]
+        self._ask_to_stop(running, timeout_s)
+        self._wait_ended(running, timeout_s)
+        for name in groups:
+            with contextlib.suppress(StuckError):
+                self.close_group(name, 0.0)
+
+    def _start(self, group: Group, seats: Sequence[Seat], ranks: tuple[int, ...]) -> list[Member]:
+        """Start a process on each of `seats`; none is left where one is refused."""
+        new = {seat.rank for seat in seats}
+        beside = [member.seat for rank, member in group.members.items() if rank not in new]
+        sharing = Counter(seat.node_id for seat in (*beside, *seats))
+        started: list[Member] = []
+        try:
+            for seat in seats:
+                started.append(  # noqa: PERF401  those before one that is refused must be known
+                    self._start_one(group, seat, ranks, sharing[seat.node_id])
+                )
+        except BaseException:
+            self._end(started)
+            raise
+        return started
+
+    def _start_one(self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int) -> Member:
+        node, options = self._find_node(seat.node_id), group.options
+        with self._lock:
+            incarnation = self._launches[group.name, seat.rank]
+            self._launches[group.name, seat.rank] += 1
+            address = WorkerAddress(group.name, seat.rank, seat.node_id, 0, "", incarnation=incarnation)
+            member = Member(seat, address, Handle(f"{group.name}.{INIT}", [address], self.diagnose))
+            self._by_key[member.identity] = (group, member)
+        peers = self._devices() if options.peer_access else ()
         request = self._launcher.worker(
             node,
-            key,
-            process.seats,
-            group=group.name,
-            world_size=group.world_size,
-            incarnation=process.incarnation,
-            num_threads=group.threads or max(1, node.node.num_cores // num_on_node),
-            peers=[device for device in group.peers if device.node_id == process.node_id],
-            env=group.env,
+            seat,
+            options,
+            incarnation=incarnation,
+            ranks=ranks,
+            num_threads=options.threads or max(1, node.node.num_cores // num_sharing),
+            peers=tuple(device for device in peers if device.node_id == seat.node_id),
         )
-        node.start(request)
+        member.is_running = True
+        try:
+            node.start(request)
+        except BaseException:
+            member.is_running = False
+            del self._by_key[member.identity]
+            raise
+        return member
 
-    def _ask_to_stop(self, group: _Group) -> None:
+    def _ask_to_stop(self, members: Sequence[Member], notice_s: float, *, is_told: bool = False) -> None:
         """Once: a worker that has read it stops after the calls before it."""
         with self._lock:
-            group.is_closing = True
-            hosts = [process.host for process in group.processes if process.is_running]
-            was_asked, group.is_asked_to_stop = group.is_asked_to_stop, True
-        for host in hosts if not was_asked else ():
-            if host is not None:
-                self._context.calls.stop(host)
+            asked = [m for m in members if not m.is_leaving and m.is_running and m.has_said_hello]
+            for member in members:
+                member.is_leaving = True
+        if is_told and asked:
+            self.call(asked, "notice", notice_s, concurrent=True)
+        for member in asked if notice_s > 0 else ():
+            self._context.mailbox.post(member.address.endpoint_from(self._context.node_id), [STOP])
 
-    def _end(self, group: _Group, process: _Process) -> None:
-        """Kill a process if it runs, and wait until the agent says so."""
+    def _end(self, members: Sequence[Member]) -> None:
+        """Kill the processes that run, and wait until the agents say so."""
         with self._lock:
-            if not process.is_running:
-                return
-        key = group.identities(process)[0]
-        self._find_node(process.node_id).kill(key, signal.SIGKILL)
-        if not self._wait_ended([process], KILL_WAIT_S):
-            raise StuckError(f"{key} did not end within {KILL_WAIT_S:g} s of its kill")
+            running = [member for member in members if member.is_running]
+            for member in running:
+                member.is_leaving = True
+        for member in running:
+            with contextlib.suppress(RunError):  # a node that is gone has no process
+                self._find_node(member.seat.node_id).kill(member.identity, signal.SIGKILL)
+        if not self._wait_ended(running, KILL_WAIT_S):
+            alive = ", ".join(member.identity for member in running if member.is_running)
+            raise StuckError(f"{alive} did not end within {KILL_WAIT_S:g} s of its kill")
 
-    def _wait_ended(self, processes: Sequence[_Process], timeout_s: float) -> bool:
+    def _wait_ended(self, members: Sequence[Member], timeout_s: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not any(p.is_running for p in processes), timeout_s)
+            return self._changed.wait_for(lambda: not any(m.is_running for m in members), timeout_s)
+
+    def _announce(self, group: Group) -> None:
+        launches = {rank: member.address.incarnation for rank, member in group.members.items()}
+        self._context.directory.announce(group.name, self.roster(group.name), launches)
+
+    def _tell_members(self, group: Group) -> None:
+        """`Worker.ranks` follows, between the calls before and those after."""
+        self.call([m for m in group.members.values() if m.has_said_hello], MEMBERS, tuple(group.members))
 
     # --- events -------------------------------------------------------------------------------------------
 
     def process_ended(self, key: str, reason: str) -> None:
         """The agent of its node says so. Keys of processes that are no group's are none of our business."""
         with self._lock:
-            if key not in self._by_key:
+            _, member = self._by_key.pop(key, (None, None))
+            if member is None or not member.is_running:
                 return
-            group, process = self._by_key[key]
-            identities = group.identities(process)
-            if identities[0] != key or not process.is_running:
-                return
-            process.is_running = False
-            host, ready = process.host, process.ready
-            process.is_lost = host is None
-            was_asked_for = group.is_closing
+            member.is_running = False
+            has_ended_in_order = member.is_leaving
             self._changed.notify_all()
-        self._forget(host)
-        told = "its group was closed" if was_asked_for else reason
-        for identity in identities:
-            self._context.directory.report_death(identity, told)
-        # A process that ends in order says so to the hub itself, but for ranks that never had a line to it.
-        with contextlib.suppress(
-            RunError
-        ):  # no hub any more: who waits here must hear of the death all the same
-            for identity in identities[1:] if was_asked_for else identities:
-                self._context.hub.submit("registry.died", [identity, LEFT if was_asked_for else reason])
-        if host is None:
-            ready.fill(
-                [
-                    (n, Lost(PeerDiedError(f"{target.name} died before it was ready: {reason}")))
-                    for n, target in enumerate(ready.targets)
-                ]
-            )
+        if endpoint := member.address.endpoint_from(self._context.node_id):
+            self._context.mailbox.forget(endpoint)
+        told = "it was closed or removed" if has_ended_in_order else reason
+        self._context.directory.report_death(key, told)
+        with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
+            self._context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
+        if not member.has_said_hello:
+            name = member.address.name
+            member.ready.fill(0, Lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """All processes of a node are gone with its agent."""
         with self._lock:
-            lost = [
-                key
-                for key, (group, process) in self._by_key.items()
-                if process.node_id == node_id and group.identities(process)[0] == key
-            ]
+            lost = [key for key, (_, member) in self._by_key.items() if member.seat.node_id == node_id]
         for key in lost:
             self.process_ended(key, reason)
 
-    def _on_hello(self, frames: Frames) -> None:
-        host = pickle.loads(frames[0])
-        assert isinstance(host, HostProcess)
+    def hub_lost(self, reason: str) -> None:
+        """There will be no hub any more: every process's waits for it must fail."""
         with self._lock:
-            group, process = self._by_key[host.identity]
-            process.host = host
+            running = [m for _, m in self._by_key.values() if m.is_running and m.has_said_hello]
+        self._context.hub.abandon(reason)
+        for member in running:
+            endpoint = member.address.endpoint_from(self._context.node_id)
+            self._context.mailbox.post(endpoint, [NO_HUB, reason.encode()])
+
+    def _on_hello(self, frames: Frames) -> None:
+        address = pickle.loads(frames[0])
+        assert isinstance(address, WorkerAddress)
+        with self._lock:
+            group, member = self._by_key.get(address.identity, (None, None))
+            if group is None or member is None:
+                return  # it ended meanwhile
+            member.address = address
+            member.ready.targets = (address,)
             # Under the lock: whoever calls the group from now on comes after its `__init__`.
-            ranks = range(len(host.addresses))
-            self._context.calls.call(host, INIT, group.init_payload, process.ready, ranks)
+            self._context.calls.call(member.ready, INIT, group.init_payload)
             self._changed.notify_all()
 
-    def _forget(self, host: HostProcess | None) -> None:
-        if host is not None:
-            address, mailbox = host.addresses[0], self._context.mailbox
-            mailbox.forget(address.endpoint_from(self._context.node_id))
-            for endpoint in (host.work_tcp_endpoint, address.raw_endpoint):
-                if endpoint:
-                    mailbox.forget(endpoint)
+    # --- what there is ------------------------------------------------------------------------------------
 
-    # --- checks -------------------------------------------------------------------------------------------
+    def ranks_on(self, node_id: str) -> dict[str, list[int]]:
+        """The ranks on a node, by group; PlanError where a group has no others."""
+        found: dict[str, list[int]] = {}
+        with self._lock:
+            for name, group in self._groups.items():
+                ranks = [rank for rank, member in group.members.items() if member.seat.node_id == node_id]
+                if ranks and len(ranks) == len(group.members):
+                    raise PlanError(f"all of {name} is on {node_id}: close or move the group first")
+                if ranks:
+                    found[name] = ranks
+        return found
 
-    def _group(self, name: str) -> _Group:
+    def _held_devices(self) -> set[int]:
+        with self._lock:
+            return {
+                device.id
+                for group in self._groups.values()
+                for member in group.members.values()
+                for device in member.seat.devices
+            }
+
+    def _running(self, group: Group) -> list[Member]:
+        """Every process of a group, also one that is about to join or to leave it."""
+        with self._lock:
+            return [member for of, member in self._by_key.values() if of is group and member.is_running]
+
+    def _group(self, name: str) -> Group:
         with self._lock:
             if self._is_closed:
                 raise RunError("the cluster is closed")

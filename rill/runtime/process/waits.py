@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 DUMP, DUMPED = "dump", "dumped"
 
 
+before: list[Callable[[], None]] = []
+"""Called by a thread that is about to wait."""
+after: list[Callable[[str, float], None]] = []
+"""Called with what it waited on, and for how long."""
+
+
 class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it stands in every call's way
     """Name the wait that this thread, or a task in it, is about to enter."""
 
@@ -33,6 +39,9 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
         self._since_s = time.monotonic()
 
     def __enter__(self) -> None:
+        for hook in before:
+            hook()
+        self._since_s = time.monotonic()
         _open.setdefault(threading.get_ident(), []).append(self)
 
     def __exit__(
@@ -46,6 +55,9 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
             waits.remove(self)
         if not waits:
             del _open[ident]
+        on = self.on if isinstance(self.on, str) else "calls"
+        for hook in after:
+            hook(on, time.monotonic() - self._since_s)
 
     def row(self, now_s: float) -> list[Any]:
         """As a dump holds it."""

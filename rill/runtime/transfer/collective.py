@@ -8,10 +8,12 @@ enters when they are called.
 from __future__ import annotations
 
 import importlib
-import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from rill.runtime.process.mailbox import free_port
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
@@ -23,24 +25,17 @@ class Rendezvous:
 
     init_method: str
     rank: int
+    """The place among the group's ranks, from 0 without gaps."""
     world_size: int
 
 
-def rendezvous(context: RuntimeContext, world_size: int, *, timeout_s: float) -> Rendezvous:
-    """Called by every rank of a group. Rank 0 picks a free port on its node and tells the others."""
-    rank = context.address.rank
-    endpoint = f"tcp://{context.host}:{free_port(context.host)}" if rank == 0 else ""
-    if world_size > 1:
-        endpoint = context.transfer.broadcast(endpoint, world_size, source=0, timeout_s=timeout_s)
-    return Rendezvous(endpoint, rank, world_size)
-
-
-def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def rendezvous(context: RuntimeContext, ranks: Sequence[int], *, timeout_s: float) -> Rendezvous:
+    """Called by every rank of a group. The first picks a free port on its node and tells the others."""
+    place = ranks.index(context.address.rank)
+    endpoint = f"tcp://{context.host}:{free_port(context.host)}" if place == 0 else ""
+    if len(ranks) > 1:
+        endpoint = context.transfer.broadcast(endpoint, ranks, source=ranks[0], timeout_s=timeout_s)
+    return Rendezvous(endpoint, place, len(ranks))
 
 
 def open_store(host: str, port: int, *, is_master: bool, timeout_s: float) -> Any:

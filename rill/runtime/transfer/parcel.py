@@ -37,7 +37,7 @@ class Reader(Protocol):
     """Whom a parcel is for."""
 
     @property
-    def process_identity(self) -> str: ...
+    def identity(self) -> str: ...
 
     @property
     def node_id(self) -> str: ...
@@ -84,8 +84,8 @@ class Parcels:
         with self._lock:
             self._readers[ref.slot] = len(readers)
             for reader in readers:
-                self._lent.setdefault(reader.process_identity, Counter())[ref.slot] += 1
-            dead = {reader.process_identity for reader in readers} & self._dead
+                self._lent.setdefault(reader.identity, Counter())[ref.slot] += 1
+            dead = {reader.identity for reader in readers} & self._dead
         for identity in dead:
             self.peer_died(identity)
         mailbox = self._context.mailbox
@@ -102,17 +102,8 @@ class Parcels:
             return wire.decode(header, buffers, device=device)
         return self._context.store.read(place.ref, self._releaser(place), device=device)
 
-    def opener(self, frames: Frames) -> Callable[[str | None], Any]:
-        """What builds the object anew at every call, on the device that it is given, for ranks that share this
-        process. Call once per message."""
-        if not frames[0]:
-            header, buffers = frames[1], frames[2:]
-        else:
-            header, buffers = self._load(_Place(*pickle.loads(frames[0])))
-        return lambda device: wire.decode(header, [bytearray(buffer) for buffer in buffers], device=device)
-
     def peer_died(self, identity: str) -> None:
-        """Take back what a dead process had borrowed; `identity` is its first rank's."""
+        """Take back what a dead process had borrowed."""
         with self._lock:
             self._dead.add(identity)
             lent = self._lent.pop(identity, Counter())

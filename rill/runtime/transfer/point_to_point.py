@@ -107,29 +107,31 @@ class PointToPoint:
             f"send to {group}[{rank}]",
         )
 
-    def broadcast(self, obj: Any, world_size: int, *, source: int, timeout_s: float = DEFAULT_WAIT_S) -> Any:
+    def broadcast(
+        self, obj: Any, ranks: Sequence[int], *, source: int, timeout_s: float = DEFAULT_WAIT_S
+    ) -> Any:
         """Called by every rank of this group; gives each what rank `source` gave. Written once."""
         group, rank = self._me.group, self._me.rank
-        self._check_source(world_size, source)
+        self._check_source(ranks, source)
         if rank != source:
             return self.recv(group, source, tag=_BROADCAST, timeout_s=timeout_s)
         if (group, rank, _BROADCAST) in self._last:
             return self._await(
-                self.broadcast_async(obj, world_size, source=source), f"broadcast in {group}", timeout_s
+                self.broadcast_async(obj, ranks, source=source), f"broadcast in {group}", timeout_s
             )
-        self._send_to_others(obj, world_size, time.monotonic() + timeout_s)
+        self._send_to_others(obj, ranks, time.monotonic() + timeout_s)
         return obj
 
-    def broadcast_async(self, obj: Any, world_size: int, *, source: int) -> Future[Any]:
+    def broadcast_async(self, obj: Any, ranks: Sequence[int], *, source: int) -> Future[Any]:
         """The same, without waiting: `obj` must not be changed before the future is done."""
         group, rank = self._me.group, self._me.rank
-        self._check_source(world_size, source)
+        self._check_source(ranks, source)
         if rank != source:
             return self.recv_async(group, source, tag=_BROADCAST)
         deadline_s = time.monotonic() + DEFAULT_WAIT_S
 
         def give() -> Any:
-            self._send_to_others(obj, world_size, deadline_s)
+            self._send_to_others(obj, ranks, deadline_s)
             return obj
 
         return self._in_order((group, rank, _BROADCAST), give, f"broadcast in {group}")
@@ -144,14 +146,14 @@ class PointToPoint:
         encoded = wire.encode(obj, device_hook=exporter)
         self._post([peer], tag, encoded, deadline_s, exporter.kind if exporter is not None else "")
 
-    def _send_to_others(self, obj: Any, world_size: int, deadline_s: float) -> None:
+    def _send_to_others(self, obj: Any, ranks: Sequence[int], deadline_s: float) -> None:
         """To every other rank of the group. GPU tensors go to each by its own route."""
         group = self._me.group
-        ranks = [rank for rank in range(world_size) if rank != self._me.rank]
-        peers = [self._directory.find(group, rank, _left_s(deadline_s)) for rank in ranks]
+        others = [rank for rank in ranks if rank != self._me.rank]
+        peers = [self._directory.find(group, rank, _left_s(deadline_s)) for rank in others]
         if any(map(self._exporter_for, peers)) and has_device_tensors(obj):
-            sending = [self.send_async(obj, group, rank, tag=_BROADCAST) for rank in ranks]
-            for rank, one in zip(ranks, sending, strict=True):
+            sending = [self.send_async(obj, group, rank, tag=_BROADCAST) for rank in others]
+            for rank, one in zip(others, sending, strict=True):
                 self._await(one, f"broadcast to {group}[{rank}]", _left_s(deadline_s))
         elif peers:
             self._post(peers, _BROADCAST, wire.encode(obj), deadline_s)
@@ -344,10 +346,10 @@ class PointToPoint:
         for source, place in waiting_for_it:
             place.set_exception(self._gone(source, reason))
 
-    def _check_source(self, world_size: int, source: int) -> None:
-        if not 0 <= source < world_size:
+    def _check_source(self, ranks: Sequence[int], source: int) -> None:
+        if source not in ranks:
             group = self._me.group
-            raise UserError(f"{group} has ranks 0 to {world_size - 1}: rank {source} cannot broadcast")
+            raise UserError(f"{group} has ranks {', '.join(map(str, ranks))}: rank {source} cannot broadcast")
 
     def _count(self, route: str) -> None:
         with self._changed:

@@ -1,0 +1,257 @@
+"""A lease: what a consumer has taken and not finished, and what it has put meanwhile.
+
+    take ──▶ OPEN ──done──▶ one record: the items are finished and everything put under the lease is in
+               │
+               ├── give_back, or an exception ──▶ the items go to somebody else, and nothing was put
+               └── the process dies ────────────▶ the same
+
+Puts made inside a loop's body, or inside `with lease:`, by the thread or task that works on it (and by tasks that it
+starts) join the innermost lease. Before a wait of any other kind they are sent by themselves: whoever is waited for
+may need them. A loop that is left (`break`, an exception) cannot say why; that is settled by what its thread does next:
+another operation on a channel, or the end of its call, finishes the item, an exception on its way out gives it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from contextvars import ContextVar
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rill.errors import RunError
+from rill.runtime.hub.messages import Descriptor, Done, Item, Puts
+from rill.runtime.process import waits
+
+if TYPE_CHECKING:
+    from rill.runtime.channel import Channel
+    from rill.runtime.channels.consumer import Consumer
+
+
+class LeaseState(Enum):
+    OPEN = "open"
+    DONE = "done"
+    GIVEN_BACK = "given back"
+
+
+_joined: ContextVar[tuple[Lease, ...]] = ContextVar("rill-leases", default=())
+"""The leases that puts made here may join, the innermost last. Tasks and asyncio.to_thread inherit it."""
+
+
+class Lease:
+    """Items taken together by one thread or task. From `Channel.leases` it is one item: `lease.value`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_consumer",
+        "_error_before",
+        "_ids",
+        "_num_bytes",
+        "_puts",
+        "holder",
+        "is_left",
+        "state",
+        "value",
+    )
+
+    def __init__(self, consumer: Consumer, items: Sequence[Item], holder: object) -> None:
+        self._consumer = consumer
+        self._ids = [item.id for item in items]
+        self._puts: list[Puts] = []
+        self._num_bytes = 0
+        self._error_before = sys.exc_info()[1]
+        self.holder = holder
+        self.state = LeaseState.OPEN
+        self.is_left = False
+        """Its loop was left without saying how it went."""
+        self.value: Any = None
+
+    # --- for whoever works on it ----------------------------------------------------------------------------
+
+    def put(self, channel: Channel, obj: Any, weight: float = 1.0, key: Hashable | None = None) -> None:
+        """Put `obj` when this lease is done, from any task or thread."""
+        self.add(channel.name, channel.describe(obj, weight, key))
+
+    def done(self, timeout_s: float | None = None) -> None:
+        """These items are dealt with: finish them and put what was put under them. Waits for room in bounded
+        channels. A second call does nothing."""
+        if self.state is LeaseState.OPEN:
+            commit = self._take_commit(LeaseState.DONE)
+            self._consumer.commit(*commit, timeout_s)
+
+    async def done_async(self, timeout_s: float | None = None) -> None:
+        """As `done`, without blocking the event loop."""
+        if self.state is LeaseState.OPEN:
+            commit = self._take_commit(LeaseState.DONE)
+            await self._consumer.commit_async(*commit, timeout_s)
+
+    def give_back(self, error: str = "") -> None:
+        """Somebody else may try. Without an error it does not count as a failure."""
+        if self.state is LeaseState.OPEN:
+            _, puts, _ = self._take_commit(LeaseState.GIVEN_BACK)
+            self._consumer.give_back(self._ids, puts, error)
+
+    def __del__(self) -> None:
+        if self.state is LeaseState.OPEN:  # nobody can finish it any more
+            self._consumer.dropped(self._ids, self._puts)
+
+    def __enter__(self) -> Self:
+        join(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        unjoin(self)
+        if error is None:
+            self.done()
+        else:
+            self.give_back(describe(error))
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        unjoin(self)
+        if error is None:
+            await self.done_async()
+        else:
+            self.give_back(describe(error))
+
+    # --- for the ends of channels -----------------------------------------------------------------------------
+
+    def add(self, channel: str, descriptor: Descriptor) -> None:
+        """A put joins."""
+        if self.state is not LeaseState.OPEN:
+            raise RunError(
+                f"put into {channel!r} under a lease that is {self.state.value}: put before `done`"
+            )
+        if self._puts and self._puts[-1].channel == channel:
+            self._puts[-1].items.append(descriptor)
+        else:
+            self._puts.append(Puts(channel, [descriptor]))
+        if descriptor.inline is not None:
+            self._num_bytes += descriptor.num_bytes
+
+    def send_puts(self) -> None:
+        """A wait is coming: what was put so far goes now, and is no longer undone if this lease fails."""
+        if self._puts and self.state is LeaseState.OPEN:
+            puts, self._puts = self._puts, []
+            num_bytes, self._num_bytes = self._num_bytes, 0
+            self._consumer.send([], puts, num_bytes)
+
+    def finish(self) -> None:
+        """As `done`, but without waiting for room: the hub keeps what has none."""
+        if self.state is LeaseState.OPEN:
+            self._consumer.send(*self._take_commit(LeaseState.DONE))
+
+    def settle(self) -> None:
+        """Its loop was left: with an exception on its way it is given back, else it is done."""
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._error_before:
+            self.give_back(describe(error))
+        else:
+            self.finish()
+
+    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts], int]:
+        self.state = state
+        _forget(self)
+        puts, self._puts = self._puts, []
+        return [Done(self._consumer.name, self._ids)], puts, self._num_bytes
+
+
+# --- which lease a put joins ------------------------------------------------------------------------------
+
+
+def join(lease: Lease) -> None:
+    _joined.set((*_joined.get(), lease))
+
+
+def unjoin(lease: Lease) -> None:
+    _joined.set(tuple(other for other in _joined.get() if other is not lease))
+
+
+def joined() -> Lease | None:
+    """The innermost lease that is still open here. Loops that were left are settled first."""
+    leases = _joined.get()
+    if not leases:
+        return None
+    if any(lease.is_left or lease.state is not LeaseState.OPEN for lease in leases):
+        _joined.set(tuple(one for one in leases if not one.is_left and one.state is LeaseState.OPEN))
+        for lease in reversed(leases):
+            if lease.is_left:
+                lease.settle()
+        leases = _joined.get()
+    return leases[-1] if leases else None
+
+
+def before_wait() -> None:
+    """This thread or task is about to wait for somebody, who may need what it has put."""
+    if joined() is not None:
+        for lease in _joined.get():
+            lease.send_puts()
+
+
+waits.before.append(before_wait)
+
+
+# --- who holds what ---------------------------------------------------------------------------------------
+
+_held: dict[object, list[Lease]] = {}
+"""Open leases by the thread or task that took them."""
+_lock = threading.Lock()
+_watched: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+
+
+def current_holder() -> object:
+    """The running task, else the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return threading.get_ident()
+    return task if task is not None else threading.get_ident()
+
+
+def hold(lease: Lease) -> None:
+    """Remember who has it, until it is settled: at the latest when its task or call ends."""
+    with _lock:
+        _held.setdefault(lease.holder, []).append(lease)
+    if isinstance(lease.holder, asyncio.Task) and lease.holder not in _watched:
+        _watched.add(lease.holder)
+        lease.holder.add_done_callback(_task_ended)
+
+
+def _forget(lease: Lease) -> None:
+    with _lock:
+        leases = _held.get(lease.holder)
+        if leases is not None and lease in leases:
+            leases.remove(lease)
+            if not leases:
+                del _held[lease.holder]
+
+
+def _task_ended(task: asyncio.Task[Any]) -> None:
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    end_holder(task, error)
+
+
+def end_holder(holder: object, error: BaseException | None) -> None:
+    """A task or call has ended: what its loops and takes had is done, or, after an exception, somebody else's."""
+    with _lock:
+        leases = list(_held.get(holder, ()))
+    for lease in reversed(leases):
+        if error is not None:
+            lease.give_back(describe(error))
+        else:
+            lease.finish()
+
+
+def describe(error: BaseException) -> str:
+    """For the count of failures; what only ends a wait (Ctrl-C, a cancelled task) is none."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""

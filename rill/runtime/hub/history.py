@@ -1,0 +1,77 @@
+"""What happened, bounded: one record per finished call of a worker. A service of the hub.
+
+A worker tells what its call took from and put into which channels, which turns on devices it had, how long its memory
+took to come and go and what it waited for. Calls that last are told in parts. From these records alone the graph of a
+workflow can be drawn (rill/planning).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from rill.runtime.hub.service import DEFERRED, Handler
+
+MAX_RECORDS = 20_000
+
+
+class Flowed(msgspec.Struct, array_like=True):
+    """Through one channel."""
+
+    items: int = 0
+    num_bytes: int = 0
+    weight: float = 0.0
+
+    def count(self, num_bytes: int, weight: float) -> None:
+        self.items += 1
+        self.num_bytes += num_bytes
+        self.weight += weight
+
+
+class TurnRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A stretch of time on devices."""
+
+    devices: list[int]
+    started_s: float
+    ended_s: float
+
+
+class CallRecord(msgspec.Struct, kw_only=True):
+    """One call on one rank, or a part of a long one. Times are time.time()."""
+
+    group: str
+    rank: int
+    method: str
+    started_s: float
+    ended_s: float = 0.0
+    is_whole: bool = True
+    """False: a part of a call that goes on."""
+    took: dict[str, Flowed] = {}
+    put: dict[str, Flowed] = {}
+    turns: list[TurnRecord] = []
+    onload_s: float = 0.0
+    offload_s: float = 0.0
+    waits_s: dict[str, float] = {}
+    """Seconds by what was waited for: "channel:prompts", "devices"."""
+
+
+class History:
+    """The last records of all calls."""
+
+    def __init__(self) -> None:
+        self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
+        self.num_told = 0
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {"tell": Handler(CallRecord, self._tell)}
+
+    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"calls": lambda _: list(self._records)}
+
+    def _tell(self, client: str, seq: int, record: CallRecord) -> Any:
+        self._records.append(record)
+        self.num_told += 1
+        return DEFERRED

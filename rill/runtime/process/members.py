@@ -1,0 +1,75 @@
+"""What the driver keeps about its groups: how each was launched, and the process of each of its ranks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+
+from rill.runtime.context import WorkerAddress
+from rill.runtime.device.placement import Seat
+from rill.runtime.group import Roster
+from rill.runtime.handle import Handle
+from rill.runtime.process.mailbox import Frames
+from rill.runtime.worker import LaunchSpec, Worker
+
+_versions = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """The process of one rank. A relaunched rank has another."""
+
+    seat: Seat
+    address: WorkerAddress
+    """Who it is and, once it has said hello, where."""
+    ready: Handle
+    """Of its `__init__`."""
+    is_running: bool = False
+    is_leaving: bool = False
+    """It was asked to end: its end is no news."""
+
+    @property
+    def identity(self) -> str:
+        return self.address.identity
+
+    @property
+    def has_said_hello(self) -> bool:
+        return bool(self.address.endpoint)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it can be called, or never will be."""
+        return self.has_said_hello or not self.is_running
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended, or could not start."""
+        return not self.is_running or any(o is not None and o.error for o in self.ready.so_far())
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """What is needed to start a group's processes, now and again, and those that it has."""
+
+    cls: type[Worker]
+    options: LaunchSpec
+    init_payload: Frames
+    members: dict[int, Member] = field(default_factory=dict)
+    """By rank, in order."""
+    next_rank: int = 0
+    """An id is not given twice."""
+    version: int = 0
+    """Grows with every change, also from one group of a name to the next."""
+    roster: Roster | None = None
+    changing: threading.RLock = field(default_factory=threading.RLock)
+    """Held by a relaunch, an addition, a removal and a move."""
+
+    @property
+    def name(self) -> str:
+        return self.options.name
+
+    def changed(self) -> None:
+        """Members have come or gone."""
+        self.version = next(_versions)
+        self.roster = None

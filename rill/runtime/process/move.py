@@ -1,0 +1,89 @@
+"""How a group is moved between two steps: its state is asked for, its processes end, and others start elsewhere.
+
+    state() on every rank ─▶ stop ─▶ start on the new seats ─▶ restore() on every rank
+                                        └─ fails: start on the old seats ─▶ restore() ─▶ the error
+
+Name, channels and locks of the group stay, because the hub knows them by the name.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rill.errors import RunError
+from rill.runtime.device.placement import Seat
+from rill.runtime.group import Move
+from rill.runtime.process.members import Group
+from rill.runtime.transfer import wire
+
+if TYPE_CHECKING:
+    from rill.runtime.process.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+
+
+def move_group(supervisor: Supervisor, group: Group, seats: Sequence[Seat], timeout_s: float) -> Move:
+    """Called with the group's changes held."""
+    laps = [time.monotonic()]
+    deadline_s = laps[0] + timeout_s
+    members = list(group.members.values())
+    before = [member.seat for member in members]
+    supervisor.wait_started(members, timeout_s)
+    states = supervisor.call(members, "state").wait(_left(deadline_s))
+    laps.append(time.monotonic())
+    supervisor.retire(members, _left(deadline_s))
+    laps.append(time.monotonic())
+    try:
+        _start(supervisor, group, seats, deadline_s)
+        laps.append(time.monotonic())
+        state_bytes = _restore(supervisor, group, states, deadline_s)
+    except RunError as error:
+        supervisor.retire(list(group.members.values()), 0.0)
+        _start(supervisor, group, before, time.monotonic() + timeout_s)
+        _restore(supervisor, group, states, time.monotonic() + timeout_s)
+        raise RunError(f"{group.name} did not come up where it was moved to, and is back: {error}") from error
+    laps.append(time.monotonic())
+    state_s, stop_s, start_s, restore_s = (after - at for at, after in zip(laps, laps[1:], strict=False))
+    move = Move(
+        group=group.name,
+        before=_devices(before),
+        after=_devices(seats),
+        state_bytes=state_bytes,
+        state_s=state_s,
+        stop_s=stop_s,
+        start_s=start_s,
+        restore_s=restore_s,
+    )
+    _log.info("%s moved from %s to %s in %.2f s", group.name, move.before, move.after, move.seconds)
+    return move
+
+
+def _start(supervisor: Supervisor, group: Group, seats: Sequence[Seat], deadline_s: float) -> None:
+    supervisor.begin(group, seats)
+    supervisor.wait_started(list(group.members.values()), _left(deadline_s))
+
+
+def _restore(supervisor: Supervisor, group: Group, states: Sequence[Any], deadline_s: float) -> int:
+    """How many bytes of state the ranks got; where nobody gave any, nobody is asked to take it."""
+    if all(state is None for state in states):
+        return 0
+    members = list(group.members.values())
+    if len(members) != len(states):
+        states = group.cls.reshard(states, len(members))
+    handles = [
+        supervisor.call([member], "restore", state) for member, state in zip(members, states, strict=True)
+    ]
+    for handle in handles:
+        handle.wait(_left(deadline_s))
+    return sum(wire.encode(state).num_bytes for state in states)
+
+
+def _devices(seats: Sequence[Seat]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(device.id for device in seat.devices) for seat in seats)
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())

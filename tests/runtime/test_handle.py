@@ -1,0 +1,70 @@
+"""What several threads get from one handle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rill.errors import PeerDiedError, StuckError
+from rill.runtime.context import WorkerAddress
+from rill.runtime.handle import Handle, Lost, Reply
+
+TARGETS = [WorkerAddress("w", rank, "n", 1, "") for rank in range(2)]
+
+
+def test_every_thread_that_waits_gets_the_results_and_they_are_decoded_once() -> None:
+    handle = Handle("w.m", TARGETS)
+    num_decoded = 0
+
+    def slowly() -> str:
+        nonlocal num_decoded
+        num_decoded += 1
+        time.sleep(0.05)
+        return "value"
+
+    got: list[Any] = []
+    threads = [threading.Thread(target=lambda: got.append(handle.wait(10))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    handle.fill(0, Reply(False, 1.0, {}, slowly, TARGETS[0]))
+    handle.fill(1, Reply(False, 2.0, {}, lambda: "other", TARGETS[1]))
+    for thread in threads:
+        thread.join(10)
+    assert got == [["value", "other"]] * 4
+    assert num_decoded == 1
+
+
+def test_a_result_that_cannot_be_decoded_fails_every_wait_alike() -> None:
+    handle = Handle("w.m", TARGETS[:1])
+
+    def fail() -> None:
+        raise ImportError("no module named elsewhere")
+
+    handle.fill(0, Reply(False, 1.0, {}, fail, TARGETS[0]))
+    for _ in range(2):
+        with pytest.raises(ImportError, match="elsewhere"):
+            handle.wait(1)
+
+
+def test_the_first_outcome_of_a_rank_counts() -> None:
+    handle = Handle("w.m", TARGETS[:1])
+    handle.fill(0, Reply(False, 1.0, {}, lambda: 7, TARGETS[0]))
+    handle.fill(0, Lost(PeerDiedError("late news")))
+    assert handle.wait(1) == [7]
+
+
+def test_callbacks_run_once_all_have_answered() -> None:
+    handle = Handle("w.m", TARGETS)
+    heard: list[Handle] = []
+    handle.on_done(heard.append)
+    handle.fill(0, Lost(PeerDiedError("gone")))
+    assert not heard and not handle.done()
+    assert [outcome is None for outcome in handle.so_far()] == [False, True]
+    with pytest.raises(StuckError, match=r"still runs on w\[1\]"):
+        handle.seconds()
+    handle.fill(1, Reply(False, 1.0, {}, lambda: 1, TARGETS[1]))
+    handle.on_done(heard.append)
+    assert heard == [handle, handle]
