@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import socket as sockets
 import stat
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from rill.errors import RunError, StuckError
 from rill.runtime.hub.server import HubClient, hub_command
