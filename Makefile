@@ -5,6 +5,7 @@
 #   make check      lint, formatting, types, architecture
 #   make bench      the benchmarks, as JSON lines
 #   make format     let ruff mend what it can
+#   make web        build the dashboard's page from rill/dashboard/web (needs Node; the built page is checked in)
 #   make test-slow  every test, slow ones included        make test-gpu  those that need a CUDA device
 #   make clean      remove what was built (runs/ is kept)
 #
@@ -31,7 +32,7 @@ DEV      := $(VENV)/.installed-dev-$(SUM)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow test-gpu check format bench clean
+.PHONY: demo test test-slow test-gpu check format bench web clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -60,8 +61,12 @@ bench: $(DEV)
 	@for file in $$(grep -l __main__ benchmarks/*.py); do \
 	  echo "== $$file" >&2; $(BIN)/python $$file $(ARGS) || exit 1; done
 
+web:
+	@command -v npm >/dev/null || { echo "building the page needs Node 20 or newer with npm; using rill does not" >&2; exit 2; }
+	@cd rill/dashboard/web && npm ci --ignore-scripts --no-audit --no-fund && npm run check && npm run build
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info rill/dashboard/web/node_modules
 	find rill tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

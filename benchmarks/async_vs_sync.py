@@ -28,8 +28,8 @@ from typing import Any
 from rill.config.files import load_recipe
 from rill.telemetry import trace
 from rill.telemetry.run import Run
+from rill.workflows.grpo import GRPO
 from rill.workflows.loop import StepReport
-from rill.workflows.reasoning import ReasoningWorkflow
 
 TINY = Path(__file__).resolve().parents[1] / "recipes" / "parts" / "tiny_model.toml"
 MAX_CONTEXT = 640
@@ -43,11 +43,11 @@ def recipe(args: argparse.Namespace, lag: int, seed: int) -> dict[str, Any]:
     model = load_recipe(TINY).values["model"]
     model["shape"] = {**model["shape"], "max_position_embeddings": MAX_CONTEXT}
     return {
-        "workflow": "reasoning",
+        "workflow": "grpo",
         "seed": seed,
         "model": model,
         "data": {"type": "arithmetic", "digits": [2, 2], "worked": 0.5},
-        "warmup": {"steps": args.warmup, "learning_rate": 2e-3},
+        "sft": {"steps": args.warmup, "learning_rate": 2e-3},
         "rollout": {
             "group_size": 8,
             "sampling": {"max_new_tokens": args.longest, "temperature": 1.0},
@@ -61,7 +61,7 @@ def recipe(args: argparse.Namespace, lag: int, seed: int) -> dict[str, Any]:
         },
         "algorithm": {"type": "grpo", "correction": {"type": args.correction}},
         "trainer": {"optimizer": {"learning_rate": args.rate}},
-        "loop": {"steps": args.steps, "groups_per_step": args.groups, "max_lag": lag},
+        "loop": {"steps": args.steps, "prompts_per_step": args.groups, "max_lag": lag},
         "eval": {"every": args.eval_every, "num_prompts": 256, "max_new_tokens": 32},
         "placement": {"rollout": "0", "actor": "1"},
         "cluster": {"devices": 2, "threads": 1},
@@ -69,11 +69,11 @@ def recipe(args: argparse.Namespace, lag: int, seed: int) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, Any]:
-    config = ReasoningWorkflow.Config.model_validate(recipe(args, lag, seed))
+    config = GRPO.Config.model_validate(recipe(args, lag, seed))
     folder = Run.create(f"lag{lag}-{seed}", root=root)
     trace.configure(folder.path, "driver")
     reports: list[StepReport] = []
-    ReasoningWorkflow(config, folder, [reports.append]).run()
+    GRPO(config, folder, [reports.append]).run()
     trace.shutdown()
     last = args.steps - 2
     steps = [r for r in reports if r.phase == "step" and args.skip < r.step <= last]

@@ -2,9 +2,10 @@
 
     python benchmarks/controller.py [--steps 40] [--bytes 1024,65536,1048576] [--groups 8,64,512] [--ranks 8,128]
 
-The real Loop, Fleet, Feeder, channels and hub; rollout workers that make no tokens and actors that train nothing. A
-rollout worker puts samples of a given size into the rollouts channel, an actor takes them by key, publishes a manifest
-of as many tensors as a 1.5B model has and brings the engines to it; every engine answers with a canary. JSON lines:
+The real Loop, Flow, Fleet, Controller, channels and hub; rollout workers that make no tokens and actors that train
+nothing. A rollout worker puts samples of a given size into the samples channel, an actor takes them by key, publishes a
+manifest of as many tensors as a 1.5B model has and brings the engines to it; every engine answers with a canary.
+JSON lines:
 
     step by bytes    driver time as samples grow: must not grow
     step by groups   driver time as the batch grows: must not grow
@@ -28,29 +29,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rill.config import PartConfig
 from rill.data.loader import LoaderConfig
+from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run
+from rill.training.parallel import World
 from rill.types import Floats, PolicyVersion, Prompt, TokenIds
 from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest, open_publisher
 from rill.weights.inproc import InprocTransport
 from rill.weights.manifest import BucketSpec, TensorSpec
-from rill.workflows.checkpoints import RunCheckpoints
-from rill.workflows.feeder import Feeder, PromptPlan
-from rill.workflows.fleet import Fleet, Flow
-from rill.workflows.jobs import Outcome, StepPlan, TrainedStep, sample_key
-from rill.workflows.loop import Loop, Parts, StepReport
-from rill.workflows.publishing import PublishingWorker
-from rill.workflows.sections import LoopConfig, SyncConfig
+from rill.weights.publishing import PublishingWorker
+from rill.workflows.actor import TrainedStep
+from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
+from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.edges import Edge
+from rill.workflows.episodes import Flows
+from rill.workflows.fleet import Crew, Engines, Fleet
+from rill.workflows.flow import Flow, Seating
+from rill.workflows.loop import Loop, StepReport
+from rill.workflows.records import Outcome, sample_key
 
 TIMEOUT_S = 600.0
 GROUP_SIZE = 8
 NUM_TENSORS = 338
 """Of a 1.5B model with 28 layers."""
+
+
+ALONE = World(None, torch.device("cpu"))
+"""Every rank trains by itself."""
 
 
 def report(**fields: Any) -> None:
@@ -63,21 +74,19 @@ class NullRollout(Worker):
     def __init__(self, *, num_bytes: int, work_s: float) -> None:
         self.payload = np.zeros(num_bytes, np.uint8)
         self.work_s = work_s
-        self.maker = f"null{self.rank}"
 
-    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
+    def generate(self, flows: Flows) -> int:
         count = 0
         if self.work_s:
             time.sleep(self.work_s)
-        for job in jobs:
-            for i in range(job.group_size):
-                rollouts.put(self.payload, key=sample_key(job.id, i, self.maker))
-            outcomes.put(
+        for task in flows.tasks:
+            for i in range(task.num_samples):
+                flows.samples.put(self.payload, key=sample_key(task.id, i))
+            flows.outcomes.put(
                 Outcome(
-                    index=job.index,
-                    lengths=(1,) * job.group_size,
+                    index=task.index,
+                    lengths=(1,) * task.num_samples,
                     metrics={"reward/mean": 0.5},
-                    maker=self.maker,
                 )
             )
             count += 1
@@ -96,13 +105,15 @@ class NullActor(PublishingWorker):
         self.work_s = work_s
         self.publisher = open_publisher(InprocTransport.Config()) if self.rank == 0 else None
 
-    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
-        keys = plan.share(self.rank, self.world_size, whole_groups=False)
+    def num_shares(self) -> int:
+        return self.world_size
+
+    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
         if self.work_s:
             time.sleep(self.work_s)
-        figures = {"samples": float(len(rollouts.take(keys=keys) if keys else ()))}
-        synced = self._bring_engines_to(self._gather(PolicyVersion(plan.version + 1)))
-        return TrainedStep(figures, synced, 0.0)
+        num_samples = sum(len(part.samples()) for part in source.parts(self, ALONE))
+        synced = self._bring_engines_to(self._gather(PolicyVersion(version + 1)))
+        return TrainedStep({"samples": float(num_samples)}, synced, 0.0)
 
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:
         if self.rank > 0:
@@ -146,14 +157,6 @@ class Questions:
         return Prompt(id=str(index), text="q")
 
 
-class NoEvaluation:
-    def is_due(self, step: int, last_step: int) -> bool:
-        return False
-
-    def run(self) -> dict[str, float]:
-        return {}
-
-
 class Stopwatch:
     """CPU and wall time of the driver between reports."""
 
@@ -185,7 +188,7 @@ def null_run(
 ) -> dict[str, float]:  # fmt: skip
     """Half of the ranks are engines, half trainers."""
     half = ranks // 2
-    config = LoopConfig(steps=steps, groups_per_step=groups, step_timeout_s=TIMEOUT_S)
+    config = LoopConfig(steps=steps, prompts_per_step=groups, step_timeout_s=TIMEOUT_S)
     rollout = NullRollout.launch(
         cluster,
         name=f"rollout-{tag}",
@@ -202,25 +205,34 @@ def null_run(
         work_s=work_s,
     )
     prompts = PromptPlan(data=Questions.Config(), loader=LoaderConfig())
-    feeder = Feeder.launch(
-        cluster, name=f"feeder-{tag}", placement="0", threads=1, prompts=prompts, config=config, group_size=GROUP_SIZE
+    controller = Controller.launch(
+        cluster, name=f"controller-{tag}", placement="0", threads=1, prompts=prompts, config=config,
+        group_size=GROUP_SIZE, evals={},
     )  # fmt: skip
-    flow = Flow(
-        jobs=Channel.create(cluster, f"jobs-{tag}", capacity_items=1_000_000),
-        rollouts=Channel.create(cluster, f"rollouts-{tag}"),
-        outcomes=Channel.create(cluster, f"outcomes-{tag}", timeout_s=1e9),
+
+    def channel(name: str, **options: Any) -> Channel:
+        return Channel.create(cluster, f"{name}-{tag}", **options)
+
+    flows = Flows(
+        tasks=channel("tasks", capacity_items=1_000_000, timeout_s=1e9),
+        samples=channel("samples"),
+        outcomes=channel("outcomes", timeout_s=1e9),
     )
+    crew = Crew(rollout, lambda chosen: rollout.on(*chosen).generate(flows), 0)
+    fleet = Fleet(crew, None, None, actor, SyncConfig(), config)  # type: ignore[arg-type]
+    seating = Seating(cluster, colocate=True)
+    seating.seat(rollout.name, "0")
+    seating.seat(actor.name, "1")
     stopwatch = Stopwatch()
-    parts = Parts(
-        fleet=Fleet(rollout, actor, flow, SyncConfig(), config),  # type: ignore[arg-type]
-        feeder=feeder,
-        flow=flow,
-        train_step=lambda plan: actor.train(flow.rollouts, plan).wait(timeout_s=TIMEOUT_S)[0],
-        evaluator=NoEvaluation(),  # type: ignore[arg-type]
-        checkpoints=RunCheckpoints(Run.create(tag, root=root), {}, 1, TIMEOUT_S),
-    )
-    Loop(config, parts, [stopwatch]).run()
-    for group in (rollout, actor, feeder):
+
+    def step(flow: Flow) -> None:
+        flow.update(actor, flow.select(flow.sample(Engines(rollout))))  # type: ignore[arg-type]
+
+    flow = Flow(FlowConfig(), config, controller, fleet, seating, flows, channel)
+    checkpoints = RunCheckpoints(Run.create(tag, root=root), {}, 1, TIMEOUT_S)
+    controller.start(flows).wait(timeout_s=TIMEOUT_S)
+    Loop(config, flow, step, controller, checkpoints, [stopwatch]).run()
+    for group in (rollout, actor, controller):
         group.close()
     return stopwatch.figures()
 

@@ -83,12 +83,12 @@ def write_inputs(folder: Path, seed: int, num_rows: int) -> None:
 
 def run_rill(args: argparse.Namespace) -> None:
     from rill.telemetry.run import Run
+    from rill.workflows.grpo import GRPO
     from rill.workflows.loop import StepReport
-    from rill.workflows.reasoning import ReasoningWorkflow
 
     folder = Path(args.folder)
     recipe = {
-        "workflow": "reasoning",
+        "workflow": "grpo",
         "seed": args.seed,
         "model": {"path": str(folder / "model")},
         "data": {"type": "jsonl", "path": str(folder / "prompts.jsonl"), "form": "bare"},
@@ -107,7 +107,7 @@ def run_rill(args: argparse.Namespace) -> None:
             "max_grad_norm": MAX_NORM,
             "optimizer": {"learning_rate": args.lr, "betas": BETAS, "weight_decay": 0.0},
         },
-        "loop": {"steps": args.steps, "groups_per_step": NUM_PROMPTS},
+        "loop": {"steps": args.steps, "prompts_per_step": NUM_PROMPTS},
         "eval": {"every": 0, "num_prompts": 1, "max_new_tokens": 1},
         "cluster": {"devices": 1, "threads": args.threads},
     }
@@ -119,8 +119,8 @@ def run_rill(args: argparse.Namespace) -> None:
             sampled = m["length/response"] * GROUP_SIZE * NUM_PROMPTS
             print_step("rill", args, step.step, m["time/step_s"], sampled, m["reward/mean"])
 
-    config = ReasoningWorkflow.Config.model_validate(recipe)
-    ReasoningWorkflow(config, Run.create("rill", root=folder), [observe]).run()
+    config = GRPO.Config.model_validate(recipe)
+    GRPO(config, Run.create("rill", root=folder), [observe]).run()
 
 
 # --- TRL --------------------------------------------------------------------------------------------------------

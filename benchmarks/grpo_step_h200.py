@@ -33,8 +33,8 @@ import torch
 
 from rill.telemetry import trace
 from rill.telemetry.run import Run
+from rill.workflows.grpo import GRPO
 from rill.workflows.loop import StepReport
-from rill.workflows.reasoning import ReasoningWorkflow
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
@@ -94,7 +94,7 @@ def recipe(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     if is_cuda:
         trainer["head_chunk_bytes"] = 5 * 2**29
     return {
-        "workflow": "reasoning",
+        "workflow": "grpo",
         "model": {"path": str(model), "tokenizer": "chars"},
         "data": {"type": "generated", "function": "longtail:random_question", "held_out": 0.0},
         "rollout": {
@@ -113,14 +113,14 @@ def recipe(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         },
         "algorithm": {"type": "grpo"},
         "trainer": trainer,
-        "loop": {"steps": args.steps + 1, "groups_per_step": args.groups, "step_timeout_s": args.timeout},
+        "loop": {"steps": args.steps + 1, "prompts_per_step": args.groups, "step_timeout_s": args.timeout},
         "eval": {"num_prompts": 0},
         "sync": {
             "canary_tolerance": 0.05,
             "timeout_s": args.timeout,
             "transport": {"type": "cuda_ipc" if is_cuda else "shm"},
         },
-        "cluster": {"devices": 1, "resident": args.resident},
+        "cluster": {"devices": 1, "colocate": args.resident},
     }
 
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     began = time.monotonic()
     save_random_model(folder / "model", SMALL if args.small else SHAPE, device)
     report(part="model", seconds=time.monotonic() - began, device=device, torch=torch.__version__)
-    config = ReasoningWorkflow.Config.model_validate(recipe(args, folder / "model"))
+    config = GRPO.Config.model_validate(recipe(args, folder / "model"))
     run_folder = Run.create("grpo-step", root=folder)
     trace.configure(run_folder.path, "driver")
     last = began
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
             raise EnoughError
 
     try:
-        ReasoningWorkflow(config, run_folder, [observe]).run()
+        GRPO(config, run_folder, [observe]).run()
     except EnoughError:
         pass
     finally:

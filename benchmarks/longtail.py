@@ -13,28 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from rill.config import OneOf, PartConfig
-from rill.data.chat import PromptEncoder
-from rill.envs.base import Policy
-from rill.envs.rewards.base import REWARDS
-from rill.envs.rewards.runner import RewardRunner, ScoringConfig
-from rill.envs.trajectory_builder import TrajectoryBuilder
-from rill.types import Prompt, SamplingParams, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
+from rill.envs.rewards.answers import AnswerForm, extract_answer
+from rill.types import Prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
-class LongTail:
-    class Config(PartConfig):
+class LongTail(Environment):
+    class Config(Environment.Config):
         type: str
         median_tokens: int = Field(384, ge=1)
         sigma: float = Field(0.7, ge=0)
@@ -45,41 +38,18 @@ class LongTail:
         warmup_tokens: int = Field(32, ge=1)
         answer_tokens: int = Field(0, ge=0)
         """Longest answer before the tail. 0: the whole response is the tail."""
-        reward: Annotated[PartConfig, OneOf(REWARDS)] = Field(
-            default={"type": "exact", "answer": "last_number"}, validate_default=True
-        )
-        """Scores the answer; unused where answer_tokens is 0."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config = config
-        self.encoder = PromptEncoder(tokenizer)
-        self.rewards = RewardRunner(config.reward, ScoringConfig())
+    config: Config
 
-    async def rollout(
-        self, prompt: Prompt, policy: Policy, *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        config = self.config
-        token_ids = self.encoder.encode(prompt)
-        episode = TrajectoryBuilder(prompt, token_ids, trajectory_id=trajectory_id, group_id=group_id)
-        length = min(sampling.max_new_tokens, self.length_of(trajectory_id, group_id))
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        config, policy = self.config, agents.policy
+        length = self.length_of(agents.episode_id, agents.group_id)
         if config.answer_tokens == 0:
-            completion = await policy.generate(
-                token_ids, replace(sampling, max_new_tokens=length, ignore_eos=True)
-            )
-            episode.add_sampled(completion)
-            return replace(episode.finish(), reward=float(_number(trajectory_id + "reward") % 2))
-        answer = await policy.generate(
-            token_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, config.answer_tokens))
-        )
-        episode.add_sampled(answer, self.encoder.decode(answer.token_ids))
-        scored = await self.rewards.score(prompt, episode.finish())
-        tail = await policy.generate(
-            episode.token_ids, replace(sampling, max_new_tokens=length, ignore_eos=True)
-        )
-        episode.add_sampled(tail, trained=False)
-        return replace(
-            episode.finish(answer.stop_reason), reward=scored.reward, reward_parts=scored.reward_parts
-        )
+            await policy.generate(task, max_new_tokens=length, ignore_eos=True)
+            return float(_number(agents.episode_id + "reward") % 2)
+        answer = await policy.generate(task, max_new_tokens=config.answer_tokens)
+        await policy.generate(answer.then(""), max_new_tokens=length, ignore_eos=True, is_trained=False)
+        return float(extract_answer(answer.text, AnswerForm.LAST_NUMBER) == str(task.answer))
 
     def length_of(self, trajectory_id: str, group_id: str) -> int:
         config = self.config
@@ -87,9 +57,6 @@ class LongTail:
             return config.warmup_tokens
         normal = np.random.default_rng(_number(trajectory_id)).standard_normal()
         return max(1, min(config.max_tokens, round(config.median_tokens * math.exp(config.sigma * normal))))
-
-    def close(self) -> None:
-        self.rewards.close()
 
 
 def random_question(index: int, seed: int) -> dict[str, Any]:

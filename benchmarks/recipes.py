@@ -59,7 +59,7 @@ def dapo_on_the_tiny_model(root: Path) -> list[str]:
         "rollout.max_concurrent=256", "rollout.engine.max_num_seqs=256", "rollout.engine.num_kv_blocks=2048",
         "algorithm.filters.overlong.limit_tokens=48", "algorithm.filters.overlong.buffer_tokens=8",
         "trainer.compute_dtype=float32", "trainer.compile=false", "trainer.optimizer.learning_rate=1e-4",
-        "loop.steps=40", "loop.groups_per_step=32", "eval.every=5",
+        "loop.steps=40", "loop.prompts_per_step=32", "eval.every=5",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Start-up, group calls, point-to-point transfer and idle memory of the runtime, and of Ray on the same machine.
+"""Start-up, calls, added ranks, point-to-point transfer and idle memory of the runtime, and of Ray on this machine.
 
     python benchmarks/runtime_calls.py [--quick] [--rivals ray] [--ranks 8,128,1024 | --by-turns]
 
@@ -42,6 +42,11 @@ class Node(Worker):
 
     def nothing(self) -> None:
         pass
+
+    def stay_busy(self, seconds: float) -> None:
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s:
+            time.sleep(0.001)
 
     def put_five(self, channel: Channel) -> None:
         for n in range(5):
@@ -116,6 +121,26 @@ def measure_rill(backend: str, num_calls: int, num_arrays: int) -> None:
             sending.wait(30)
             rate = num_bytes * (num_arrays - 1) / seconds / 1e6
             report(f"p2p_{num_bytes >> 20}MiB", system, rate, "MB/s")
+
+
+def measure_add(repeats: int) -> None:
+    """A rank that joins a group at work, over the start of a group of one in the same cluster; the goal is 2."""
+    with Cluster(devices="cpu:1", preload=["numpy"]) as cluster:
+        group = Node.launch(cluster, name="node", threads=1)
+        launches, additions = [], []
+        for n in range(repeats):
+            started_s = time.perf_counter()
+            other = Node.launch(cluster, name=f"node{n}", threads=1)
+            launches.append(time.perf_counter() - started_s)
+            other.close()
+            busy = group.on(0).stay_busy(1.0)
+            started_s = time.perf_counter()
+            (rank,) = group.add(placement="0")
+            additions.append(time.perf_counter() - started_s)
+            busy.wait(60)
+            group.remove(rank)
+    report("add a rank", "rill-local", median(additions), "s")
+    report("add over launch", "rill-local", median(additions) / median(launches), "ratio")
 
 
 def measure_round_trips(num_rounds: int = 12, num_calls: int = 100) -> None:
@@ -290,6 +315,7 @@ def measure(*, quick: bool, rivals: list[str]) -> None:
     num_calls, num_arrays, repeats = (100, 4, 1) if quick else (3000, 40, 3)
     measure_startup("rill-local", repeats)
     measure_rill("local", num_calls, num_arrays)
+    measure_add(repeats * 3)
     if "ray" in rivals:
         measure_startup("ray", 1)
         measure_startup("rill-ray", repeats)

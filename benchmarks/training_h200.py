@@ -164,6 +164,7 @@ def check_correct(device: str) -> None:
         lm_trainer = PolicyTrainer(
             PolicyTrainer.Config(model=ModelConfig(shape=wide), **settings), algorithm(), device=device
         )
+        lm_trainer.begin()
         lm_trainer.accumulate(samples)
         return lm_trainer.engine.gradients(), lm_trainer.logprobs(samples)
 

@@ -3,8 +3,8 @@
     rill train demo rollout.env.reward.type=function rollout.env.reward.function=examples.own_reward:short_and_right
 
 Copy this file anywhere; what stands before the colon is its module, found from the folder you start `rill` in. It
-runs in a process of its own under a time limit: a sample for which it raises or hangs counts as `failure_value`, and a
-guard says so.
+runs in a process of its own under a time limit. A sample for which it raises or hangs is not trained on; the log names
+the error with its file and line, and a guard says how many there are.
 """
 
 from rill.types import Prompt, Trajectory

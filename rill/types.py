@@ -104,9 +104,23 @@ class Turn:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Failure(StrEnum):
+    """Why an episode has no reward that could be trained on."""
+
+    SETUP = "setup"  # its session could not be made, or not in time
+    ENVIRONMENT = "environment"  # the environment raised
+    TIMEOUT = "timeout"  # a turn, or the whole episode, took too long
+    TOO_LONG = "too_long"  # the prompt alone does not fit the engine's context
+    REWARD = "reward"  # a reward raised, hung or gave no number
+    NO_REWARD = "no_reward"  # nobody gave a reward
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode, token by token: prompt, sampled tokens and observations in the order the model saw them."""
+    """One sample, token by token: prompt, sampled tokens and observations in the order the model saw them.
+
+    Most episodes are one. Branches, rewritten histories and several agents give several (see Episode).
+    """
 
     id: str
     group_id: str
@@ -123,6 +137,13 @@ class Trajectory:
     turns: tuple[Turn, ...] = ()
     stop_reason: StopReason = StopReason.EOS
     reward: float = 0.0
+    """All that its agent was given in the episode, the same on every sample of it. Means nothing with `error`."""
+    rewards: Floats | None = None
+    """By token, where not all of it came at the end: sums to `reward`, and what stands at and behind a token is what
+    was given after it was sampled, also where the episode went on in another sample."""
+    agent: str = "policy"
+    episode_id: str = ""
+    """Several samples of one episode share it. Empty: the sample is the episode."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     """What failed, when the environment or the reward failed. Such a trajectory is data, not a crash."""
@@ -132,7 +153,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "routed_experts"):
+        for name in ("logprobs", "versions", "loss_mask", "turn_ids", "routed_experts", "rewards"):
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(
@@ -162,6 +183,29 @@ class Trajectory:
     @property
     def is_truncated(self) -> bool:
         return self.stop_reason is StopReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One run of an environment: what its agents said and were given. A failed one is data and never trained as 0."""
+
+    id: str
+    group_id: str
+    prompt_id: str
+    samples: tuple[Trajectory, ...]
+    """At least one; a sampled token is in the loss mask of exactly one of them, and of none in a failed episode."""
+    rewards: Mapping[str, float]
+    """By agent, the first being the one that `reward` means. Empty in a failed episode."""
+    failure: Failure | None = None
+    error: str | None = None
+    """What failed, with the user's file and line."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """turns, tool_calls, branches, …: to be averaged over episodes."""
+
+    @property
+    def reward(self) -> float:
+        """The first agent's; 0 in a failed episode, which no caller may mistake for a score."""
+        return next(iter(self.rewards.values()), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +248,14 @@ class Sample:
     teacher_logprobs: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None
+    energies: Floats | None = None
+    """1 − 2π(a) + Σ_v π(v)² under the old policy, for optimal-token baselines."""
 
     def __post_init__(self) -> None:
         length = self.trajectory.num_tokens
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns"):
+        for name in (
+            "advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "returns", "energies"
+        ):  # fmt: skip
             values = getattr(self, name)
             if values is not None and len(values) != length:
                 raise InvalidSampleError(

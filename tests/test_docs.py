@@ -66,8 +66,8 @@ def programs_of_the_readme() -> list[str]:
 
 def test_the_workflow_in_the_readme_is_the_real_one() -> None:
     workflow = programs_of_the_readme()[0]
-    assert "def run(self)" in workflow
-    assert workflow in (ROOT / "rill/workflows/reasoning.py").read_text(encoding="utf-8")
+    assert "def step(self" in workflow
+    assert workflow in (ROOT / "rill/workflows/grpo.py").read_text(encoding="utf-8")
 
 
 def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:

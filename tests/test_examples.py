@@ -56,7 +56,8 @@ def test_a_run_with_all_examples_at_once_trains(tmp_path: Path) -> None:
         "loop.steps=2",
         "data.type=examples.own_task:Reversal",
         "algorithm.loss.type=examples.own_loss:BetterHalf",
-        "rollout.env.type=examples.own_environment:SecondTry",
+        "rollout.env.type=function",
+        "rollout.env.function=examples.own_environment:second_try",
         "rollout.env.reward.type=function",
         "rollout.env.reward.function=examples.own_reward:short_and_right",
     )

@@ -8,19 +8,23 @@ import pytest
 
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
+from rill.runtime.device.accelerator import CUDA
+from rill.runtime.device.device import Device
+from rill.runtime.device.placement import resolve as resolve_placement
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
+from rill.workflows.rl_config import RLConfig
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 PROMISED = {
-    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora",
-    "grpo_qwen2.5_1.5b_h200", "grpo_smollm2", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "sft_arithmetic",
-    "sft_then_grpo",
+    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gsm8k", "grpo_gsm8k_2x8_ray",
+    "grpo_gsm8k_8gpu", "grpo_gsm8k_8gpu_async", "grpo_gym", "grpo_lora", "grpo_qwen2.5_1.5b_h200", "grpo_smollm2",
+    "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "sft_arithmetic", "sft_then_grpo",
 }  # fmt: skip
 
 TWO_STEPS = ("loop.steps=2", "cluster.threads=1")
-SMALL_RL = (*TWO_STEPS, "warmup.steps=2", "loop.groups_per_step=4", "eval.num_prompts=4", "eval.every=0")
+SMALL_RL = (*TWO_STEPS, "sft.steps=2", "loop.prompts_per_step=4", "eval.num_prompts=4", "eval.every=0")
 SMALL_SUPERVISED = (*TWO_STEPS, "loop.batch_size=4", "loop.eval_examples=4")
 SMALL = {
     "demo": SMALL_RL,
@@ -39,6 +43,30 @@ def test_the_recipes_that_the_docs_promise_are_there() -> None:
 def test_a_recipe_resolves_against_its_workflow(path: Path) -> None:
     recipe = load_recipe(path)
     resolve(recipe_schema(recipe.values, path.name), recipe.values, recipe.provenance)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("grpo_gsm8k", 1), ("grpo_gsm8k_8gpu", 1), ("grpo_gsm8k_8gpu_async", 1), ("grpo_gsm8k_2x8_ray", 2)],
+)
+def test_the_recipes_for_gpus_fit_on_the_machines_they_name(name: str, nodes: int) -> None:
+    recipe = load_recipe(name)
+    config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
+    assert isinstance(config, RLConfig)
+    count = config.cluster.devices
+    devices = [Device(kind=CUDA, index=i % 8, id=i, node_id=f"n{i * nodes // count}") for i in range(count)]
+    used = {
+        group: {
+            d.id
+            for seat in resolve_placement(getattr(config.placement, group), devices)
+            for d in seat.devices
+        }
+        for group in ("rollout", "actor")
+    }
+    assert used["rollout"] | used["actor"] == set(range(count)), "no GPU stands idle"
+    assert not used["rollout"] & used["actor"] or (config.loop.max_lag == 0 and config.cluster.colocate)
+    assert config.loop.prompts_per_step % len(used["actor"]) == 0
+    assert [each.name for each in config.eval.sets] == ["gsm8k"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """Advantages, losses, corrections, KL and filters: pure functions over flat tokens, assembled by Algorithm."""
 
 from rill.algorithms.advantages import ADVANTAGES
-from rill.algorithms.advantages.base import AdvantageBatch, Advantages
+from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope
 from rill.algorithms.aggregation import Aggregation
 from rill.algorithms.algorithm import Algorithm, AlgorithmConfig
 from rill.algorithms.base import LossSum, Metric, Need, Reduce, TokenBatch, divisor, one_rank
@@ -26,6 +26,7 @@ __all__ = [
     "Metric",
     "Need",
     "Reduce",
+    "Scope",
     "TokenBatch",
     "Verdict",
     "divisor",

@@ -1,6 +1,6 @@
 """One algorithm, assembled from its parts: what the rollout side, the trainer and the critic call.
 
-    rewards ──filters──> group_advantages | batch_advantages ──> TokenBatch ──> policy_loss, value_loss
+    trajectories ──keep──> as_samples ──> advantages ──> TokenBatch ──> policy_loss, value_loss
 
 Owns no process, model or file. State is the KL controller's coefficient, saved with the run. Guarantees: the
 losses of the micro-batches of a batch add up to the same gradient however the batch is split (see base), what a
@@ -25,8 +25,9 @@ from rill.algorithms.advantages import ADVANTAGES
 from rill.algorithms.advantages.base import (
     AdvantageBatch,
     Advantages,
-    BatchAdvantage,
     GroupAdvantage,
+    Scope,
+    TokenAdvantage,
     checked_group,
 )
 from rill.algorithms.aggregation import Aggregation, token_weights
@@ -42,7 +43,9 @@ from rill.algorithms.checks import (
 from rill.algorithms.corrections import CORRECTIONS
 from rill.algorithms.corrections.base import Correction
 from rill.algorithms.distill import DistillationConfig, distilled_advantages
-from rill.algorithms.filters import FilterConfig, Verdict, group_verdict, overlong_penalty
+from rill.algorithms.estimate import as_samples, fill_advantages
+from rill.algorithms.filters import FilterConfig, Verdict, group_verdict
+from rill.algorithms.fit import check_run
 from rill.algorithms.kl import KL_CONTROLLERS, FixedKL, KLConfig, kl_penalty
 from rill.algorithms.losses import LOSSES
 from rill.algorithms.losses.base import PolicyLoss
@@ -52,6 +55,10 @@ from rill.algorithms.presets import expand
 from rill.algorithms.segments import last_trained, seq_sum
 from rill.config.base import Config, OneOf, PartConfig
 from rill.errors import ConfigError, InvalidSampleError
+from rill.types import Sample, SamplingParams, Trajectory
+
+_SAMPLE_NEEDS = frozenset({Need.VALUES, Need.REF_LOGPROBS, Need.REWARD_LOGPROBS, Need.ENERGIES})
+"""What stages between the engines and the trainer write into samples."""
 
 
 class AlgorithmConfig(Config):
@@ -92,7 +99,7 @@ class AlgorithmConfig(Config):
 class Algorithm:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
-        self.advantage: GroupAdvantage | BatchAdvantage = _build(ADVANTAGES, config.advantage)
+        self.advantage: GroupAdvantage | TokenAdvantage = _build(ADVANTAGES, config.advantage)
         self.loss: PolicyLoss = _build(LOSSES, config.loss)
         self.correction: Correction = _build(CORRECTIONS, config.correction)
         controller = KL_CONTROLLERS.load(config.kl.controller.type)
@@ -120,23 +127,68 @@ class Algorithm:
         return needs
 
     @property
+    def advantage_needs(self) -> frozenset[Need]:
+        """What must be in the samples before advantages() is called."""
+        needs = self.advantage.needs & _SAMPLE_NEEDS
+        return needs | {Need.REF_LOGPROBS, Need.REWARD_LOGPROBS} if self._has_kl_in_reward else needs
+
+    @property
+    def scope(self) -> Scope:
+        """What must be together in one call of advantages()."""
+        return self.advantage.scope
+
+    @property
     def is_group_scoped(self) -> bool:
-        """True where group_advantages is all there is to do, so that it can run where the group lives."""
-        kl = self.config.kl
-        return isinstance(self.advantage, GroupAdvantage) and not (
-            kl.coefficient > 0 and kl.place == "reward"
+        """True where advantages() can run as soon as a group is whole, wherever it lies."""
+        return self.scope is not Scope.BATCH and not self.advantage_needs
+
+    def check_run(
+        self,
+        *,
+        workflow: str,
+        provides: frozenset[Need],
+        group_size: int,
+        num_steps: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        """Raise ConfigError where this algorithm cannot run so; see rill.algorithms.fit. At configuration time."""
+        check_run(
+            self,
+            workflow=workflow,
+            provides=provides,
+            group_size=group_size,
+            num_steps=num_steps,
+            sampling=sampling,
         )
 
-    # --- groups, on the rollout side ----------------------------------------------------------------------
+    # --- groups and their advantages ----------------------------------------------------------------------
 
-    def keep(self, rewards_G: npt.ArrayLike) -> Verdict:
+    def keep(self, trajectories: Sequence[Trajectory]) -> Verdict:
         """Whether to train on a group, and why not."""
-        return group_verdict(rewards_G, self.config.filters)
+        return group_verdict(trajectories, self.config.filters, min_samples=self.advantage.min_samples)
 
-    def shape_reward(self, reward: float, num_tokens: int) -> float:
-        """The reward less the penalty for an over-long answer."""
-        overlong = self.config.filters.overlong
-        return reward if overlong is None else reward + overlong_penalty(num_tokens, overlong)
+    def as_samples(
+        self,
+        trajectories: Sequence[Trajectory],
+        greedy: Trajectory | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[Sample]:
+        """One sample to each trajectory; advantages() fills them in, here or after what it needs has been computed.
+
+        `greedy` is the greedy answer to their prompt (Need.GREEDY_BASELINE); `max_tokens` what the trainer takes at
+        most where its on_too_long is "skip".
+        """
+        return as_samples(trajectories, self.config.filters, greedy, max_tokens)
+
+    def advantages(
+        self, samples: Sequence[Sample], reduce: Reduce = one_rank
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """The samples with advantages, and returns where there is a critic; and metrics over all ranks.
+
+        `reduce` sums over data-parallel ranks. See `scope` and `advantage_needs` for what must be there.
+        """
+        return fill_advantages(samples, self, reduce)
 
     def group_advantages(
         self,
@@ -144,15 +196,13 @@ class Algorithm:
         lengths_G: npt.ArrayLike | None = None,
         greedy_reward: float | None = None,
     ) -> npt.NDArray[np.float32]:
-        """One advantage to each sample of a group; each goes on all trained tokens of its sample."""
+        """The scalars of a group estimator, one to each episode."""
         if not isinstance(self.advantage, GroupAdvantage) or not self.is_group_scoped:
             raise ConfigError(
                 f"advantage {self.config.advantage.type!r} (KL in the {self.config.kl.place}) needs more than one "
-                "group's rewards: call batch_advantages"
+                "group's rewards: call advantages"
             )
         return self._of_group(self.advantage, rewards_G, lengths_G, greedy_reward).astype(np.float32)
-
-    # --- the whole batch, on the trainer's side -----------------------------------------------------------
 
     def batch_advantages(self, batch: AdvantageBatch, reduce: Reduce = one_rank) -> Advantages:
         """Advantages of every token of one rank; works for every estimator.
@@ -160,13 +210,15 @@ class Algorithm:
         `reduce` sums a tensor over data-parallel ranks. Groups must be whole on a rank.
         """
         batch = checked_advantage_batch(batch)
-        rewards_N, rewards_S, metrics = self._rewards(batch)
-        batch = replace(batch, rewards_S=rewards_S)
-        if isinstance(self.advantage, BatchAdvantage):
-            result = self.advantage.batch(batch, rewards_N, reduce)
+        rewards_N, penalty_S, metrics = self._rewards(batch)
+        if isinstance(self.advantage, TokenAdvantage):
+            batch = replace(batch, rewards_S=batch.rewards_S - penalty_S)
+            result = self.advantage.tokens(batch, rewards_N, reduce)
         else:
-            result = Advantages(advantages_N=self._group_by_group(self.advantage, batch))
+            result = self._group_by_group(self.advantage, batch, penalty_S)
         return replace(result, metrics={**metrics, **result.metrics})
+
+    # --- losses, on the trainer's side --------------------------------------------------------------------
 
     def policy_loss(self, batch: TokenBatch) -> LossSum:
         """This micro-batch's share of: correction · policy loss + β·KL − c·entropy + λ·KL(teacher), and its metrics.
@@ -175,9 +227,11 @@ class Algorithm:
         batch = self._checked_batch(batch)
         weights = self.correction.weights(batch)
         low, high = self.correction.bounds
-        metrics = mismatch_metrics(
-            batch.old_logprobs_N, batch.rollout_logprobs_N, batch.mask_N, low=low, high=high
-        )
+        metrics: dict[str, Metric] = {}
+        if batch.knows_old:
+            metrics = mismatch_metrics(
+                batch.old_logprobs_N, batch.rollout_logprobs_N, batch.mask_N, low=low, high=high
+            )
         token_loss = self.loss(batch)
         loss_N = weights.weights_N * token_loss.loss_N
         metrics |= weights.metrics | token_loss.metrics
@@ -265,39 +319,58 @@ class Algorithm:
             )
         return estimator.group(rewards, lengths, greedy_reward)
 
-    def _group_by_group(self, estimator: GroupAdvantage, batch: AdvantageBatch) -> Tensor:
+    def _group_by_group(
+        self, estimator: GroupAdvantage, batch: AdvantageBatch, penalty_S: Tensor
+    ) -> Advantages:
         if batch.group_S is None:
             raise InvalidSampleError(f"advantage {self.config.advantage.type!r} needs group_S")
-        rewards_S = batch.rewards_S.double().cpu().numpy()
-        lengths_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs).double().cpu().numpy()
-        group_S = batch.group_S.cpu().numpy()
+        lengths_S = batch.lengths_S
+        if lengths_S is None:
+            lengths_S = seq_sum(batch.mask_N, batch.seq_N, batch.num_seqs)
+        rewards, penalty, lengths = (
+            x.double().cpu().numpy() for x in (batch.rewards_S, penalty_S, lengths_S)
+        )
+        groups = batch.group_S.cpu().numpy()
+        episodes = np.arange(batch.num_seqs) if batch.episode_S is None else batch.episode_S.cpu().numpy()
         advantages_S = np.zeros(batch.num_seqs)
-        for group in np.unique(group_S):
-            members = np.flatnonzero(group_S == group)
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
             greedy = None if batch.greedy_rewards_S is None else float(batch.greedy_rewards_S[members[0]])
-            advantages_S[members] = self._of_group(estimator, rewards_S[members], lengths_S[members], greedy)
+            _, first, number = np.unique(episodes[members], return_index=True, return_inverse=True)
+            size = len(first)
+            of_episode = rewards[members][first] - np.bincount(number, penalty[members], size)
+            length = np.bincount(number, lengths[members], size)
+            advantages_S[members] = self._of_group(estimator, of_episode, length, greedy)[number]
         on_device_S = torch.from_numpy(advantages_S).to(batch.mask_N)
-        return on_device_S[batch.seq_N] * batch.mask_N
+        return Advantages(
+            advantages_N=on_device_S[batch.seq_N] * batch.mask_N,
+            left_out_S=on_device_S == 0 if estimator.drops_zeros else None,
+        )
+
+    @property
+    def _has_kl_in_reward(self) -> bool:
+        return self.config.kl.coefficient > 0 and self.config.kl.place == "reward"
 
     def _rewards(self, batch: AdvantageBatch) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """(r_N, R_S): r_t = token reward − β·KL_t, plus R on the last trained token; R_S the sum of a sequence.
+        """(r_N, P_S): r_t = the reward given at t − β·KL_t, a reward without a place at the last trained token; and
+        the sum of β·KL over each sequence.
 
         A sequence without trained tokens has no place for R in r_N and still counts in its group's baseline.
         """
-        rewards_N = torch.zeros_like(batch.mask_N) if batch.token_rewards_N is None else batch.token_rewards_N
+        if batch.token_rewards_N is not None:
+            rewards_N = batch.token_rewards_N
+        else:
+            last_S = last_trained(batch.mask_N, batch.seq_N, batch.num_seqs)
+            place_S = last_S >= 0
+            rewards_N = torch.zeros_like(batch.mask_N).index_put((last_S[place_S],), batch.rewards_S[place_S])
         metrics: dict[str, Metric] = {}
-        kl = self.config.kl
-        if kl.coefficient > 0 and kl.place == "reward":
+        penalty_N = torch.zeros_like(batch.mask_N)
+        if self._has_kl_in_reward:
             logprobs_N, ref_N = required(batch, "logprobs_N"), required(batch, "ref_logprobs_N")
-            kl_N = kl_penalty(logprobs_N, ref_N, kl.estimator).detach() * batch.mask_N
+            kl_N = kl_penalty(logprobs_N, ref_N, self.config.kl.estimator).detach() * batch.mask_N
             metrics["policy/kl_ref"] = Metric.mean(kl_N, batch.mask_N)
-            rewards_N = rewards_N - self.kl_controller.coefficient * kl_N
-        rewards_S = batch.rewards_S + seq_sum(rewards_N, batch.seq_N, batch.num_seqs)
-        last_S = last_trained(batch.mask_N, batch.seq_N, batch.num_seqs)
-        has_token_S = last_S >= 0
-        place = (last_S[has_token_S],)
-        rewards_N = rewards_N.index_put(place, batch.rewards_S[has_token_S], accumulate=True)
-        return rewards_N, rewards_S, metrics
+            penalty_N = self.kl_controller.coefficient * kl_N
+        return rewards_N - penalty_N, seq_sum(penalty_N, batch.seq_N, batch.num_seqs), metrics
 
     def _with_regularisers(self, loss_N: Tensor, batch: TokenBatch, metrics: dict[str, Metric]) -> Tensor:
         kl = self.config.kl

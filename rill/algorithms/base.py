@@ -39,6 +39,7 @@ class Need(StrEnum):
     REF_LOGPROBS = "ref_logprobs"
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"
+    ENERGIES = "energies"  # the squared gradient of log π_old in the logits, for each token
     GREEDY_BASELINE = "greedy_baseline"  # the reward of one greedy answer to each prompt
     ENTROPY = "entropy"
     FULL_VOCABULARY_TEACHER = "full_vocabulary_teacher"  # the teacher's last hidden states and head
@@ -60,6 +61,9 @@ class TokenBatch:
     advantages_N: Tensor
     old_logprobs_N: Tensor
     """log π_old; equal to logprobs_N.detach() when there is one optimizer step per batch."""
+    knows_old: bool = True
+    """False: old_logprobs_N only repeats the current policy, which has moved since the batch began; no mismatch is
+    measured from it."""
     rollout_logprobs_N: Tensor
     """log μ as the engine reported it. For corrections and mismatch metrics only."""
     ref_logprobs_N: Tensor | None = None

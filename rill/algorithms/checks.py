@@ -29,7 +29,7 @@ def sanitised(batch: AnyBatch, *, check_finite: bool) -> AnyBatch:
             raise TrainingError(
                 f"{field.name} has shape {tuple(values.shape)}, the mask has {num_tokens} tokens"
             )
-        if field.name not in ("mask_N", "seq_N"):
+        if field.name not in ("mask_N", "seq_N", "turn_N"):
             clean[field.name] = zero_unless(is_on_N, full_precision(values))
     if check_finite:
         require_finite(clean)
@@ -38,7 +38,7 @@ def sanitised(batch: AnyBatch, *, check_finite: bool) -> AnyBatch:
 
 def checked_advantage_batch(batch: AdvantageBatch) -> AdvantageBatch:
     """Sanitised, and with what no later formula could notice refused: lost rewards, interleaved sequences."""
-    for name in ("rewards_S", "greedy_rewards_S", "bootstrap_values_S", "group_S"):
+    for name in ("rewards_S", "greedy_rewards_S", "group_S", "episode_S", "lengths_S"):
         values_S: Tensor | None = getattr(batch, name)
         if values_S is None:
             continue

@@ -1,4 +1,4 @@
-"""Which groups are worth training on, and what an over-long answer costs. Pure functions of rewards and lengths.
+"""Which groups are worth training on, and what an over-long answer costs. Pure functions of trajectories.
 
 Called where groups are collected, before advantages. A dropped group is counted under its reason and replaced
 by another (dynamic sampling); nothing is dropped silently.
@@ -6,6 +6,7 @@ by another (dynamic sampling); nothing is dropped silently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,10 +15,13 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from rill.config.base import Config
+from rill.errors import InvalidSampleError
+from rill.types import Trajectory
 
 
 class DropReason(StrEnum):
     EMPTY = "empty"  # no sample survived
+    FAILED = "failed"  # too few samples could be scored for a comparison
     NOT_FINITE = "not_finite"  # a reward is NaN or infinite
     EQUAL_REWARDS = "equal_rewards"  # every advantage would be 0
     TOO_HARD = "too_hard"  # mean reward below the band
@@ -51,6 +55,9 @@ class OverlongConfig(Config):
 
 
 class FilterConfig(Config):
+    metric: str = ""
+    """The part of the reward that decides whether a group is kept, e.g. "accuracy". Empty: the whole reward. Either as
+    the environment gave it, before the over-long penalty."""
     drop_equal_rewards: bool = False
     """Dynamic sampling: a group whose rewards are all equal teaches nothing; drop it and sample another."""
     equal_tolerance: float = Field(1e-8, ge=0)
@@ -63,16 +70,37 @@ class FilterConfig(Config):
     """None: off."""
     mask_truncated: bool = False
     """Take answers cut off by the length limit out of the loss; they still count in their group's baseline."""
-    mask_failed: bool = False
-    """Take answers that could not be scored (a reward that raised or hung, an episode that broke) out of the loss: they
-    may have been right. They count in their group's baseline as `scoring.failure_value`, broken episodes as 0."""
+    train_failed: bool = False
+    """Train on what could not be scored (a reward that raised or hung, an episode that broke) with the reward it
+    carries. False: it is in no baseline and in no loss, since it may have been right."""
 
 
-def group_verdict(rewards_G: npt.ArrayLike, config: FilterConfig) -> Verdict:
+def group_rewards(trajectories: Sequence[Trajectory], config: FilterConfig) -> npt.NDArray[np.float64]:
+    """What a group is judged by: one number to each episode that could be scored, of its first agent."""
+    episodes: dict[str, float] = {}
+    for trajectory in trajectories:
+        if trajectory.error is not None and not config.train_failed:
+            continue
+        if config.metric and config.metric not in trajectory.reward_parts:
+            raise InvalidSampleError(
+                f"filters.metric = {config.metric!r} is no part of {trajectory.id}'s reward, which has "
+                f"{sorted(trajectory.reward_parts) or 'none'}: name one of them, or leave it empty"
+            )
+        value = trajectory.reward_parts[config.metric] if config.metric else trajectory.reward
+        episodes.setdefault(trajectory.episode_id or trajectory.id, value)
+    return np.array(list(episodes.values()), dtype=np.float64)
+
+
+def group_verdict(
+    trajectories: Sequence[Trajectory], config: FilterConfig, *, min_samples: int = 1
+) -> Verdict:
     """Keep a group or say why not. A group of one is never dropped for equal rewards."""
-    rewards = np.asarray(rewards_G, dtype=np.float64)
-    if rewards.size == 0:
+    if not trajectories:
         return Verdict(keep=False, reason=DropReason.EMPTY)
+    rewards = group_rewards(trajectories, config)
+    has_failed = any(t.error is not None for t in trajectories) and not config.train_failed
+    if has_failed and rewards.size < max(1, min_samples):
+        return Verdict(keep=False, reason=DropReason.FAILED)
     if not np.isfinite(rewards).all():
         return Verdict(keep=False, reason=DropReason.NOT_FINITE)
     if config.drop_equal_rewards and rewards.size > 1 and np.ptp(rewards) <= config.equal_tolerance:

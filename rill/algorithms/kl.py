@@ -1,10 +1,10 @@
 """KL to the reference policy: per-token estimators, and controllers of its coefficient.
 
-x = log π − log π_ref of the sampled token, clamped to ±20; a_t ~ π, so E[k1] = KL(π ∥ π_ref).
+x = log π − log π_ref of the sampled token; a_t ~ π, so E[k1] = KL(π ∥ π_ref).
 
     k1   x                   unbiased, may be negative, and has no useful gradient as a loss (E ∇k1 = 0)
     k2   x²/2                biased value, and the right gradient: E ∇k2 = ∇KL
-    k3   e^−x − 1 + x        unbiased and never negative; value clamped to ±10
+    k3   e^−x − 1 + x        unbiased and never negative; x clamped to ±20 and the value to ±10
     abs  |x|
     k3+  value of k3, gradient of k2 (straight through); likewise k1+
 """
@@ -35,13 +35,14 @@ class KLEstimator(StrEnum):
 
 def kl_penalty(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KLEstimator) -> Tensor:
     """The estimator's value for each token, per the table above."""
-    x_N = log_ratio(logprobs_N, ref_logprobs_N)
+    x_N = logprobs_N - ref_logprobs_N
     match estimator:
         case KLEstimator.K1:
             return x_N
         case KLEstimator.K2:
             return x_N.square() / 2
         case KLEstimator.K3:
+            x_N = log_ratio(logprobs_N, ref_logprobs_N)  # only what is exponentiated needs a bound
             return ((-x_N).exp() - 1 + x_N).clamp(-_MAX_K3, _MAX_K3)
         case KLEstimator.ABS:
             return x_N.abs()

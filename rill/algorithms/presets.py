@@ -16,8 +16,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     # --- a group is its own baseline ---
     # arXiv 2402.03300; the paper's KL term is kl.coefficient = 0.04, off here as in most of today's runs
     "grpo": {"advantage": {"type": "grpo"}, "loss": _CLIP, "aggregation": "seq-mean-token-mean"},
-    # arXiv 2503.20783; give aggregation_constant = max_new_tokens with seq-mean-token-sum-norm for the paper's scale
-    "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": _CLIP, "aggregation": "seq-mean-token-sum"},
+    # Every token weighs the same in dr_grpo, rloo and remax, as in a sum over tokens, which max_grad_norm would cut at
+    # every step. With a constant divisor: seq-mean-token-sum-norm and aggregation_constant = max_new_tokens
+    # arXiv 2503.20783
+    "dr_grpo": {"advantage": {"type": "dr_grpo"}, "loss": _CLIP, "aggregation": "token-mean"},
+    # arXiv 2508.08221
+    "lite_ppo": {"advantage": {"type": "grpo_batch_std"}, "loss": _CLIP, "aggregation": "token-mean"},
+    # arXiv 2601.05242
+    "gdpo": {"advantage": {"type": "gdpo"}, "loss": _CLIP, "aggregation": "token-mean"},
+    # arXiv 2504.02546
+    "gpg": {"advantage": {"type": "gpg"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
+    # arXiv 2602.07078
+    "otb": {"advantage": {"type": "optimal_token"}, "loss": _CLIP, "aggregation": "token-mean"},
+    # arXiv 2511.14846, with the clipped surrogate
+    "turn": {"advantage": {"type": "turn"}, "loss": _CLIP, "aggregation": "token-mean"},
     # arXiv 2503.14476; filters.overlong needs the run's length limit, so a recipe sets it
     "dapo": {
         "advantage": {"type": "grpo"},
@@ -29,13 +41,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {
         "advantage": {"type": "rloo"},
         "loss": {"type": "reinforce"},
-        "aggregation": "seq-mean-token-sum",
+        "aggregation": "token-mean",
     },
     # arXiv 2310.10505
     "remax": {
         "advantage": {"type": "remax"},
         "loss": {"type": "reinforce"},
-        "aggregation": "seq-mean-token-sum",
+        "aggregation": "token-mean",
     },
     # arXiv 2505.23585: strictly on-policy
     "opo": {"advantage": {"type": "opo"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
@@ -61,6 +73,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "aipo", "delta": 8.0},
         "aggregation": "token-mean",
     },
+    # arXiv 2405.19107
+    "dro": {"advantage": {"type": "dr_grpo"}, "loss": {"type": "dro"}, "aggregation": "token-mean"},
     # AReaL
     "decoupled_ppo": {
         "advantage": {"type": "grpo"},
@@ -75,6 +89,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
         "kl": {"coefficient": 0.001, "place": "reward", "estimator": "k1"},
     },
+    # arXiv 2504.05118: start with trainer.critic_warmup = 50 (value pretraining)
+    "vapo": {
+        "advantage": {"type": "gae", "gamma": 1.0, "length_alpha": 0.05, "critic_lam": 1.0},
+        "loss": {"type": "clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token-mean",
+    },
     # arXiv 2501.03262
     "reinforce_pp": {
         "advantage": {"type": "reinforce_pp"},
@@ -87,6 +107,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": _CLIP,
         "aggregation": "token-mean",
         "kl": {"coefficient": 0.001, "place": "loss", "estimator": "k2"},
+    },
+    # --- imitation and preference of one's own answers ---
+    # arXiv 2304.06767
+    "raft": {"advantage": {"type": "raft"}, "loss": {"type": "reinforce"}, "aggregation": "token-mean"},
+    # arXiv 2402.04792
+    "online_dpo": {
+        "advantage": {"type": "online_dpo"},
+        "loss": {"type": "reinforce"},
+        "aggregation": "seq-mean-token-sum",
     },
     # --- from a teacher alone; add a baseline's advantage to mix with rewards ---
     "distill": {

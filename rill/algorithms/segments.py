@@ -38,8 +38,8 @@ def last_trained(mask_N: Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
     return start_S.scatter_reduce(0, seq_N, candidate_N, reduce="amax", include_self=True)
 
 
-def discounted_tail(values_N: Tensor, seq_N: Tensor, decay: float) -> Tensor:
-    """tail_t = Σ_{k≥0} decay^k · v_{t+k} within the sequence of t.
+def discounted_tail(values_N: Tensor, seq_N: Tensor, decay: float | Tensor) -> Tensor:
+    """tail_t = Σ_{k≥0} decay^k · v_{t+k} within the sequence of t; a tensor of decays is constant within each.
 
     Doubling: after step j every entry holds the sum of its next 2^j terms, so the whole batch takes
     log2(longest sequence) vector operations and no padding.
@@ -47,11 +47,12 @@ def discounted_tail(values_N: Tensor, seq_N: Tensor, decay: float) -> Tensor:
     tail_N = values_N.clone()
     factor, reach = decay, 1
     count = values_N.numel()
-    while reach < count and factor != 0.0:
+    while reach < count and (isinstance(factor, Tensor) or factor != 0.0):
         same_sequence = seq_N[reach:] == seq_N[:-reach]
         if not bool(same_sequence.any()):
             break
         ahead = torch.where(same_sequence, tail_N[reach:], torch.zeros_like(tail_N[reach:]))
-        tail_N = torch.cat([tail_N[:-reach] + factor * ahead, tail_N[-reach:]])
+        near = factor[:-reach] if isinstance(factor, Tensor) else factor
+        tail_N = torch.cat([tail_N[:-reach] + near * ahead, tail_N[-reach:]])
         factor, reach = factor * factor, reach * 2
     return tail_N

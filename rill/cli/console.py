@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +14,26 @@ import typer
 
 
 def say(text: str = "") -> None:
-    """One line on standard output."""
+    """One line on standard output; its colours reach a terminal only."""
     typer.echo(text)
+
+
+def say_paged(lines: Iterable[str]) -> None:
+    """Many lines: through the pager on a terminal that they do not fit, as they are anywhere else."""
+    shown = list(lines)
+    num_rows = sum(line.count("\n") + 1 for line in shown)
+    if not sys.stdout.isatty() or num_rows < shutil.get_terminal_size().lines:
+        for line in shown:
+            say(line)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    os.environ.setdefault("LESS", "-RFX")  # colours, and nothing cleared at the end
+    console = Console()
+    with console.pager(styles=True):
+        for line in shown:
+            console.print(Text.from_ansi(line), soft_wrap=True)
 
 
 def say_json(value: Any) -> None:

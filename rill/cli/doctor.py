@@ -37,7 +37,7 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "pyarrow": ("pyarrow", "data", "parquet files"),
     "datasets": ("datasets", "data", "Hugging Face dataset folders"),
     "zstandard": ("zstandard", "zstd", "smaller weight differences"),
-    "verifiers": ("verifiers", "verifiers", "verifiers environments that play through `rill serve`"),
+    "mcp": ("mcp", "envs", "MCP servers as tools"),
     "tensorboard": ("tensorboard", "trackers", "the TensorBoard sink"),
     "wandb": ("wandb", "trackers", "the Weights & Biases sink"),
     "trackio": ("trackio", "trackers", "the trackio sink"),
@@ -219,18 +219,14 @@ def _compiler() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """What keeps programs of the code reward away from this machine."""
-    from rill.envs.sandbox import protections
+    """What keeps programs of the code reward and of tools away from this machine."""
+    from rill.envs.sandbox.bubblewrap import missing
 
-    fences = protections()
-    missing = [name for name in ("network", "files", "reads", "calls") if name not in fences]
-    if missing:
-        advice = (
-            "the code reward runs here with less of a fence (docs/envs.md): keep secrets off this machine"
-        )
-        found = f"without {', '.join(missing)}"
-        return Finding(what="sandbox", state=State.WARNING, found=found, advice=advice)
-    return Finding(what="sandbox", state=State.OK, found=", ".join(sorted(fences)))
+    problem = missing()
+    if problem is not None:
+        advice = f"code rewards and sandboxed tools refuse to run here: {problem}"
+        return Finding(what="sandbox", state=State.WARNING, found="none", advice=advice)
+    return Finding(what="sandbox", state=State.OK, found="bubblewrap")
 
 
 def _extra(module: str, *, deep: bool, run: Callable[[str], str] | None = None) -> Finding:

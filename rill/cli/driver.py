@@ -6,6 +6,7 @@ recorded anything, leaves no folder behind.
 
     Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
     Ctrl-C again, or before the first     the run ends at once
+    SIGTERM, SIGHUP                       as Ctrl-C: Slurm, Kubernetes and `timeout` send them before they kill
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from rich.console import Console
 from rill.cli.console import say
 from rill.cli.progress import Progress
 from rill.cli.stall import StallWatch
+from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
+from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
@@ -34,9 +37,12 @@ from rill.telemetry.rollouts import latest_error, newest_failure, then_and_now
 from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
-from rill.workflows.checkpoints import step_of, whole_checkpoints
+from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
-from rill.workflows.sections import RecipeConfig
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BEFORE_ALL = -(1 << 31)
+"""Where a run that is resumed before its first checkpoint begins anew: no step is kept."""
 
 
 def carry_out(
@@ -90,25 +96,28 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals go to the main thread, which is somebody else's here
             return
-        before = signal.signal(signal.SIGINT, self._on_signal)
+        before = {each: signal.signal(each, self._on_signal) for each in STOP_SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_wished or not self._takes_steps:
             raise KeyboardInterrupt
         self._is_wished = True
-        self._progress.note("stopping: this step is finished and saved first (Ctrl-C again ends at once)")
+        self._progress.note("stopping: this step is finished and saved first (once more ends it at once)")
 
 
 def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
     trace.configure(run.path, "driver")
-    sinks = build_sinks(config.sinks, RunInfo(name=run.name, directory=run.path, config=config.model_dump()))
+    told = RunInfo(name=run.name, id=run.id, directory=run.path, config=config.model_dump())
+    sinks = build_sinks(config.sinks, told)
     metrics = MetricLog(run.path, sinks)
-    if checkpoints := whole_checkpoints(run):
-        metrics.rewind(step_of(checkpoints[-1]))
+    checkpoints = whole_checkpoints(run)
+    if checkpoints or has_something_to_keep(run):
+        metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
     watch = GuardWatch(run.path, config.guards())
     progress = Progress(Console())
     interrupts = Interrupts(progress)
@@ -131,11 +140,16 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     stall = StallWatch(progress.note)
     observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
     say(f"run folder: {run.path}")
+    if changed_config is not None and not checkpoints:
+        say("it has no whole checkpoint yet: it begins anew")
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
     finally:
         watch.close()
+        if config.sinks:
+            with suppress(OSError):  # what ended the run is to be told, not this
+                metrics.tell(account_of(run))
         metrics.close()
         trace.flush()
     return progress, watch.findings
@@ -173,14 +187,17 @@ def _summarise(
         use = f"in an RL recipe reward_model.model.path={model}"
     if not progress.has_reports:
         say(f"{'nothing done':<14} the run had taken its last step already: raise loop.steps to go on")
-    for finding in findings:
-        say(f"{'guard':<14} {finding}")
+    if findings:  # each was told when it was found
+        say(
+            f"{'guards':<14} {len(findings)} finding{'' if len(findings) == 1 else 's'}, told above and in the report"
+        )
     for line in progress.summary():
         say(line)
     for when, sample in zip(("at first", "now"), then_and_now(run), strict=False):
         say(f"{when:<14} {sample.line()}")
     say()
     say(f"{'report':<14} {page.resolve().as_uri()}")
+    say(f"{'dashboard':<14} rill dashboard{'' if run.path.parent == Path(RUNS_FOLDER) else f' {run.path}'}")
     say(f"{'model':<14} {model}: {use}")
     if not Path("recipes/mine.toml").exists():
         say(f"{'make it yours':<14} rill recipes copy {recipe} mine, edit recipes/mine.toml, rill train mine")

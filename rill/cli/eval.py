@@ -1,7 +1,9 @@
-"""`rill eval`: pass@k with confidence intervals of a run's model, or of any local model, on a task."""
+"""`rill eval`: pass@k with confidence intervals of a run's model, or of any local model, on its tasks or another."""
 
 from __future__ import annotations
 
+import json
+import time
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +33,7 @@ def evaluate(
 
     \b
     Examples:
-      rill eval demo                                        the demo's model on its own task
+      rill eval demo                                        the demo's model on the sets of its recipe
       rill eval demo samples=8 sampling.temperature=1.0     pass@1, @2, @4, @8
       rill eval ./my-model --task arithmetic data.digits=[3,3] env.reward.answer=last_number
     """
@@ -44,21 +46,48 @@ def evaluate(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
         rewards = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
-    figures = summarise_rewards(rewards)
+    metrics = {
+        key: value for name, rows in rewards.items() for key, value in summarise_rewards(rows, name).items()
+    }
+    kept = _keep(model, root, config.model_dump(mode="json"), metrics)
     if as_json:
-        say_json(figures)
+        say_json(metrics)
         return
+    for chosen in config.all_sets():
+        _show(
+            chosen.name, metrics, f"{chosen.data.type}, {chosen.samples} sample(s) at {chosen.temperature:g}"
+        )
+    if kept is not None:
+        say(f"kept in {kept}")
+
+
+def _show(name: str, metrics: dict[str, float], what: str) -> None:
+    place = "eval" if name == "held_out" else f"eval/{name}"
     rows = [
         [
-            name.removeprefix("eval/"),
+            key.removeprefix(f"{place}/"),
             f"{value:.3f}",
-            f"{figures[f'{name}_low']:.3f} – {figures[f'{name}_high']:.3f}",
+            f"{metrics[f'{key}_low']:.3f} – {metrics[f'{key}_high']:.3f}",
         ]
-        for name, value in figures.items()
-        if f"{name}_low" in figures
+        for key, value in metrics.items()
+        if key.rpartition("/")[0] == place and f"{key}_low" in metrics
     ]
-    say(f"{int(figures['eval/prompts'])} prompts, mean reward {figures['eval/reward']:.3f}")
-    say_table(["figure", "value", "95 % interval"], rows)
+    reward = metrics.get(f"{place}/reward", float("nan"))
+    say(f"{name}: {what}, {int(metrics[f'{place}/prompts'])} prompts, mean reward {reward:.3f}")
+    if failed := metrics[f"{place}/errors"]:
+        say(f"{failed:.1%} of the episodes failed and count as wrong")
+    say_table(["metric", "value", "95 % interval"], rows)
+
+
+def _keep(model: str, root: Path, config: dict[str, Any], metrics: dict[str, float]) -> Path | None:
+    """In the run's folder, one line an evaluation; nowhere for a model that is no run's."""
+    if (Path(model) / "config.json").is_file():
+        return None
+    path = Run.open(model, root=root).path / "evaluations.jsonl"
+    record = {"time_s": time.time(), "metrics": metrics, "config": config}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    return path
 
 
 def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
@@ -75,9 +104,11 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
     saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
     rollout = saved.get("rollout", {})
     sampling = {**rollout.get("sampling", {}), "temperature": 0.0}
+    wanted = saved.get("eval", {})
     return {
         "model": {"path": str(trained)},
         "data": {"type": task} if task else saved["data"],
         "env": rollout.get("env", {"type": "single_turn"}),
         "sampling": sampling,
+        **({} if task else {"sets": wanted.get("sets", []), "num_prompts": wanted.get("num_prompts", 256)}),
     }

@@ -30,7 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
     "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any local model, on a task"),
+    "plan": ("rill.cli.plan:app", "Find which worker should run on which devices, from a profile"),
+    "simulate": ("rill.cli.simulate:app", "Simulate a workflow on a cluster of any size"),
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
+    "dashboard": ("rill.cli.dashboard:app", "Look at runs in a browser: curves, timeline, rollouts, guards"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "doctor": (

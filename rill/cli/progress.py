@@ -42,7 +42,6 @@ CURVES: tuple[Figure, ...] = (
     ("eval/accuracy", "held-out", "{:.1%}"),
     ("length/response", "tokens/answer", "{:.1f}"),
     ("policy/entropy", "entropy", "{:.3f}"),
-    ("warmup/loss", "warm-up loss", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
     ("reward_model/loss", "loss", "{:.4f}"),
     ("dpo/loss", "loss", "{:.4f}"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rill.cli.console import say, say_json, say_table
+from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration
 from rill.telemetry.chrome import export_chrome
 from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
@@ -79,7 +80,8 @@ def show(
     if as_json:
         say_json({**summary, "starts": starts, "latest": rows[-1].values if rows else {}})
         return
-    say(f"{opened.path}: {summary['status']} {summary['message']}".rstrip())
+    status = typer.style(summary["status"], fg=_STYLES[summary["status"]])
+    say(f"{opened.path}: {status} {summary['message']}".rstrip())
     if starts:
         say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
         say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
@@ -95,9 +97,8 @@ def show(
     for line in curve_lines(history):
         say(line)
     for finding in read_lines(opened.path / GUARDS_FILE, *FINDING_FIELDS):
-        say(
-            f"guard          step {finding['step']}: {finding['guard']}: {finding['seen']}. {finding['meaning']}"
-        )
+        guard = typer.style(f"step {finding['step']}: {finding['guard']}", fg="yellow")
+        say(f"guard          {guard}: {finding['seen']}. {finding['meaning']}")
     if rows:
         say(f"step {rows[-1].step}:")
         say_table(
@@ -115,14 +116,17 @@ def rollouts(
     ] = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many groups.")] = 1,
     failed: Annotated[bool, typer.Option("--failed", help="Only samples whose reward failed.")] = False,
+    prompt: Annotated[str, typer.Option("--prompt", help="Only groups of this prompt, by its id.")] = "",
+    search: Annotated[str, typer.Option("--search", help="Only groups in which these words occur.")] = "",
 ) -> None:
-    """Print what the model said, with the reward of each answer.
+    """Print what the model said, with the reward of each answer. On a terminal a long list goes through the pager.
 
     \b
     Examples:
       rill runs rollouts demo                the newest group
       rill runs rollouts demo --step 0 -n 3  three groups from before the first step
       rill runs rollouts demo --failed       answers whose reward raised or hung, and why
+      rill runs rollouts demo -n 99 --search "carry"    every group with that word, up to 99
     """
     opened = Run.open(run, root=root)
     groups = [
@@ -130,17 +134,12 @@ def rollouts(
         for group in read_rollouts(opened)
         if (step is None or group["version"] == step + 1)
         and (not failed or any(said.error for said in samples_of(group)))
+        and (not prompt or group.get("prompt_id") == prompt)
+        and (not search or any(search.lower() in said.text.lower() for said in samples_of(group)))
     ]
     if not groups:
-        say(_none_recorded(opened, step, failed))
-    for group in groups[-count:]:
-        when = f"after step {group['version'] - 1}" if group["version"] > 0 else "nothing sampled"
-        say(f"{group['group']}, {when}, expected {group['answer']!r}")
-        for said in samples_of(group):
-            if said.error or not failed:
-                say(f"  {said.reward:6.2f}  {said.prompt}▸{said.response}".replace("\n", "\n          "))
-                if said.error:
-                    say(f"          {said.error}")
+        say(_none_recorded(opened, step, failed, prompt or search))
+    say_paged(line for group in groups[-count:] for line in _group_lines(group, failed))
 
 
 @app.command()
@@ -200,13 +199,27 @@ def _last(rows: list[MetricRow], name: str) -> float | None:
     return next((row.values[name] for row in reversed(rows) if name in row.values), None)
 
 
-def _none_recorded(run: Run, step: int | None, failed: bool) -> str:
+def _group_lines(group: dict[str, Any], failed: bool) -> Iterator[str]:
+    when = f"after step {group['version'] - 1}" if group["version"] > 0 else "nothing sampled"
+    prompt = f", prompt {group['prompt_id']}" if group.get("prompt_id") else ""
+    yield typer.style(f"{group['group']}, {when}{prompt}, expected {group.get('answer')!r}", bold=True)
+    for said in samples_of(group):
+        if not said.error and failed:
+            continue
+        reward = typer.style(f"{said.reward:6.2f}", fg="green" if said.reward > 0 else "red")
+        text = f"{typer.style(said.prompt, dim=True)}▸{said.response}".replace("\n", "\n          ")
+        yield f"  {reward}  {text}"
+        if said.error:
+            yield f"          {typer.style(said.error, fg='red')}"
+
+
+def _none_recorded(run: Run, step: int | None, failed: bool, wanted: str) -> str:
     steps = sorted({group["version"] - 1 for group in read_rollouts(run) if group["version"] > 0})
     if not steps:
         return f"{run.path} has recorded no rollouts (see rollout.log_groups)"
-    wanted = " with a failed reward" if failed else ""
+    which = (" with a failed reward" if failed else "") + (f" with {wanted!r}" if wanted else "")
     after = "" if step is None else f" after step {step}"
-    return f"no recorded rollout{wanted}{after}: {run.path} has those after steps {steps[0]} to {steps[-1]}"
+    return f"no recorded rollout{which}{after}: {run.path} has those after steps {steps[0]} to {steps[-1]}"
 
 
 def _versions(start: dict[str, Any]) -> str:

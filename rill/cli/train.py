@@ -56,19 +56,17 @@ def train(
     with waiting("loading"):
         from rill.cli.driver import carry_out
         from rill.workflows import recipe_schema
-        from rill.workflows.checkpoints import require_checkpoint
-        from rill.workflows.sections import RecipeConfig
+        from rill.workflows.config import RecipeConfig
 
         schema = recipe_schema(values.values, str(values.path))
         config = resolve(schema, values.values, values.provenance)
     if not isinstance(config, RecipeConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r}: "
-            "its Config must derive from rill.workflows.sections.RecipeConfig"
+            "its Config must derive from rill.workflows.config.RecipeConfig"
         )
     config_toml = dump_config(config, values.provenance)
     if resume:
-        require_checkpoint(found)
         carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
     else:
         carry_out(config, Run.create(name or values.name, root=root, config_toml=config_toml), recipe)

@@ -7,7 +7,7 @@ file. Unknown keys are errors. Every field has a docstring with its unit and its
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
@@ -32,6 +32,20 @@ class Config(BaseModel):
     handed_down: ClassVar[Mapping[str, str]] = {}
     """Dotted keys that take their value from another key unless they are given: key -> that key. They are not written
     out with a resolved configuration, so that whoever changes the one there changes the other."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_down(cls, values: Any) -> Any:
+        """Fill what is said once into the tables that need it too. A table that is off stays off."""
+        if not isinstance(values, dict):
+            return values
+        for key, source in cls.handed_down.items():
+            value, table = _value_at(values, source), key.partition(".")[0]
+            is_off = table not in values and not cls.model_fields[table].is_required()
+            is_off = is_off and cls.model_fields[table].get_default(call_default_factory=True) is None
+            if value and not is_off:
+                values = _with_default(values, key.split("."), value)
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +102,31 @@ class OneOf:
         except UnknownNameError as error:
             raise ValueError(str(error)) from error
         return schema.model_validate(value)
+
+
+def as_table(value: Any) -> Any:
+    """A copy that may be written to; a bare name is short for a table with that `type`."""
+    if isinstance(value, str):
+        return {"type": value}
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(values, dict):
+            return None
+        values = values.get(part)
+    return values
+
+
+def _with_default(values: Any, path: Sequence[str], value: Any) -> Any:
+    """`values` with `value` at the path, unless something is there."""
+    table = as_table({} if values is None else values)
+    if not isinstance(table, dict):
+        return values  # a Config that was built before: it has all it needs
+    if len(path) == 1:
+        return {path[0]: value, **table}
+    return {**table, path[0]: _with_default(table.get(path[0]), path[1:], value)}
 
 
 def default_type(field: FieldInfo) -> str | None:

@@ -1,39 +1,35 @@
-"""One HTML file that shows a run: curves, the timeline of who used which device when, the rollouts, the config.
+"""One HTML file that shows a run: the dashboard's page with the data inside it.
 
-Made by `rill report RUN` and at the end of `rill train`. Reads the run folder only, so it works on a run that goes
-on, was killed, or was copied from elsewhere. The file needs no network and no server. Model text reaches the page as
-JSON and is shown through textContent, so markup in a rollout is text.
+Made by `rill report RUN` and at the end of `rill train`. Reads the run folder only, so it works on a run that goes on,
+was killed, or was copied from elsewhere. The file needs no network and no server and can be mailed: what is too large
+for that is left out evenly (the longest spans, groups spread over the run). Its content policy lets nothing run but the
+page's own script, and model text is inside a data element, so markup in a rollout is text.
 """
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
+import base64
+import hashlib
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from rill.dashboard import indexer, pages
+from rill.dashboard.catalog import Catalog
+from rill.dashboard.media import media_file
+from rill.dashboard.rollouts import Rollouts
+from rill.dashboard.server import page_html, static_text
+from rill.dashboard.timeline import Timeline
 from rill.errors import UserError
-from rill.telemetry.chrome import Event, read_trace
-from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
-from rill.telemetry.jsonl import read_lines
-from rill.telemetry.metrics import MetricRow, read_metrics
-from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run, write_atomically
 
-DEVICE_LANE = "device "
-"""How the lanes of devices begin; a lock's holder writes its turns there."""
 MAX_SPANS = 20_000
-STEP_PARTS = {
-    "time/rollout_wait_s": "waiting for rollouts",
-    "time/train_s": "training",
-    "time/sync_s": "weight sync",
-}
-"""The figures that a step's time is made of, and what the page calls them."""
-PHASE_PARTS = {"warm_up": "warm-up", "evaluate": "evaluation"}
-"""The same for spans outside the steps, by the last part of their names."""
 MAX_GROUPS = 400
+MAX_ROLLOUT_BYTES = 12 * 1024 * 1024
+MAX_MEDIA_BYTES = 4 * 1024 * 1024
 
 
 def write_report(run: Run, out: Path | None = None) -> Path:
@@ -42,92 +38,102 @@ def write_report(run: Run, out: Path | None = None) -> Path:
     data = collect(run)
     if not data["metrics"]["steps"] and not data["timeline"]["lanes"]:
         raise UserError(f"{run.path} has neither metrics nor a trace yet: nothing to report")
-    template = resources.files("rill.dashboard").joinpath("report.html").read_text(encoding="utf-8")
-    # "<" cannot end the script element or open a comment when it is written as an escape.
-    payload = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
-    write_atomically(target, template.replace("/*DATA*/null", payload))
+    write_atomically(target, page_with(data))
     return target
 
 
 def collect(run: Run) -> dict[str, Any]:
-    state, rows = run.state(), read_metrics(run.path)
+    """What the page asks a server for, all of it that a file can hold."""
+    indexer.bring_up_to_date(run.path)
+    catalog = Catalog([run.path], run.path.parent)
+    key = next(iter(catalog.runs()))
+    opened = catalog.open(key)
+    timeline = Timeline(indexer.trace_indexes(run.path))
+    rollouts = Rollouts(indexer.rollout_indexes(run.path))
+    view = timeline.longest(MAX_SPANS)
     return {
-        "name": run.name,
-        "status": state.status.value,
-        "message": state.message,
-        "seconds": state.lasted_s(rows[-1].time_s if rows else 0.0),
-        "metrics": _metrics(rows),
-        "timeline": _timeline(run),
-        "shares": _shares(run, rows),
-        "rollouts": _rollouts(run),
-        "findings": list(read_lines(run.path / GUARDS_FILE, *FINDING_FIELDS)),
-        "config": run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else "",
+        "overview": pages.overview(catalog, key) | {"indexed": 1.0},
+        "metrics": catalog.figures(opened).columns(),
+        "timeline": view,
+        "spans": _attributes(timeline, view["spans"]),
+        "rollouts": _groups(run, rollouts),
+        "num_recorded": rollouts.num_groups,
+        "config": pages.config(opened),
+        "guards": pages.guards(opened),
+        "system": pages.system(opened),
+        "flow": pages.flow(opened),
     }
 
 
-def _metrics(rows: Sequence[MetricRow]) -> dict[str, Any]:
-    """Columns: for each name the steps it has and its values."""
-    series: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"x": [], "y": []})
-    steps = set()
-    for row in rows:
-        steps.add(row.step)
-        for name, value in row.values.items():
-            series[name]["x"].append(row.step)
-            series[name]["y"].append(float(f"{value:.5g}"))
-    return {"steps": sorted(steps), "series": series}
+def page_with(data: dict[str, Any]) -> str:
+    script, style = static_text("app.js"), static_text("app.css")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "media-src data:; base-uri 'none'; form-action 'none'"
+    )
+    # "<" cannot end the data element or open a comment when it is written as an escape.
+    payload = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    page = page_html()
+    for old, new in (
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        ),
+        ('<link rel="stylesheet" href="/static/app.css">', f"<style>{style}</style>"),
+        (
+            '<script src="/static/app.js"></script>',
+            f'<script type="application/json" id="rill-report">{payload}</script>\n<script>{script}</script>',
+        ),
+    ):
+        assert page.count(old) == 1, f"static/index.html has no {old}"
+        page = page.replace(old, new)
+    return page
 
 
-def _shares(run: Run, rows: Sequence[MetricRow]) -> list[tuple[str, float]]:
-    """Where the time went: (what, seconds), the longest first. Ranks that do the same at once count once."""
-    seconds: dict[str, float] = defaultdict(float)
-    for row in rows:
-        for name, what in STEP_PARTS.items():
-            seconds[what] += row.values.get(name, 0.0)
-    by_process: dict[tuple[str, str], float] = defaultdict(float)
-    for event in read_trace(run.path):
-        what = PHASE_PARTS.get(event.name.rpartition(".")[2], "")
-        if what and event.kind in ("span", "open"):
-            by_process[what, event.process] += event.duration_ns / 1e9
-    for (what, _), spent_s in by_process.items():
-        seconds[what] = max(seconds[what], spent_s)
-    return sorted(((what, s) for what, s in seconds.items() if s > 0), key=lambda part: -part[1])
+def _attributes(timeline: Timeline, spans: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """What the log says of the embedded spans beyond their times."""
+    found = {}
+    for span in spans:
+        process, offset = span[4], span[5]
+        record = timeline.span(process, offset)
+        if record.get("attributes"):
+            found[f"{process}:{offset}"] = {"process": record["process"], "attributes": record["attributes"]}
+    return found
 
 
-def _timeline(run: Run) -> dict[str, Any]:
-    events = [event for event in read_trace(run.path) if event.kind in ("span", "open")]
-    if not events:
-        return {"lanes": [], "spans": [], "begin_ns": 0, "seconds": 0}
-    begin_ns = min(event.at_ns for event in events)
-    end_ns = max(event.at_ns + event.duration_ns for event in events)
-    if len(events) > MAX_SPANS:
-        events = sorted(events, key=lambda event: -event.duration_ns)[:MAX_SPANS]
-    lanes: dict[tuple[str, str], int] = {}
-    spans = []
-    for event in sorted(events, key=_lane_order):
-        lane = lanes.setdefault(_lane(event), len(lanes))
-        start_s = (event.at_ns - begin_ns) / 1e9
-        detail = ", ".join(f"{name}={value}" for name, value in event.attributes.items())
-        spans.append([lane, event.name, round(start_s, 6), round(event.duration_ns / 1e9, 6), detail])
-    return {
-        "lanes": [{"process": process, "lane": lane} for process, lane in lanes],
-        "spans": spans,
-        "seconds": (end_ns - begin_ns) / 1e9,
-    }
+def _groups(run: Run, rollouts: Rollouts) -> list[dict[str, Any]]:
+    """Groups spread over the run rather than its beginning, the oldest first."""
+    places = [
+        (int(version), log, place)
+        for log, index in enumerate(rollouts.indexes)
+        for place, version in enumerate(index.groups.read()["version"])
+    ]
+    places.sort()
+    wanted = np.unique(np.linspace(0, len(places) - 1, min(MAX_GROUPS, len(places))).astype(int))
+    num_bytes, media_bytes = 0, 0
+    found: list[dict[str, Any]] = []
+    for i in wanted.tolist() if places else []:
+        _, log, place = places[i]
+        num_bytes += int(rollouts.indexes[log].groups.read(place, place + 1)[0]["length"])
+        if num_bytes > MAX_ROLLOUT_BYTES:
+            break
+        group = rollouts.group(log, place)
+        media_bytes += _embed_media(run, group, MAX_MEDIA_BYTES - media_bytes)
+        found.append({**group, "log": 0, "place": len(found)})
+    return found
 
 
-def _lane(event: Event) -> tuple[str, str]:
-    """A device is one lane, whoever holds it: that two parts take turns is seen at a glance."""
-    return ("", event.lane) if event.lane.startswith(DEVICE_LANE) else (event.process, event.lane)
-
-
-def _lane_order(event: Event) -> tuple[bool, tuple[str, str], int]:
-    """Devices first."""
-    process, lane = _lane(event)
-    return (process != "", (process, lane), event.at_ns)
-
-
-def _rollouts(run: Run) -> list[Any]:
-    groups = read_rollouts(run)
-    if len(groups) > MAX_GROUPS:  # spread over the run rather than its beginning
-        groups = [groups[int(i * len(groups) / MAX_GROUPS)] for i in range(MAX_GROUPS)]
-    return groups
+def _embed_media(run: Run, group: dict[str, Any], room: int) -> int:
+    """Pictures become part of the file while there is room; returns the bytes taken."""
+    taken = 0
+    for sample in group["samples"]:
+        for media in sample.get("media") or []:
+            try:
+                path, kind = media_file(run.path, str(media.get("path", "")))
+            except UserError:
+                continue
+            if path.stat().st_size <= room - taken:
+                taken += path.stat().st_size
+                media["data"] = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return taken

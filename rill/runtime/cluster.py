@@ -26,7 +26,8 @@ from typing import Any, Self, TypeVar
 
 from rill.errors import PlanError, RunError
 from rill.runtime import context as runtime_context
-from rill.runtime.context import DRIVER_GROUP, RuntimeContext, Site, WorkerAddress
+from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
@@ -154,7 +155,7 @@ class Cluster:
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
         """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
         self._supervisor.launch(cls, options)
-        return WorkerGroup(cls, options.name, self._supervisor)
+        return WorkerGroup(cls, options.name, self._supervisor, self._supervisor)
 
     # --- nodes that come and go ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rill.errors import RunError
+from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
 
 if TYPE_CHECKING:
     from rill.runtime.channels.ends import ChannelEnds
@@ -25,60 +26,6 @@ if TYPE_CHECKING:
     from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
     from rill.runtime.transfer.point_to_point import PointToPoint
-
-DRIVER_GROUP = "driver"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAddress:
-    """Where a process of the run can be reached. A relaunched rank has a new one."""
-
-    group: str
-    rank: int
-    node_id: str
-    pid: int
-    endpoint: str
-    """The mailbox that processes of the same node send to (ipc)."""
-    tcp_endpoint: str = ""
-    """The mailbox that processes of other nodes send to. Empty where the run has one node."""
-    incarnation: int = 0
-    """Counts the launches of this rank, from 0."""
-    gpus: tuple[int, ...] = ()
-    """The GPUs that this process sees, by their numbers on the node; its cuda:0 is the first."""
-
-    @property
-    def name(self) -> str:
-        """As errors and logs write it: "rollout[3]"."""
-        return f"{self.group}[{self.rank}]"
-
-    @property
-    def identity(self) -> str:
-        """Unique in the session and never used again."""
-        return f"{self.group}[{self.rank}]#{self.incarnation}"
-
-    def endpoint_from(self, node_id: str) -> str:
-        """The endpoint that a process on `node_id` connects to."""
-        return self.endpoint if node_id == self.node_id else self.tcp_endpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What every process of a session is told about where it runs."""
-
-    session_id: str
-    session_dir: Path
-    """Sockets, logs and the session's lock file, under the system's temporary directory."""
-    shm_dir: Path
-    """Shared-memory files of this session on this node; whoever survives removes it with everything in it."""
-    node_id: str
-    hub_endpoint: str
-    host: str = "127.0.0.1"
-    """The address of this node that other nodes can reach."""
-    key: SessionKey | None = None
-    """What lets this process in at other nodes. None where the run stays on one node."""
-    report_dir: Path | None = None
-    """Where a stuck-run report is written: a folder that outlives the session. None: the user's under the system's
-    temporary directory."""
 
 
 class Door(Protocol):

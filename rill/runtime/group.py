@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
-from rill.runtime.context import RuntimeContext, WorkerAddress, current
+from rill.runtime.address import WorkerAddress
+from rill.runtime.context import RuntimeContext, current
 from rill.runtime.handle import DEFAULT_WAIT_S, Handle
 from rill.runtime.process.call import encode_arguments
 from rill.runtime.worker import Worker, callable_methods, is_concurrent
@@ -91,14 +92,20 @@ class Move:
         return self.state_s + self.stop_s + self.start_s + self.restore_s
 
 
-class GroupOwner(Protocol):
-    """What a group needs from the cluster that launched it."""
+class Members(Protocol):
+    """Who is in a group, for those who call it."""
 
     @property
     def context(self) -> RuntimeContext: ...
     def roster(self, group: str) -> Roster: ...
     def ranks(self, group: str) -> tuple[int, ...]: ...
     def lost(self, group: str) -> list[int]: ...
+    def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
+
+
+class GroupOwner(Members, Protocol):
+    """The cluster that launched a group, which alone can change it."""
+
     def wait_ready(self, group: str, timeout_s: float) -> None: ...
     def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
     def add(
@@ -107,16 +114,17 @@ class GroupOwner(Protocol):
     def remove(self, group: str, ranks: Sequence[int], notice_s: float) -> None: ...
     def move(self, group: str, placement: Placement, timeout_s: float) -> Move: ...
     def close_group(self, group: str, timeout_s: float) -> None: ...
-    def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
 
 
 class WorkerGroup(Generic[W_co]):
     """The driver's view of a group."""
 
-    def __init__(self, cls: type[W_co], name: str, owner: GroupOwner) -> None:
+    def __init__(self, cls: type[W_co], name: str, members: Members, owner: GroupOwner | None = None) -> None:
+        """`owner`: None in a process that was given the group."""
         self.name = name
         self._cls = cls
-        self._owner = owner
+        self._members = members
+        self._launched_by = owner
         self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
 
     @property
@@ -127,7 +135,7 @@ class WorkerGroup(Generic[W_co]):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ids of its members now. An id is never given to another rank, so there may be gaps."""
-        return self._owner.ranks(self.name)
+        return self._members.ranks(self.name)
 
     def on(self, *ranks: int) -> Selection[W_co]:
         """Some of the ranks, for calls to them alone."""
@@ -144,11 +152,12 @@ class WorkerGroup(Generic[W_co]):
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
         `relaunch` the ranks that are `lost()`, or `close` the group."""
-        self._owner.wait_ready(self.name, timeout_s)
+        if self._launched_by is not None:  # a group can only be given away once it is ready
+            self._launched_by.wait_ready(self.name, timeout_s)
 
     def lost(self) -> list[int]:
         """The ranks whose process has ended or whose `__init__` failed: `relaunch` or `remove` them."""
-        return self._owner.lost(self.name)
+        return self._members.lost(self.name)
 
     def relaunch(self, rank: int, *, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Start a rank again, in a new process, with the arguments of its launch. A live one is ended first."""
@@ -184,7 +193,7 @@ class WorkerGroup(Generic[W_co]):
 
     def addresses(self) -> list[WorkerAddress]:
         """Where the ranks are now."""
-        return list(self._owner.roster(self.name).addresses)
+        return list(self._members.roster(self.name).addresses)
 
     def __getattr__(self, method: str) -> Callable[..., Handle]:
         if method.startswith("_"):
@@ -196,7 +205,7 @@ class WorkerGroup(Generic[W_co]):
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self._owner.roster(self.name)))
+        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self._members.roster(self.name)))
 
     def _call(
         self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -204,15 +213,21 @@ class WorkerGroup(Generic[W_co]):
         """`ranks`: None for all."""
         self._check_method(method)
         encoded = encode_arguments(args, kwargs)
-        targets = self._owner.roster(self.name).addresses
+        targets = self._members.roster(self.name).addresses
         if ranks is not None:
             by_rank = {address.rank: address for address in targets}
             targets = tuple(by_rank[rank] for rank in ranks)
-        context = self._owner.context
-        handle = Handle(f"{self.name}.{method}", targets, self._owner.diagnose)
+        context = self._members.context
+        handle = Handle(f"{self.name}.{method}", targets, self._members.diagnose)
         payload = context.parcels.pack(encoded, targets)
         context.calls.call(handle, method, payload, concurrent=is_concurrent(self._methods[method]))
         return handle
+
+    @property
+    def _owner(self) -> GroupOwner:
+        if self._launched_by is None:
+            raise UserError(f"only the driver, which launched {self.name}, can change or close it")
+        return self._launched_by
 
     def _check_method(self, method: str) -> None:
         if method not in self._methods:
@@ -238,8 +253,8 @@ class Selection(Generic[W_co]):
         return lambda *args, **kwargs: self._group._call(method, self._ranks, args, kwargs)
 
 
-class _RemoteOwner:
-    """Stands for the cluster in a process that was given a group."""
+class _GivenMembers:
+    """A group's members in a process that was given the group."""
 
     def __init__(self, roster: Roster) -> None:
         self._given = roster
@@ -259,34 +274,12 @@ class _RemoteOwner:
         directory = current().directory
         return [a.rank for a in self.roster(group).addresses if directory.is_dead(a.identity)]
 
-    def wait_ready(self, group: str, timeout_s: float) -> None:
-        """A group can only be passed on once it is ready."""
-
-    def relaunch(self, group: str, rank: int, timeout_s: float) -> None:
-        raise _not_here(group)
-
-    def add(self, group: str, placement: Placement | None, count: int | None, timeout_s: float) -> list[int]:
-        raise _not_here(group)
-
-    def remove(self, group: str, ranks: Sequence[int], notice_s: float) -> None:
-        raise _not_here(group)
-
-    def move(self, group: str, placement: Placement, timeout_s: float) -> Move:
-        raise _not_here(group)
-
-    def close_group(self, group: str, timeout_s: float) -> None:
-        raise _not_here(group)
-
     def diagnose(self, message: str, timeout_s: float) -> StuckError:
         return StuckError(message)
 
 
-def _not_here(group: str) -> UserError:
-    return UserError(f"only the driver, which launched {group}, can change or close it")
-
-
 def _rebuild_group(ref: ClassRef, name: str, roster: Roster) -> WorkerGroup[Any]:
-    return WorkerGroup(ref.load(), name, _RemoteOwner(roster))
+    return WorkerGroup(ref.load(), name, _GivenMembers(roster))
 
 
 def _spoken(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from rill.errors import RillError, StuckError, WorkerError
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 from rill.runtime.process.waits import waiting
 
 DEFAULT_WAIT_S = 3600.0

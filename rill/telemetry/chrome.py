@@ -15,6 +15,8 @@ from rill.errors import UserError
 from rill.telemetry.jsonl import encode_line, read_lines
 
 TRACE_FOLDER = "trace"
+DEVICE_LANE = "device "
+"""How the lanes of devices begin; a lock's holder writes its turns there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rill.telemetry.jsonl import LineFile, encode_line, encode_number, read_lines
-from rill.telemetry.sinks.base import Sink
+from rill.telemetry.sinks.base import Account, Sink
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -82,14 +82,11 @@ class MetricLog:
         plain = {name: float(value) for name, value in values.items()}
         encoded = {name: encode_number(value) for name, value in plain.items()}
         self._file.write(encode_line({"step": step, "time_s": time.time(), "values": encoded}))
-        for sink in list(self._sinks):
-            try:
-                sink.write(step, plain)
-            except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
-                _log.warning(
-                    "dropping sink %s, which failed at step %d: %s", type(sink).__name__, step, error
-                )
-                self._sinks.remove(sink)
+        self._pass_on(f"at step {step}", lambda sink: sink.write(step, plain))
+
+    def tell(self, account: Account) -> None:
+        """Pass the run card and some rollouts on to the sinks, when the run ends."""
+        self._pass_on("at the end", lambda sink: sink.tell(account))
 
     def rewind(self, step: int) -> None:
         """Declare everything after `step` void, because the run goes on from its checkpoint at `step`."""
@@ -103,6 +100,14 @@ class MetricLog:
             except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
                 _log.warning("sink %s did not close: %s", type(sink).__name__, error)
         self._sinks = []
+
+    def _pass_on(self, when: str, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:  # noqa: BLE001 - boundary: third-party trackers raise anything
+                _log.warning("dropping sink %s, which failed %s: %s", type(sink).__name__, when, error)
+                self._sinks.remove(sink)
 
     def __enter__(self) -> MetricLog:
         return self

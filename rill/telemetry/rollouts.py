@@ -1,4 +1,4 @@
-"""What the model said, read back from a run's `rollouts/*.jsonl` (written by rill.workflows.rollout_log).
+"""What the model said, read back from a run's `rollouts/*.jsonl` (written by rill.telemetry.rollout_log).
 
 Called by the report, by `rill runs rollouts` and by the summary at the end of a run; works while the run goes on.
 """
@@ -25,6 +25,10 @@ class Said:
     version: int
     """The newest that wrote a token of its group."""
     error: str | None
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.response
 
     def line(self, width: int = LINE_CHARACTERS) -> str:
         text = " ".join(f"{self.prompt}▸{self.response}".split())

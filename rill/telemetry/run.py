@@ -17,6 +17,7 @@ taken name gets a number. Status and environment are replaced atomically, so a r
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -132,6 +133,12 @@ class Run:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def id(self) -> str:
+        """The run's alone, whatever others are called, and the same for all its life: its name and its first start."""
+        created = hashlib.sha256(repr(self._saved_state().created_s).encode()).hexdigest()[:8]
+        return f"{self.name}-{created}"
 
     @property
     def config_path(self) -> Path:

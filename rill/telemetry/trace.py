@@ -161,6 +161,7 @@ class _Tracer:
     def __init__(self, folder: Path, process: str) -> None:
         self.queue: deque[tuple[str, str, str, int, int, Any]] = deque()
         self.open_spans: dict[int, _OpenSpan] = {}
+        self._folder = folder
         self._offset_ns = shared_clock_offset_ns(folder)
         self._file: LineFile | None = LineFile(folder / f"{process.replace('/', '_')}.jsonl")
         self._reported: set[tuple[int, int]] = set()
@@ -203,8 +204,16 @@ class _Tracer:
                 self._file = None
 
     def _write_until_stopped(self) -> None:
+        from rill.telemetry.system import SAMPLE_S, SystemSampler  # psutil takes a while to import
+
+        sampler, next_s = SystemSampler(self._folder), time.monotonic() + SAMPLE_S
         while not self._stop.wait(FLUSH_S):
+            if time.monotonic() >= next_s:
+                next_s += SAMPLE_S
+                for name, value in sampler.sample().items():
+                    self.queue.append(("counter", name, "", time.monotonic_ns(), 0, value))
             self.flush()
+        sampler.close()
 
     def _open_lines(self) -> list[bytes]:
         """One record for each span that has been open for a whole flush, once."""

@@ -53,6 +53,8 @@ class Batcher:
     micro_batch_tokens: int
     vocab_size: int
     share_prefixes: bool = False
+    skips_too_long: bool = False
+    """What does not fit is left without results where others are asked for theirs; else it is an error."""
 
     def micro_batches(
         self, sequences: Sequence[PackSequence], units: Sequence[Sequence[int]] | None = None
@@ -102,22 +104,41 @@ class Batcher:
         compute: Callable[[Pack], Tensor],
     ) -> list[Floats]:
         """compute(pack) → [K] without gradients; the result of every sequence, 0 where nothing was wanted."""
-        results: list[Floats] = [np.zeros(s.num_tokens, dtype=np.float32) for s in sequences]
-        done: list[tuple[MicroBatch, Tensor]] = []
-        with torch.no_grad():
-            for batch in self.micro_batches(sequences):
-                values_K = gather_context(compute(batch.pack), batch.pack, self.world)
-                if not batch.is_idle:
-                    done.append((batch, values_K))
-        for batch, values_K in done:
-            values = values_K.float().cpu().numpy()
-            offset = 0
-            for index in batch.indices:
-                wanted = sequences[index].wanted
-                count = int(np.count_nonzero(wanted))
-                results[index][wanted] = values[offset : offset + count]
-                offset += count
+        (results,) = self.per_token_columns(sequences, lambda pack: (compute(pack),), num_columns=1)
         return results
+
+    def per_token_columns(
+        self,
+        sequences: Sequence[PackSequence],
+        compute: Callable[[Pack], tuple[Tensor, ...]],
+        *,
+        num_columns: int,
+    ) -> list[list[Floats]]:
+        """per_token for several results of one pass: [column][sequence]."""
+        fitting = [i for i, s in enumerate(sequences) if self.fits(s)]
+        results: list[list[Floats]] = [
+            [np.zeros(s.num_tokens, dtype=np.float32) for s in sequences] for _ in range(num_columns)
+        ]
+        done: list[tuple[MicroBatch, list[Tensor]]] = []
+        with torch.no_grad():
+            for batch in self.micro_batches([sequences[i] for i in fitting]):
+                columns = [gather_context(x_K, batch.pack, self.world) for x_K in compute(batch.pack)]
+                if not batch.is_idle:
+                    done.append((batch, columns))
+        for batch, columns in done:
+            for column, values_K in enumerate(columns):
+                values = values_K.float().cpu().numpy()
+                offset = 0
+                for index in batch.indices:
+                    wanted = sequences[fitting[index]].wanted
+                    count = int(np.count_nonzero(wanted))
+                    results[column][fitting[index]][wanted] = values[offset : offset + count]
+                    offset += count
+        return results
+
+    def fits(self, sequence: PackSequence) -> bool:
+        """Whether to compute it; where too long a one is an error, packing raises it."""
+        return not self.skips_too_long or sequence.num_tokens <= self.micro_batch_tokens
 
     def check(self, trajectory: Trajectory) -> None:
         """Raise InvalidSampleError for what would index out of range or train on nonsense."""

@@ -5,8 +5,8 @@
         manifest.json               every file's size and SHA-256, and what the checkpoint is of
 
 Guarantees: a save cut off at any byte leaves no step-N folder, or one whose manifest does not match; load() skips
-such a folder with a warning and takes the last whole one. Asynchronous saves copy to host memory first, so training
-goes on at once; the files are written by one thread, and a second save waits for the first.
+such a folder with a warning and takes the last whole one. A save copies to host memory, and training goes on; the
+files are written by one thread, with a process group of its own, and a second save waits for the first.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class Checkpointer:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
+        self._group: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, folder: Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
-        """Write folder/step-N. keep_last > 0 then keeps this one and the newest others, so many in all, and removes the
-        rest, with what saves that were killed left."""
+    def save(self, folder: Path, *, keep_last: int = 0) -> Path:
+        """Write folder/step-N behind the caller's back; wait() returns when it is whole. keep_last > 0 then keeps this
+        one and the newest others, so many in all, and removes the rest, with what saves that were killed left."""
         self.wait()
         engine = self.engine
         final = folder / f"step-{engine.version:08d}"
@@ -62,10 +63,7 @@ class Checkpointer:
             "parameters": _fingerprint(engine),
             "optimizer": _moments(engine),
         }
-        if not is_async:
-            self._write(state, final, about, keep_last)
-            return final
-        engine.world.host_group()  # created here, on the calling thread, where all ranks are in order
+        self._join()
         staged = {name: _to_host(value) for name, value in state.items()}
         self._thread = threading.Thread(
             target=self._write_behind,
@@ -77,15 +75,15 @@ class Checkpointer:
         return final
 
     def wait(self, timeout_s: float = 600.0) -> None:
-        """Return when no save is under way; raise what an asynchronous one raised."""
+        """Return when no save is under way; raise what the last one raised."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                raise StuckError(f"checkpoint: the asynchronous save has not finished in {timeout_s:.0f} s")
+                raise StuckError(f"checkpoint: the save has not finished in {timeout_s:.0f} s")
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise CheckpointError(f"the asynchronous save failed: {error}") from error
+            raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
     def load(self, folder: Path) -> PolicyVersion:
         """Restore the last whole checkpoint under `folder`, which may itself be a step folder."""
@@ -105,13 +103,12 @@ class Checkpointer:
             )
         engine.prepare_optimizer_state()
         state = engine.state()
-        group = engine.world.host_group()
         with _without_single_process_warning():
             load(
                 state,
                 storage_reader=FileSystemReader(chosen),
-                process_group=group,
-                no_dist=group is None,
+                process_group=self._group,
+                no_dist=self._group is None,
             )
         engine.after_load(int(about["version"]), state)
         return engine.version
@@ -120,6 +117,16 @@ class Checkpointer:
         self.wait()
 
     # --- writing ------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """A group of its own, made on the calling thread, where all ranks are in order: what the writer sends must not
+        meet what training sends."""
+        if self._group is None and self.engine.world.mesh is not None:
+            self._group = dist.new_group(backend="gloo")
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
     def _write_behind(
         self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int
@@ -130,13 +137,12 @@ class Checkpointer:
             self._error = error
 
     def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int) -> None:
-        world = self.engine.world
-        group = world.host_group()
+        world, group = self.engine.world, self._group
         partial = final.with_name(final.name + ".partial")
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        world.barrier()
+        self._barrier()
         with _without_single_process_warning():
             save(
                 state,
@@ -157,7 +163,7 @@ class Checkpointer:
             sync_folder(final.parent)
             if keep_last:
                 _drop_old(final, keep_last)
-        world.barrier()
+        self._barrier()
 
     def _own_files(self, folder: Path) -> list[Path]:
         """The files this rank wrote (`__RANK_n.distcp`); rank 0 has the metadata too."""
@@ -173,8 +179,9 @@ class Checkpointer:
                 answer[0] = str(last_whole(folder))
             except CheckpointError as error:
                 answer[0] = f"!{error}"
-        if world.host_group() is not None:
-            dist.broadcast_object_list(answer, src=0, group=world.host_group())
+        self._join()
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
         if answer[0].startswith("!"):
             raise CheckpointError(answer[0][1:])
         return Path(answer[0])

@@ -140,6 +140,11 @@ class TrainEngine:
             "skipped_steps": float(self.num_skipped_steps),
         }
 
+    def pass_over(self, num_steps: int) -> None:
+        """Count steps in which nothing was trained."""
+        self.zero_gradients()
+        self._version += num_steps
+
     def restart_optimizer(self) -> None:
         """Drop optimizer state and count steps from 0 again: what follows a warm-up on other data."""
         self.optimizer = Optimizer(self.config.optimizer, self.slots)
@@ -234,6 +239,7 @@ class TrainEngine:
         states = self.optimizer.state_tensors().values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
         if level >= OffloadLevel.GRADIENTS:
+            self._collect_gradients()
             self._fold()
             tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
         if level >= OffloadLevel.PARAMETERS:

@@ -76,11 +76,11 @@ class EngineConfig(Config):
 
 
 class MiniBatchConfig(EngineConfig):
-    """Of trainers that may take several optimizer steps on one batch; see rill.training.trainer.mini_batches."""
+    """Of trainers that may take several optimizer steps on one batch; see rill.training.step."""
 
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
-    mini_batches: int = Field(default=1, ge=1)
+    num_mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
     seed: int = 0
     """Order of the mini-batches."""

@@ -103,6 +103,10 @@ class PolicyModule(PackedModule):
         kl_K = None if distill is None else distill(hidden_MD.index_select(0, pack.source_K), head.weight)
         return PolicyOutput(logprobs_K, entropy_K, kl_K)
 
+    def predicting(self, pack: Pack) -> Tensor:
+        """[K, D] last hidden states that predict the pack's wanted tokens."""
+        return self.hidden(pack).index_select(0, pack.source_K)
+
 
 class ValueModule(PackedModule):
     """One value per wanted token: V of the state before that token was chosen; or one score per sequence."""

@@ -139,31 +139,28 @@ class World:
         return box[0]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
+        """Summed over data ranks; a host tensor comes back as one, whatever device the ranks talk by."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max_over_data(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def host_group(self) -> Any:
-        """A gloo group over all ranks for host tensors and objects (checkpoints); None when alone."""
-        if self.mesh is None:
-            return None
-        if self._host_group is None:
-            self._host_group = dist.new_group(backend="gloo")
-        return self._host_group
-
     def barrier(self) -> None:
+        """Return when all ranks are here."""
         if self.mesh is not None:
-            dist.barrier(group=self.host_group())
+            self._host_group = self._host_group or dist.new_group(backend="gloo")
+            dist.barrier(group=self._host_group)
 
     def close(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
-        if self.mesh is not None:
-            dist.all_reduce(values, op=op, group=self.mesh.get_group("data"))
-        return values
+        if self.mesh is None:
+            return values
+        moved = values.to(self.device)  # NCCL knows no host memory
+        dist.all_reduce(moved, op=op, group=self.mesh.get_group("data"))
+        return moved.to(values.device)
 
 
 def _make_current(device: torch.device) -> None:

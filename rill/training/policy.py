@@ -9,8 +9,7 @@ contract:
   needs them (with AReaL's approximate proximal policy it does not, and no pass is made).
 - The sampler's log-probabilities reach the algorithm as `rollout_logprobs_N` only.
 
-`update` is `accumulate` + `apply` per optimizer step. A loop that pipelines calls those itself: accumulate any number
-of times as samples arrive, then apply once; the gradient is the same.
+A step is begin(), accumulate() for every chunk that arrives, and finish(), or `update` at once (rill.training.step).
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.algorithms import Algorithm, finish_metrics
+from rill.algorithms.advantages.optimal_token import squared_probabilities
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
@@ -34,10 +34,10 @@ from rill.models.packed_scorer import PackedScorer
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
-from rill.training.packing import PackSequence, plan_micro_batches
+from rill.training.packing import Pack, PackSequence, plan_micro_batches
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel
-from rill.training.trainer import Trainer, merge_steps, mini_batches
+from rill.training.step import StepTrainer
 from rill.types import Floats, PolicyVersion, Sample
 
 
@@ -52,7 +52,7 @@ class PolicyLoss(Protocol):
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]: ...
 
 
-class PolicyTrainer(Trainer):
+class PolicyTrainer(StepTrainer):
     """Trains a causal language model with an algorithm's policy loss."""
 
     class Config(MiniBatchConfig):
@@ -60,6 +60,8 @@ class PolicyTrainer(Trainer):
         """The sampler's. Log-probabilities are of logits / temperature."""
         batch_invariant: bool = False
         """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
+        critic_warmup: int = Field(default=0, ge=0)
+        """Batches on which the policy stays as it is while a critic learns (value pretraining). 0: off."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class PolicyTrainer(Trainer):
         super().__init__(config, rendezvous=rendezvous, device=device)
         self.config: PolicyTrainer.Config = config
         self.algorithm = algorithm
+        self._step_version = self.version
         self._scorer: PackedScorer | None = None
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
         if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
@@ -99,34 +102,35 @@ class PolicyTrainer(Trainer):
 
     # --- updates ------------------------------------------------------------------------------------------
 
-    def update(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> dict[str, float]:
-        """This rank's share of one batch: num_epochs × mini_batches optimizer steps. Metrics are over all ranks.
+    @property
+    def waits_for(self) -> str:
+        if self._is_frozen:
+            return ""
+        if Need.STATISTICS in self.algorithm.needs:
+            return "its loss reads figures over the whole batch"
+        return super().waits_for
 
-        `version` is what the engines call the weights the batch starts from; unset, this trainer's own count.
+    def begin(self, version: PolicyVersion | None = None) -> None:
+        """Begin a step. `version` is what the engines call the weights it starts from; unset, this trainer's count."""
+        self._start()
+        self._step_version = self.version if version is None else version
+
+    def update(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> dict[str, float]:
+        """This rank's share of a whole batch: num_epochs × num_mini_batches optimizer steps.
+
         Samples that bring `old_logprobs` (an inference group scored them with the same weights) are not scored again.
         """
-        self._begin()
-        version = self.version if version is None else version
-        samples = self._usable(samples)
-        num_steps = self.config.num_epochs * self.config.mini_batches
-        has_old = num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
-        if has_old and self._lacks_old_logprobs(samples):
-            samples = self._with_old_logprobs(samples)
-        steps: list[dict[str, float]] = []
-        for part in mini_batches(self.config, len(samples), self.version):
-            self._accumulate([samples[i] for i in part], version, has_old=has_old)
-            steps.append(self.apply())
-        return merge_steps(steps)
+        self.begin(version)
+        self.accumulate(samples)
+        return self.finish()
 
-    def accumulate(self, samples: Sequence[Sample], version: PolicyVersion | None = None) -> None:
-        """Add these samples' gradient. Weights do not change until apply()."""
-        if not self._tally.sums:
-            self._begin()
-        self._accumulate(self._usable(samples), self.version if version is None else version, has_old=False)
-
-    def apply(self) -> dict[str, float]:
-        """One optimizer step with everything accumulated, divided by its global denominator."""
-        return finish_metrics(self._apply())
+    def finish(self) -> dict[str, float]:
+        if not self._is_frozen:
+            return super().finish()
+        self._is_begun = False
+        sums, _, _ = self._tally.reduce(self.world)
+        self.engine.pass_over(self.num_steps)
+        return {"samples": sums["samples"], "version": float(self.version), "train_s": self._busy_s}
 
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
@@ -143,9 +147,51 @@ class PolicyTrainer(Trainer):
             return self._invariant_logprobs(samples, temperature, trained_only=trained_only)
         return self._recompute(samples, temperature, trained_only=trained_only)
 
+    def scored(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with what the algorithm wants of the policy before its loss: old_logprobs, and energies for
+        optimal-token baselines."""
+        for sample in samples:
+            self.batcher.check(sample.trajectory)
+        if Need.ENERGIES not in self.algorithm.needs:
+            return self._with_old_logprobs(samples)
+        if not has_plain_logits(self.engine.module.lm):
+            raise UnsupportedError(
+                f"{self.engine.module.lm.config.model_type}: its logits are scaled, capped or biased, which the "
+                "energies of optimal-token baselines leave out: use another advantage"
+            )
+        squares = functools.partial(squared_probabilities, temperature=self.config.temperature)
+
+        def compute(pack: Pack) -> tuple[Tensor, Tensor]:
+            output = self.engine.module(pack, self.config.temperature, squares)
+            return output.logprobs_K, 1 - 2 * output.logprobs_K.exp() + output.kl_K
+
+        sequences = [_sequence(s, None) for s in samples]
+        old, energies = self.batcher.per_token_columns(sequences, compute, num_columns=2)
+        return [
+            dataclasses.replace(s, old_logprobs=o, energies=e)
+            for s, o, e in zip(samples, old, energies, strict=True)
+        ]
+
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
+    @property
+    def _is_frozen(self) -> bool:
+        return self.version < self.config.critic_warmup * self.num_steps
+
+    def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
+        return finish_metrics(super()._apply(learning_rate))
+
+    def _whole(self, samples: list[Sample]) -> list[Sample]:
+        if self.num_steps == 1 or Need.OLD_LOGPROBS not in self.algorithm.needs:
+            return samples
+        return self._with_old_logprobs(samples) if self._lacks_old_logprobs(samples) else samples
+
+    def _add(self, samples: Sequence[Sample], step: int = 0) -> None:
+        if self._is_frozen:
+            self._count(samples=len(samples))
+            return
+        has_old = self.num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
+        version = self._step_version
         sequences = [_sequence(s, None) for s in samples]
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
             raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
@@ -161,6 +207,7 @@ class PolicyTrainer(Trainer):
         for batch, columns in passes:
             output = self._forward(batch, self._distill(batch))
             tokens = self._token_batch(batch, columns, output, statistics)
+            tokens = dataclasses.replace(tokens, knows_old=has_old or step == 0)
             loss = self._guarded(functools.partial(self.algorithm.policy_loss, tokens), tokens.logprobs_N)
             if batch.is_idle:
                 self.engine.backward(_nothing(output))

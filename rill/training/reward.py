@@ -16,6 +16,7 @@ from safetensors import safe_open
 from rill.errors import ModelError
 from rill.models.loading import ModelConfig, model_folder
 from rill.training.module import VALUE_HEAD_FILE, ValueModule
+from rill.training.parallel import Rendezvous, World
 from rill.training.score import FrozenModel, sequence_scores
 from rill.types import TokenIds
 
@@ -24,13 +25,20 @@ CLASSIFIER_HEAD = "score.weight"
 
 
 class RewardModel(FrozenModel):
-    """Scores of whole sequences. Runs in one process; data parallelism is several of them."""
+    """Scores of whole sequences."""
 
     class Config(FrozenModel.Config):
         model: ModelConfig
         """A folder that RewardTrainer exported, or one of transformers' sequence classifiers with a single label."""
 
-    def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str | torch.device = "cpu",
+        rendezvous: Rendezvous | None = None,
+        world: World | None = None,
+    ) -> None:
         if not config.model.path:
             raise ModelError(
                 "a reward model with fresh weights prefers nothing: give reward_model.model.path"
@@ -43,10 +51,11 @@ class RewardModel(FrozenModel):
                 _load_classifier_head(module, folder)
             return module
 
-        super().__init__(config, torch.device(device), with_head)
+        super().__init__(config, with_head, device=torch.device(device), rendezvous=rendezvous, world=world)
 
     def scores(self, sequences: Sequence[TokenIds]) -> list[float]:
-        """One number to each sequence, in their order."""
+        """One number to each sequence, in their order; NaN to one that is too long and to be skipped, which has no
+        reward then, not 0."""
         return sequence_scores(self.module, self.batcher, sequences)
 
 

@@ -1,13 +1,15 @@
 """Frozen models that only read: FrozenModel, and ScoreModel, a reference or teacher policy.
 
 Callers: reference and teacher workers; PolicyTrainer for distillation over the whole vocabulary; rill.training.reward.
-Numbers are computed exactly as the trainers compute their own (same packing, head and precision).
+Numbers are computed exactly as the trainers compute their own (same packing, head and precision). A model is whole on
+every rank, and ranks know nothing of each other; or it is cut over its ranks as a trainer's is (`shard`, FSDP2, and
+`tensor_parallel`), and every call that scores is a collective, each rank with its own share, which may be empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -15,69 +17,132 @@ from pydantic import Field
 from torch import Tensor
 
 from rill.config import Config
-from rill.errors import WeightSyncError
+from rill.errors import ConfigError, WeightSyncError
 from rill.models.attention_packed import compile_layer
 from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
 from rill.training.batching import Batcher
-from rill.training.engine_config import Precision
+from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
 from rill.training.offload import Shelf
 from rill.training.packing import Pack, PackSequence
-from rill.training.parallel import World
+from rill.training.parallel import (
+    Rendezvous,
+    World,
+    apply_tensor_parallel,
+    full,
+    local,
+    local_slice,
+    shard_model,
+)
 from rill.types import Floats, Sample, TokenIds
 
 
 class FrozenModel:
-    """A packed module in one process; data parallelism is several of them."""
+    """A packed module that is never trained."""
 
     class Config(Config):
         model: ModelConfig
-        dtype: Precision = "float32"
-        """Precision of weights and arithmetic."""
-        micro_batch_tokens: int = Field(default=16_384, ge=2)
-        compile: bool = False
+        dtype: Precision | None = None
+        """Precision of weights and arithmetic. Unset: the trainer's compute_dtype."""
+        micro_batch_tokens: int | None = Field(default=None, ge=2)
+        """Most tokens in one pass of one rank. Unset: the trainer's."""
+        compile: bool | None = None
+        """torch.compile each layer. Unset: as the trainer does."""
+        on_too_long: Literal["error", "skip"] | None = None
+        """A sequence over micro_batch_tokens: an error, or left without scores. Unset: as the trainer does."""
+        shard: bool = False
+        """Cut the weights over the group's ranks (FSDP2). false: each rank, or tensor-parallel row, has them all."""
+        tensor_parallel: int = Field(default=1, ge=1)
+        """Ranks that compute one model together."""
 
-    def __init__(self, config: Config, device: torch.device, make: Callable[[Any], PackedModule]) -> None:
-        dtype = DTYPES[config.dtype]
-        self.world = World(None, device)
+        def following(self, trainer: EngineConfig) -> Self:
+            """This config with the trainer's settings where it has none."""
+            theirs = {
+                "dtype": trainer.compute_dtype,
+                "micro_batch_tokens": trainer.micro_batch_tokens,
+                "compile": trainer.compile,
+                "on_too_long": trainer.on_too_long,
+            }
+            unset = {name: value for name, value in theirs.items() if getattr(self, name) is None}
+            return self.model_copy(update=unset)
+
+    def __init__(
+        self,
+        config: Config,
+        make: Callable[[Any], PackedModule],
+        *,
+        device: torch.device,
+        rendezvous: Rendezvous | None = None,
+        world: World | None = None,
+    ) -> None:
+        """`rendezvous` joins the group's ranks, where the model is cut over them; `world` is one they have joined."""
+        is_cut = config.shard or config.tensor_parallel > 1
+        if not is_cut:
+            world = World(None, device)
+        elif world is None:
+            world = World.join(rendezvous, device, tensor_parallel=config.tensor_parallel)
+        if world.tensor_size != config.tensor_parallel:
+            raise ConfigError(
+                f"tensor_parallel = {config.tensor_parallel} of a frozen model on ranks that compute "
+                f"{world.tensor_size} together: set it to {world.tensor_size}"
+            )
+        self.world = world
+        dtype = DTYPES[config.dtype or "float32"]
         lm = load_packed_lm(config.model, dtype=dtype, device=device)
         self.module = make(lm)
         self.module.requires_grad_(False)
-        if device.type == "cpu" and not config.compile:
-            fuse_decoder(lm)
-        if config.compile:
-            for layer in self.module.layers:
-                compile_layer(layer)
+        self._arrange(config, dtype)
         self._shelf = Shelf()
         self.batcher = Batcher(
             world=self.world,
             use_flash=self.module.can_use_flash(device, dtype),
-            micro_batch_tokens=config.micro_batch_tokens,
+            micro_batch_tokens=config.micro_batch_tokens or 16_384,
             vocab_size=self.module.vocab_size,
+            skips_too_long=config.on_too_long == "skip",
         )
 
     def offload(self) -> None:
         if self.world.device.type != "cpu":
-            self._shelf.put([*self.module.parameters(), *self.module.buffers()])
+            parameters = [local(p.detach()) for p in self.module.parameters()]
+            self._shelf.put([*parameters, *self.module.buffers()])
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         self._shelf.take_all()
 
+    def _arrange(self, config: Config, dtype: torch.dtype) -> None:
+        """Cut, compile and shard the module, in the order these compose; as TrainEngine does."""
+        if self.world.tensor_size > 1:
+            apply_tensor_parallel(self.module.lm, self.world)
+        elif self.world.device.type == "cpu" and not config.compile:
+            fuse_decoder(self.module.lm)
+        layers = list(self.module.layers)
+        if config.compile:
+            for layer in layers:
+                compile_layer(layer)
+        if config.shard and self.world.shards:
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            shard_model(self.module, layers, self.world, compute_dtype=dtype, reshard=True)
+            if isinstance(self.module, PolicyModule):
+                register_fsdp_forward_method(self.module, "predicting")
+
 
 def sequence_scores(module: PackedModule, batcher: Batcher, sequences: Sequence[TokenIds]) -> list[float]:
-    """What a ValueModule gives each whole sequence; a collective where its trainer has several ranks."""
+    """What a ValueModule gives each whole sequence, NaN to one that is too long and to be skipped; a collective where
+    its ranks hold parts of it."""
     packed = []
     for index, tokens in enumerate(sequences):
         batcher.check_tokens(f"sequence {index}", tokens)
         packed.append(PackSequence(token_ids=tokens, wanted=np.zeros(len(tokens), dtype=np.bool_)))
-    scores = [0.0] * len(packed)
+    fitting = [i for i, sequence in enumerate(packed) if batcher.fits(sequence)]
+    scores = [float("nan")] * len(packed)
     with torch.no_grad():
-        for batch in batcher.micro_batches(packed):
+        for batch in batcher.micro_batches([packed[i] for i in fitting]):
             values = module(batch.pack, per_sequence=True).tolist()
             for index, value in zip(batch.indices, values, strict=False):
-                scores[index] = value
+                scores[fitting[index]] = value
     return scores
 
 
@@ -88,8 +153,17 @@ class ScoreModel(FrozenModel):
         temperature: float = Field(default=1.0, gt=0.0)
         """The sampler's."""
 
-    def __init__(self, config: Config, *, device: str | torch.device = "cpu") -> None:
-        super().__init__(config, torch.device(device), PolicyModule)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str | torch.device = "cpu",
+        rendezvous: Rendezvous | None = None,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(
+            config, PolicyModule, device=torch.device(device), rendezvous=rendezvous, world=world
+        )
         self.config = config
 
     def logprobs(
@@ -117,22 +191,23 @@ class ScoreModel(FrozenModel):
     @torch.no_grad()
     def hidden(self, pack: Pack) -> Tensor:
         """[K, E] last hidden states that predict the pack's wanted tokens: what a teacher caches."""
-        return self.module.hidden(pack).index_select(0, pack.source_K)
+        assert isinstance(self.module, PolicyModule)
+        return self.module.predicting(pack)
 
     def load_head(self) -> Tensor:
         """[V, E]: with hidden(), the logits that a student learns from."""
-        weight: Tensor = self.module.lm.get_output_embeddings().weight
-        return weight
+        return full(self.module.lm.get_output_embeddings().weight)
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights in by Hugging Face name: a reference that follows the policy every n steps."""
+        """Copy whole weights in by Hugging Face name: a reference that follows the policy every n steps."""
         own = dict(self.module.lm.named_parameters())
         given: set[str] = set()
         for name, tensor in tensors:
             if name not in own or own[name].shape != tensor.shape:
                 raise WeightSyncError(f"{name} {tuple(tensor.shape)} does not belong to this model")
-            own[name].copy_(tensor)
+            part = local(own[name])
+            part.copy_(local_slice(tensor.to(part.device), own[name]))
             given.add(name)
         if missing := own.keys() - given:
             raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")

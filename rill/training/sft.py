@@ -62,13 +62,15 @@ class SFTTrainer(Trainer):
 
     def update(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch. Metrics are over all ranks."""
-        self._begin()
-        self.accumulate(examples)
-        return self.apply()
+        self._forget()
+        with self._working():
+            self._accumulate(examples)
+        metrics = self._apply(self._learning_rate)
+        metrics["sft/perplexity"] = _perplexity(metrics["loss"])
+        return metrics
 
-    def accumulate(self, examples: Sequence[Example]) -> None:
-        """Add these examples' gradient. Weights do not change until apply(). A rank brings what it has read and trains
-        on what is dealt out to it."""
+    def _accumulate(self, examples: Sequence[Example]) -> None:
+        """Add these examples' gradient. A rank brings what it has read and trains on what is dealt out to it."""
         own = self._fitting(self._checked(examples), lambda s: s.num_tokens, lambda s: bool(s.wanted.any()))
         kept = self._dealt_out(own, lambda s: [s.num_tokens])
         for batch in self.batcher.micro_batches(kept):
@@ -84,12 +86,6 @@ class SFTTrainer(Trainer):
                 self._count_pass(batch, numerator, ones_K.sum())
             self._tally.add_metrics(metrics, is_idle=batch.is_idle)
         self._count(samples=len(kept))
-
-    def apply(self) -> dict[str, float]:
-        """One optimizer step with everything accumulated."""
-        metrics = self._apply(self._learning_rate)
-        metrics["sft/perplexity"] = _perplexity(metrics["loss"])
-        return metrics
 
     def evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and perplexity of held-out examples over all ranks; nothing is trained."""

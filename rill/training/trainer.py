@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from rill.training.balance import CostModel
 from rill.training.batching import Batcher, MicroBatch, Tally
 from rill.training.checkpoint import Checkpointer
 from rill.training.engine import TrainEngine
-from rill.training.engine_config import EngineConfig, MiniBatchConfig
+from rill.training.engine_config import EngineConfig
 from rill.training.exchange import deal_out
 from rill.training.export import export_model
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -68,11 +69,12 @@ class Trainer:
             micro_batch_tokens=config.micro_batch_tokens,
             vocab_size=engine.module.vocab_size,
             share_prefixes=config.tree_packing,
+            skips_too_long=config.on_too_long == "skip",
         )
         self._checkpointer = Checkpointer(engine)
         self._tally = Tally()
         self._failure = ""
-        self._started_s = time.perf_counter()
+        self._busy_s = 0.0
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -97,12 +99,13 @@ class Trainer:
         """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
         return self.engine.named_weights()
 
-    def save(self, folder: str | Path, *, is_async: bool = False, keep_last: int = 0) -> Path:
-        """Write `folder`/step-N, whole or not at all. With is_async the files are written behind training."""
-        return self._checkpointer.save(Path(folder), is_async=is_async, keep_last=keep_last)
+    def save(self, folder: str | Path, *, keep_last: int = 0) -> Path:
+        """Write `folder`/step-N, whole or not at all. Returns when the state is copied to host memory; the files are
+        written behind training, and wait_saved() tells when they are there."""
+        return self._checkpointer.save(Path(folder), keep_last=keep_last)
 
     def wait_saved(self, timeout_s: float = 600.0) -> None:
-        """Return when the last asynchronous save has finished; raise what it raised."""
+        """Return when the last save is whole; raise what went wrong with it."""
         self._checkpointer.wait(timeout_s)
 
     def load(self, folder: str | Path) -> PolicyVersion:
@@ -138,12 +141,21 @@ class Trainer:
             check_vocabulary(load_tokenizer(config.model), lm.config)
         return PolicyModule(lm, chunk_bytes=config.head_chunk_bytes, keep_bytes=config.head_keep_bytes)
 
-    def _begin(self) -> None:
-        """Forget whatever an update that failed half-way left behind."""
-        self._started_s = time.perf_counter()
+    def _forget(self) -> None:
+        """Begin a step: forget whatever one that failed half-way left behind."""
+        self._busy_s = 0.0
         self._tally = Tally()
         self._failure = ""
         self.engine.zero_gradients()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Time spent in here counts as training; what lies between the chunks of a step does not."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._busy_s += time.perf_counter() - started_s
 
     def _count(self, **values: Tensor | float) -> None:
         """Add to this step's sums; every rank has every name, whatever work it had."""
@@ -197,9 +209,10 @@ class Trainer:
 
     def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
         """One optimizer step with everything counted so far; metrics over all ranks."""
+        started_s = time.perf_counter()
         tally, self._tally = self._tally, Tally()
         if not tally.sums:
-            raise TrainingError("apply() without accumulate(): there is nothing to train on")
+            raise TrainingError("finish() without accumulate(): there is nothing to train on")
         own_norm = self.engine.gradient_norm()
         if self.world.data_size > 1 and not math.isfinite(own_norm.item()):
             # A rank whose loss was refused has no figures to add; the gradient, which all share, says so to all.
@@ -209,7 +222,7 @@ class Trainer:
             self.engine.zero_gradients()
             raise TrainingError(
                 f"the batch has no token to train on ({sums['samples']:.0f} samples, {sums['skipped']:.0f} skipped): "
-                "check loss masks, filters, micro_batch_tokens, and that mini_batches are not more than the samples"
+                "check loss masks, filters, micro_batch_tokens, and that num_mini_batches is not more than the samples"
             )
         # A loss that is a plain sum has no denominator (see rill.algorithms.base.divisor).
         denominator = sums["denominator"] or 1.0
@@ -221,7 +234,7 @@ class Trainer:
             norm=norm,
             reason=self._failure,
         )
-        seconds = time.perf_counter() - self._started_s
+        self._busy_s += time.perf_counter() - started_s
         return {
             **metrics,
             **step,
@@ -232,31 +245,6 @@ class Trainer:
             "tokens": sums["tokens"],
             "computed_tokens": sums["computed_tokens"],
             "trained_tokens": sums["trained_tokens"],
-            "train_s": seconds,
-            "train_tokens_per_s": sums["tokens"] / max(seconds, 1e-9),
+            "train_s": self._busy_s,
+            "train_tokens_per_s": sums["tokens"] / max(self._busy_s, 1e-9),
         }
-
-
-def mini_batches(config: MiniBatchConfig, num_samples: int, version: int) -> Iterator[list[int]]:
-    """The samples of each optimizer step of one update, by index: every pass shuffles them by (seed, version, pass) and
-    cuts them into even counts. `version` is the trainer's at the update's start."""
-    for epoch in range(config.num_epochs):
-        order = np.random.default_rng((config.seed, version, epoch)).permutation(num_samples)
-        for part in np.array_split(order, config.mini_batches):
-            yield sorted(part.tolist())
-
-
-def merge_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one update; counts of work are added, states are the last."""
-    if len(steps) == 1:
-        return steps[0]
-    added = {"samples", "tokens", "computed_tokens", "trained_tokens", "skipped_samples"}
-    last = {"version", "learning_rate", "skipped_steps", "train_s"}
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for step in steps for name in step):  # a skipped step may have fewer
-        values = [s[name] for s in steps if name in s]
-        merged[name] = (
-            sum(values) if name in added else values[-1] if name in last else sum(values) / len(values)
-        )
-    merged["train_tokens_per_s"] = merged["tokens"] / max(merged["train_s"], 1e-9)
-    return merged

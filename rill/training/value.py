@@ -1,7 +1,8 @@
 """ValueTrainer: the critic. V of the state before each trained token, on the same engine.
 
 Callers: the critic worker of a PPO workflow. `values` fills Sample.values; after advantages have been estimated from
-them, `update` fits Sample.returns with the algorithm's value loss, clipped around Sample.values.
+them, begin(), accumulate() and finish() (or `update` at once) fit Sample.returns with the algorithm's value loss,
+clipped around Sample.values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rill.training.engine_config import EngineConfig, MiniBatchConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
-from rill.training.trainer import Trainer, merge_steps, mini_batches
+from rill.training.step import StepTrainer
 from rill.types import Floats, Sample
 
 
@@ -33,7 +34,7 @@ class ValueLoss(Protocol):
     def value_loss(self, batch: TokenBatch) -> LossSum: ...
 
 
-class ValueTrainer(Trainer):
+class ValueTrainer(StepTrainer):
     """Trains a decoder with a value head."""
 
     Config: TypeAlias = MiniBatchConfig
@@ -56,29 +57,32 @@ class ValueTrainer(Trainer):
             self.batcher.check(sample.trajectory)
         return self.batcher.per_token([_sequence(s) for s in samples], self.engine.module)
 
+    def begin(self) -> None:
+        """Begin a step; see rill.training.step."""
+        self._start()
+
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """This rank's share of a batch: num_epochs × mini_batches optimizer steps."""
-        self._begin()
+        """This rank's share of a whole batch: num_epochs × num_mini_batches optimizer steps."""
+        self.begin()
+        self.accumulate(samples)
+        return self.finish()
+
+    def _usable(self, samples: Sequence[Sample]) -> list[Sample]:
         for sample in samples:
             self.batcher.check(sample.trajectory)
             if sample.returns is None or sample.values is None:
                 raise TrainingError(
                     f"{sample.id}: the critic needs values and returns; compute advantages first"
                 )
-        kept = self._fitting(
+        return self._fitting(
             samples, lambda s: s.num_tokens, lambda s: bool(s.trajectory.loss_mask[1:].any())
         )
-        steps: list[dict[str, float]] = []
-        for part in mini_batches(self.config, len(kept), self.version):
-            self._accumulate([kept[i] for i in part])
-            steps.append(self._apply())
-        return merge_steps(steps)
 
     def _make_module(self, config: EngineConfig, device: torch.device) -> PackedModule:
         lm = load_packed_lm(config.model, dtype=DTYPES[config.param_dtype], device=device)
         return ValueModule(lm, Path(config.model.path) / VALUE_HEAD_FILE if config.model.path else None)
 
-    def _accumulate(self, samples: Sequence[Sample]) -> None:
+    def _add(self, samples: Sequence[Sample], step: int = 0) -> None:
         for batch in self.batcher.micro_batches([_sequence(s) for s in samples]):
             values_K = gather_context(self.engine.module(batch.pack), batch.pack, self.world)
             tokens = self._token_batch(batch, [samples[i] for i in batch.indices], values_K)

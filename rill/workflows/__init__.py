@@ -13,8 +13,8 @@ from rill.registry import Registry, unknown_name_message
 WORKFLOWS = Registry(
     "workflow",
     {
-        "reasoning": "rill.workflows.reasoning:ReasoningWorkflow",
-        "ppo": "rill.workflows.ppo:PPOWorkflow",
+        "grpo": "rill.workflows.grpo:GRPO",
+        "ppo": "rill.workflows.ppo:PPO",
         "sft": "rill.workflows.sft:SFTWorkflow",
         "reward_model": "rill.workflows.preference:RewardModelWorkflow",
         "dpo": "rill.workflows.preference:DPOWorkflow",
@@ -28,7 +28,7 @@ def recipe_schema(values: Mapping[str, Any], source: str = "recipe") -> type[Con
     if name is None:
         choices = ", ".join(sorted(WORKFLOWS))
         raise ConfigError(
-            f'{source}: missing the key `workflow`, such as workflow = "reasoning": one of {choices}'
+            f'{source}: missing the key `workflow`, such as workflow = "grpo": one of {choices}'
         )
     if not isinstance(name, str) or (name not in WORKFLOWS and ":" not in name):
         raise ConfigError(f"{source}: {unknown_name_message('workflow', str(name), WORKFLOWS)}")

@@ -1,16 +1,16 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
-The loop calls `warm_up` until it is over, `publish` before the first step, then `train` once a step, which brings what
-it made to the engines (publishing.py), and `save` now and then. All ranks take part in every call, because parameters
-are sharded over them.
+Calls, in order: `warm_up` until the supervised steps are done, `publish` before the first step, then `train` once a
+step, which brings what it made to the engines (publishing.py), and `save` now and then.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,12 +36,21 @@ from rill.weights import (
     open_publisher,
     take_part,
 )
-from rill.workflows.batch_advantages import with_batch_advantages
-from rill.workflows.jobs import StepPlan, TrainedStep
-from rill.workflows.publishing import PublishingWorker
-from rill.workflows.sections import SyncConfig, WarmupConfig
-from rill.workflows.stages import LearningWorker, put_all, rendezvous_of, take_share
-from rill.workflows.teachers import TeacherConfig, open_teachers
+from rill.weights.publishing import PublishingWorker, Synced
+from rill.workflows.config import SyncConfig, WarmStartConfig
+from rill.workflows.edges import Edge
+from rill.workflows.learners import Advantages, LearningWorker
+from rill.workflows.scorers import TeacherConfig, rendezvous_of
+
+
+class TrainedStep(NamedTuple):
+    """What a training step gives back; a tuple, because there is one at every step."""
+
+    metrics: Mapping[str, float]
+    synced: Synced | None
+    """How the new weights reached the engines; None from ranks other than the first."""
+    sync_s: float
+    """Of the step: gathering the new weights and bringing the engines to them."""
 
 
 class ActorWorker(PublishingWorker, LearningWorker):
@@ -54,75 +63,86 @@ class ActorWorker(PublishingWorker, LearningWorker):
         algorithm: AlgorithmConfig,
         sync: SyncConfig,
         teachers: Sequence[TeacherConfig] = (),
+        has_critic: bool = False,
     ) -> None:
+        """`has_critic`: another group computes the advantages that the episodes could not."""
         self.algorithm = Algorithm(algorithm)
-        rendezvous = rendezvous_of(self)
-        self.trainer = PolicyTrainer(config, self.algorithm, rendezvous=rendezvous, device=self.device)
+        self.trainer = PolicyTrainer(
+            config, self.algorithm, rendezvous=rendezvous_of(self), device=self.device
+        )
         self.teachers: list[tuple[ScoreModel, float]] = []
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs:
-            self.teachers = open_teachers(teachers, config.temperature, self.device)
+            for teacher in teachers:
+                scoring = teacher.scoring(config.temperature).following(config)
+                self.teachers.append((ScoreModel(scoring, device=self.device), teacher.weight))
             self.trainer.set_teachers(self.teachers)
+        self.judges = not (has_critic or self.algorithm.is_group_scoped)
         self.sync = sync
         self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
-        self._warmup: SupervisedSteps | None = None
+        self._warm_start: SupervisedSteps | None = None
 
     def onload(self) -> None:
-        self.trainer.onload()
+        super().onload()
         for teacher, _ in self.teachers:
             teacher.onload()
 
     def offload(self) -> None:
-        self.trainer.offload()
+        super().offload()
         for teacher, _ in self.teachers:
             teacher.offload()
 
     def close(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+        self.trainer.close()
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def warm_up(self, data: PartConfig, config: WarmupConfig, num_steps: int, seed: int) -> dict[str, float]:
-        """The next `num_steps` supervised steps; returns the figures of the last."""
+    def warm_up(
+        self, data: PartConfig, config: WarmStartConfig, num_steps: int, seed: int
+    ) -> dict[str, float]:
+        """The next `num_steps` supervised steps; the metrics of the last."""
         with self.device_lock():
-            if self._warmup is None:
-                self._warmup = SupervisedSteps(self.trainer, data, config, seed)
-            return self._warmup.run(num_steps)
+            if self._warm_start is None:
+                self._warm_start = SupervisedSteps(self.trainer, data, config, seed)
+            metrics = self._warm_start.run(num_steps)
+            if self._warm_start.is_over:
+                self._warm_start.trainer.finish()
+                self._warm_start = None
+            return metrics
 
-    def end_warm_up(self) -> None:
-        if self._warmup is not None:
-            self._warmup.trainer.finish()
-            self._warmup = None
-
-    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
-        """One training step on this rank's share of the plan; the engines are brought to what it made."""
-        is_local = self.algorithm.is_group_scoped
-        with self.device_lock(rollouts):
-            with self.timer("take samples"):
-                _, samples = take_share(rollouts, plan, self.trainer, whole_groups=not is_local)
-            figures: dict[str, float] = {}
-            if not is_local:
-                samples, figures = with_batch_advantages(
-                    samples, self.algorithm, self.trainer.world.sum_over_data
-                )
-            with self.timer("update"):
-                figures |= self.trainer.update(samples, plan.version)
-            self.algorithm.observe(figures, plan.num_samples)
+    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
+        """One step from `version`: gradients are added chunk by chunk, the optimizer steps when the batch is through,
+        and the engines are brought to what it made."""
+        advantages = Advantages(self.algorithm, self.trainer) if self.judges else None
+        num_samples = 0
+        with ExitStack() as turn:
+            for part in self._parts(source, turn, whole_groups=self.judges):
+                if part.is_first:
+                    self.trainer.begin(version)
+                num_samples += len(part.chunk.lengths_S)
+                ready: list[Sample] | None = part.samples()
+                if advantages is not None:
+                    ready = advantages.add(ready or [], is_last=part.chunk.is_last)
+                if ready is not None:
+                    with self.timer("accumulate"):
+                        self.trainer.accumulate(ready)
+            with self.timer("finish"):
+                metrics = {**(advantages.metrics if advantages else {}), **self.trainer.finish()}
+            self.algorithm.observe(metrics, num_samples)
             trained_s = time.perf_counter()
             with self.timer("publish"):
-                manifest = self._gather(PolicyVersion(plan.version + 1))
+                manifest = self._gather(PolicyVersion(version + 1))
         synced = self._bring_engines_to(manifest)
-        return TrainedStep(figures, synced, time.perf_counter() - trained_s)
+        return TrainedStep(metrics, synced, time.perf_counter() - trained_s)
 
-    def score(self, source: Channel, target: Channel, plan: StepPlan) -> None:
-        """Add the trainer's own log-probabilities, for a KL penalty in the reward and several updates per batch."""
-        with self.device_lock(source, target):
-            keys, samples = take_share(source, plan, self.trainer, whole_groups=False)
-            scored = self.trainer.logprobs(samples, trained_only=True)
-            if self.trainer.world.leads:
-                put_all(
-                    target, keys, [replace(s, old_logprobs=x) for s, x in zip(samples, scored, strict=True)]
-                )
+    def score(self, source: Edge, target: Channel) -> Mapping[str, float]:
+        """Add what advantages need of the policy itself: its log-probabilities, for a KL penalty in the reward."""
+        for part in source.parts(self, self.trainer.world, cost=self.trainer.cost_model):
+            with self.device_lock():
+                scored = self.trainer.scored(part.samples())
+            part.put(target, scored)
+        return {}
 
     # --- weights ------------------------------------------------------------------------------------------
 
@@ -172,9 +192,9 @@ def _as_sample(token_ids: TokenIds) -> Sample:
 
 
 class SupervisedSteps:
-    """A warm-up on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
+    """[sft] on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
 
-    def __init__(self, trainer: PolicyTrainer, data: PartConfig, config: WarmupConfig, seed: int) -> None:
+    def __init__(self, trainer: PolicyTrainer, data: PartConfig, config: WarmStartConfig, seed: int) -> None:
         self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.learning_rate)
         self._config = config
         encoder = PromptEncoder(load_tokenizer(trainer.config.model))
@@ -186,15 +206,19 @@ class SupervisedSteps:
         self._batch_size = max(1, config.batch_size // size)
         self._step = 0
 
+    @property
+    def is_over(self) -> bool:
+        return self._step == self._config.steps
+
     def run(self, num_steps: int) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for _ in range(num_steps):
             self.trainer.set_learning_rate(self._rate())
-            figures = self.trainer.update(
+            metrics = self.trainer.update(
                 [self._encoder.encode(p) for p in self._loader.next(self._batch_size)]
             )
             self._step += 1
-        return {"warmup/loss": figures["loss"], "warmup/tokens_per_s": figures["train_tokens_per_s"]}
+        return {"sft/loss": metrics["loss"], "sft/train_tokens_per_s": metrics["train_tokens_per_s"]}
 
     def _rate(self) -> float:
         config = self._config

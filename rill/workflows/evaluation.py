@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@k with confidence intervals, on the engines that generate anyway.
+"""Evaluation: pass@k with confidence intervals. The controller puts the prompts through the engines of training.
 
 pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) from n samples with c right. A sample is right when its reward
 reaches RIGHT. The interval is Wilson's at 95 % for one sample a prompt, and a normal one over prompts otherwise.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rill.data.base import open_indexed, prompts_of
 from rill.types import Prompt
-from rill.workflows.fleet import Fleet
-from rill.workflows.sections import EvalConfig
+from rill.workflows.config import HELD_OUT, EvalSetConfig
 
 RIGHT = 1.0 - 1e-6
 Z_95 = 1.959964
@@ -27,36 +27,31 @@ class Estimate:
     high: float
 
 
-class Evaluator:
-    def __init__(self, config: EvalConfig, fleet: Fleet, prompts: Sequence[Prompt], timeout_s: float) -> None:
-        self.config = config
-        self._fleet = fleet
-        self._prompts = list(prompts)
-        self._timeout_s = timeout_s
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        return step == last_step or (self.config.every > 0 and step % self.config.every == 0)
-
-    def run(self) -> dict[str, float]:
-        if not self._prompts:
-            return {}
-        rewards = self._fleet.evaluate(self._prompts, self.config, self._timeout_s)
-        return summarise_rewards(rewards)
+def read_prompts(config: EvalSetConfig) -> list[Prompt]:
+    """The prompts of a set, the first `num_prompts` of its side of the data."""
+    return list(prompts_of(open_indexed(config.data, config.split), config.num_prompts))
 
 
-def summarise_rewards(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Figures of an evaluation; one row of rewards to a prompt."""
-    num_samples = min(len(row) for row in rewards)
-    figures = {
-        "eval/reward": float(np.mean([np.mean(row) for row in rewards])),
-        "eval/prompts": float(len(rewards)),
+def summarise_rewards(rows: Sequence[Sequence[float]], name: str = HELD_OUT) -> dict[str, float]:
+    """Metrics of an evaluation; one row of rewards to a prompt. An episode that failed has no number: it is counted,
+    and is not right."""
+    if not rows:
+        return {}
+    place = "eval" if name == HELD_OUT else f"eval/{name}"
+    scored = [reward for row in rows for reward in row if not math.isnan(reward)]
+    num_samples = min(len(row) for row in rows)
+    metrics = {
+        f"{place}/prompts": float(len(rows)),
+        f"{place}/errors": 1.0 - len(scored) / sum(len(row) for row in rows),
     }
+    if scored:
+        metrics[f"{place}/reward"] = float(np.mean(scored))
     for k in pass_counts(num_samples):
-        estimate = pass_at_k(rewards, k)
-        name = "eval/accuracy" if k == 1 else f"eval/pass@{k}"
-        figures[name] = estimate.mean
-        figures[f"{name}_low"], figures[f"{name}_high"] = estimate.low, estimate.high
-    return figures
+        estimate = pass_at_k(rows, k)
+        what = f"{place}/accuracy" if k == 1 else f"{place}/pass@{k}"
+        metrics[what] = estimate.mean
+        metrics[f"{what}_low"], metrics[f"{what}_high"] = estimate.low, estimate.high
+    return metrics
 
 
 def pass_counts(num_samples: int) -> list[int]:

@@ -1,22 +1,25 @@
-"""The rollout engines as the loop sees them: generate, take new weights, evaluate; and what happens when one is lost.
+"""Groups whose calls last for an epoch, as the driver sees them: engines and environment workers, and what happens when
+one of them is lost.
+
+    no environment group:  rollout.generate ◀── tasks
+    with one:              env.run ◀── tasks,   rollout.serve ◀── requests ◀── env
 
 Weights go from the actor to the engines without the driver (publishing.py), which learns who did not come there. After
 each sync every engine compares its log-probabilities of fixed tokens with the trainer's own: the canary (rill.weights).
-Whatever all engines do is one call on the whole group.
 
-All recovery is here, in `_bring_back`, on the loop's thread:
+All recovery is here, in `_bring_back`, on the driver's thread:
 
-    process gone, or new weights not taken ──▶ relaunch ──▶ pull what the others hold ──▶ canary ──▶ generate again
+    process gone, or new weights not taken ──▶ relaunch ──▶ pull what the others hold ──▶ canary ──▶ called again
 
-The jobs it held go back to the channel when it dies, so nothing else has to be told. Each engine has
-`loop.max_relaunches` tries. An exception inside an engine's call is a bug or bad data and ends the run.
+What it held goes back to its channel when it dies, so nothing else has to be told. Each rank has `loop.max_relaunches`
+tries. An exception inside a call is a bug or bad data and ends the run.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,131 +28,151 @@ from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle, Outcome
 from rill.telemetry import trace
-from rill.types import PolicyVersion, Prompt
+from rill.types import PolicyVersion
 from rill.weights import SealedManifest
-from rill.workflows.publishing import PublishingWorker, Synced
+from rill.weights.publishing import PublishingWorker, Synced
+from rill.workflows.config import LoopConfig, SyncConfig
+from rill.workflows.env_worker import EnvWorker
 from rill.workflows.rollout import RolloutWorker
-from rill.workflows.sections import EvalConfig, LoopConfig, SyncConfig
 
 log = logging.getLogger(__name__)
 
 EPOCH_POLL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """The channels of generation."""
+class Engines:
+    """The rollout group, with the environments in it or in a group beside it."""
 
-    jobs: Channel
-    rollouts: Channel
-    outcomes: Channel
+    def __init__(self, group: WorkerGroup[RolloutWorker], env: WorkerGroup[EnvWorker] | None = None) -> None:
+        self.group = group
+        self.env = env
 
 
-class Fleet:
+class Crew:
+    """One group and its calls that last for an epoch of a channel, one to a rank. Each call meets one end of an epoch;
+    a rank that dies meets it when it is called again."""
+
     def __init__(
-        self,
-        rollout: WorkerGroup[RolloutWorker],
-        actor: WorkerGroup[PublishingWorker],
-        flow: Flow,
-        sync: SyncConfig,
-        loop: LoopConfig,
+        self, group: WorkerGroup[Any], call: Callable[[Sequence[int]], Handle], max_relaunches: int
     ) -> None:
-        self._rollout = rollout
-        self._actor = actor
-        self._flow = flow
-        self._config = sync
-        self._loop = loop
-        self._names = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
-        self._calls: list[EngineCall | None] = [None] * rollout.size
-        """generate() of each engine; None between epochs."""
-        self._num_calls = 0
-        self._relaunches = [0] * rollout.size
-        self._relaunched: set[int] = set()
-        """In this epoch."""
-        self._is_open = False
-        self._num_epochs = 0
-        self._manifest: SealedManifest | None = None
-        """Of the newest weights, once somebody asked for it."""
-        answer(actor.on(0).meet(rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
-
-    # --- generating ---------------------------------------------------------------------------------------
-
-    @property
-    def is_open(self) -> bool:
-        """Between `open_epoch` and `end_epoch`. An engine's call may outlast the epoch: see `_serves_next`."""
-        return self._is_open
+        self.group = group
+        self.names = [f"{group.name}[{rank}]" for rank in range(group.size)]
+        self.num_relaunches = [0] * group.size
+        self._call = call
+        self._max_relaunches = max_relaunches
+        self._calls: list[RankCall | None] = [None] * group.size
 
     def open_epoch(self) -> None:
-        """Let every engine take jobs until the epoch of the jobs channel ends."""
-        self._is_open = True
-        self._generate([rank for rank, call in enumerate(self._calls) if call is None])
+        """Let every rank take what lies in the channel until its epoch ends."""
+        self._begin(list(range(self.group.size)))
 
-    def tend(self) -> None:
-        """Bring back engines that are gone. Raises what ended an engine in any other way."""
+    def tend(self, bring_back: Callable[[int, str], None]) -> None:
+        """Bring back ranks that are gone. Raises what ended a rank in any other way."""
         for rank, outcome in self._ended():
             if isinstance(outcome.error, PeerDiedError):
-                self._bring_back(rank, str(outcome.error))
+                bring_back(rank, str(outcome.error))
             elif outcome.error is not None:
                 raise outcome.error
-            elif self._is_open and self._num_drained() <= self._num_epochs:
-                self._generate([rank])  # started again, it has met the end of an epoch before this one
             else:
                 self._calls[rank] = None
 
-    def put_back(self) -> None:
-        """Stop what engines still generate in this epoch; it goes back to the feeder with the tokens it has."""
-        ordinals = [0 if call is None else call.ordinal for call in self._calls]
-        for outcome in self._rollout.put_back(ordinals).outcomes(timeout_s=self._config.timeout_s):
+    def unfinished(self) -> Handle | None:
+        """A call that still works on the epoch."""
+        return next((call.handle for call in self._calls if call is not None), None)
+
+    def relaunch(self, rank: int, reason: str, timeout_s: float) -> None:
+        """In a new process. `recall` lets it go on."""
+        name, count = self.names[rank], self.num_relaunches[rank]
+        if count >= self._max_relaunches:
+            raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
+        self.num_relaunches[rank] += 1
+        log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
+        self.group.relaunch(rank, timeout_s=timeout_s)
+
+    def recall(self, rank: int) -> None:
+        if self._calls[rank] is not None:
+            self._begin([rank])
+        log.warning("%s is back in service", self.names[rank])
+
+    def _begin(self, ranks: Sequence[int]) -> None:
+        handle = self._call(ranks)
+        for index, rank in enumerate(ranks):
+            self._calls[rank] = RankCall(handle, index)
+
+    def _ended(self) -> Iterator[tuple[int, Outcome]]:
+        """Ranks whose call is over, with what became of it."""
+        answers = {id(call.handle): call.handle.so_far() for call in self._calls if call is not None}
+        for rank, call in enumerate(list(self._calls)):
+            if call is not None and (outcome := answers[id(call.handle)][call.index]) is not None:
+                yield rank, outcome
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """One rank's part in a call."""
+
+    handle: Handle
+    index: int
+
+
+class Fleet:
+    """The crews of a run, and the way of new weights to its engines."""
+
+    def __init__(
+        self,
+        engines: Crew,
+        environments: Crew | None,
+        requests: Channel | None,
+        actor: WorkerGroup[PublishingWorker],
+        sync: SyncConfig,
+        loop: LoopConfig,
+    ) -> None:
+        self._engines = engines
+        self._rollout: WorkerGroup[RolloutWorker] = engines.group
+        self._crews = [engines] if environments is None else [environments, engines]
+        self._requests = requests
+        self._actor = actor
+        self._config = sync
+        self._loop = loop
+        self._is_open = False
+        self._manifest: SealedManifest | None = None
+        """Of the newest weights, once somebody asked for it."""
+        answer(actor.on(0).meet(self._rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Between `open_epoch` and `end_epoch`."""
+        return self._is_open
+
+    def open_epoch(self) -> None:
+        self._is_open = True
+        for crew in self._crews:
+            crew.open_epoch()
+
+    def tend(self) -> None:
+        for crew in self._crews:
+            crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
+
+    def stop(self, epoch: int) -> None:
+        """Stop what engines sample for tasks of this epoch; it goes back to the controller with the tokens it has."""
+        for outcome in self._rollout.stop(epoch).outcomes(timeout_s=self._config.timeout_s):
             if outcome.error is not None and not isinstance(outcome.error, PeerDiedError):
                 raise outcome.error
 
     def end_epoch(self) -> None:
-        """After the jobs channel was told that its epoch ends: wait until the engines have finished it."""
+        """After the tasks channel was told that its epoch ends: wait until everybody has finished it."""
         self._is_open = False
-        self._num_epochs += 1
         deadline_s = time.monotonic() + self._loop.step_timeout_s
-        while call := self._unfinished():
-            if time.monotonic() > deadline_s:
-                call.handle.wait(timeout_s=0.0)
-            call.handle.ended(EPOCH_POLL_S)
-            self.tend()
-        self._relaunched.clear()
+        for crew in self._crews:
+            if crew is self._engines and self._requests is not None:
+                self._requests.end()  # nobody is left who could ask
+            while call := crew.unfinished():
+                if time.monotonic() > deadline_s:
+                    call.wait(timeout_s=0.0)
+                call.ended(EPOCH_POLL_S)
+                self.tend()
 
-    def _unfinished(self) -> EngineCall | None:
-        """A call that still belongs to the epoch that ends."""
-        for rank, call in enumerate(self._calls):
-            if call is not None and not self._serves_next(rank):
-                return call
-        return None
-
-    def _serves_next(self, rank: int) -> bool:
-        """Whether the engine's call is for the next epoch: its process saw the end of this one, died before it said
-        so, and was started again."""
-        return rank in self._relaunched and self._num_drained() >= self._num_epochs
-
-    def _num_drained(self) -> int:
-        """Epochs of the jobs channel that are over: one more than were ended here where end_epoch() is to come."""
-        num_drained: int = self._flow.jobs.stats()["epochs_drained"]
-        return num_drained
-
-    def _generate(self, ranks: Sequence[int]) -> None:
-        if not ranks:
-            return
-        self._num_calls += 1
-        flow, ordinal = self._flow, self._num_calls
-        handle = self._rollout.on(*ranks).generate(flow.jobs, flow.rollouts, flow.outcomes, ordinal)
-        for index, rank in enumerate(ranks):
-            self._calls[rank] = EngineCall(handle, index, ordinal)
-
-    def _ended(self) -> Iterator[tuple[int, Outcome]]:
-        """Engines whose generate() is over, with what became of it."""
-        handles = {call.ordinal: call.handle for call in self._calls if call is not None}
-        answers = {ordinal: handle.so_far() for ordinal, handle in handles.items()}
-        for rank, call in enumerate(list(self._calls)):
-            if call is not None and (outcome := answers[call.ordinal][call.index]) is not None:
-                yield rank, outcome
-
-    # --- weights and evaluation ---------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Bring every engine to the actor's weights as they are."""
@@ -161,8 +184,9 @@ class Fleet:
         self._manifest = None
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
-            self._bring_back(self._names.index(name), reason)
-        return {**synced.figures, "sync/relaunches": float(sum(self._relaunches))}
+            self._bring_back(self._engines, self._engines.names.index(name), reason)
+        relaunches = sum(sum(crew.num_relaunches) for crew in self._crews)
+        return {**synced.metrics, "sync/relaunches": float(relaunches)}
 
     def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
@@ -170,49 +194,15 @@ class Fleet:
             self._manifest = answer(self._actor.on(0).manifest(), self._config.timeout_s)
         return self._manifest
 
-    def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig, timeout_s: float) -> list[list[float]]:
-        """Rewards of each prompt's samples, in the order of the prompts. Each engine answers its share."""
-        size = self._rollout.size
-        calls = [self._rollout.on(rank).evaluate(list(prompts), config) for rank in range(size)]
-        rewards: list[list[float]] = [[] for _ in prompts]
-        for rank, call in enumerate(calls):
-            while True:
-                try:
-                    rewards[rank::size] = call.wait(timeout_s=timeout_s)[0]
-                    break
-                except PeerDiedError as death:
-                    self._bring_back(rank, str(death))
-                    call = self._rollout.on(rank).evaluate(list(prompts), config)
-        return rewards
-
-    def _bring_back(self, rank: int, reason: str) -> None:
-        """Start a lost engine again, with the weights that the others hold; see above."""
-        name = self._names[rank]
-        first_line = reason.splitlines()[0]
-        if self._relaunches[rank] >= self._loop.max_relaunches:
-            raise RunError(
-                f"{name} is lost ({first_line}) after {self._relaunches[rank]} relaunches (loop.max_relaunches)"
-            )
-        self._relaunches[rank] += 1
-        self._relaunched.add(rank)
-        log.warning("%s is lost: %s; relaunch %d", name, first_line, self._relaunches[rank])
-        with trace.span("relaunch", lane="loop", engine=name):
-            self._rollout.relaunch(rank, timeout_s=self._loop.step_timeout_s)
-            with boundary(f"relaunch of {name}, which was lost: {first_line}"):
-                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
-        if self._calls[rank] is not None:
-            self._generate([rank])
-        log.warning("%s is back in service", name)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCall:
-    """One engine's part in a call of generate()."""
-
-    handle: Handle
-    index: int
-    ordinal: int
-    """Counts the calls, so that an engine knows which of them is to be put back."""
+    def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
+        """Start a lost rank again; an engine with the weights that the others hold. See above."""
+        name, first_line = crew.names[rank], reason.splitlines()[0]
+        with trace.span("relaunch", lane="loop", worker=name):
+            crew.relaunch(rank, first_line, self._loop.step_timeout_s)
+            if crew is self._engines:
+                with boundary(f"relaunch of {name}, which was lost: {first_line}"):
+                    answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+        crew.recall(rank)
 
 
 def answer(call: Handle, timeout_s: float) -> Any:

@@ -1,47 +1,44 @@
 """The one loop: synchronous, one-step-off and fully asynchronous training differ in `max_lag` alone.
 
-                        ┌──── once a step ────┐
-    feeder ── StepPlan ─▶ train ──▶ trained ──┴▶ feeder: more capacity
-      │ ▲                 ▲   │
-    jobs outcomes         │   │ new weights
-      ▼ │         samples,│   │                                all the time, without the driver
-    rollout.generate ─────┘   ▼
-    rollout.update ◀── actor: publish
+    begin ──▶ workflow.step(flow): calls that run at once ──▶ batch full ──▶ step applied, engines updated ──▶ report
+      ▲          prompts ─▶ episodes ─▶ select ─▶ stages ─▶ train ─▶ publish                                     │
+      └──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-What unblocks what: `take_batch` waits for enough kept groups; `train` takes exactly those samples, by key; the new
-version raises the feeder's capacity. With max_lag 0 the epoch of the jobs channel ends with the batch: the engines
-finish, let go of their devices, and the trainer may have them. That is all that sharing devices needs, so a workflow
-file does not know whether its parts share. While it waits, the loop looks after the engines: one that is lost is
-brought back by the fleet (fleet.py). A lost trainer or feeder ends the run, which can be resumed: a checkpoint is taken
-between two steps and holds the samples that wait for training, and what is begun (with its tokens, on request).
+What unblocks what: stages wait for chunks of the batch (controller.py), the trainer for theirs; the new version makes
+room for more prompts. With max_lag 0 the epoch of the tasks ends with the batch: the engines finish, let go of their
+devices, and others may have them. That is all that sharing devices needs, so a workflow file does not know whether its
+parts share. While it waits, the loop looks after engines and environments: one that is lost is brought back (fleet.py).
+A lost trainer or controller ends the run, which can be resumed: a checkpoint is taken between two steps and holds the
+samples that wait for training, and what is begun (with its tokens, on request).
 
 The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
-with neither. A workflow gives the loop its parts and one function that runs a training step; see reasoning.py.
+with neither.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rill.errors import RillError
+from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry import trace
 from rill.types import PolicyVersion
-from rill.workflows.checkpoints import RunCheckpoints
-from rill.workflows.evaluation import Evaluator
-from rill.workflows.feeder import Collected, Feeder
-from rill.workflows.fleet import Fleet, Flow, answer
-from rill.workflows.jobs import StepPlan, TrainedStep
-from rill.workflows.sections import LoopConfig
+from rill.workflows.config import LoopConfig
+from rill.workflows.controller import Controller
+from rill.workflows.fleet import answer
+from rill.workflows.flow import Flow
 
 TEND_S = 1.0
-"""How often the engines are looked after while a batch comes together."""
+"""How often engines are looked after while the driver waits for them."""
 
-TrainStep = Callable[[StepPlan], TrainedStep]
-"""Runs one training step to its end, the engines brought to what it made."""
+SETTLE_S = 30.0
+"""How long a run that fails waits for the files of its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,53 +51,72 @@ class StepReport:
     phase: str = "step"
     """"step" for RL, "warm-up" for the supervised steps before it."""
     notes: Sequence[str] = ()
-    """What the person at the terminal should know and no figure says."""
+    """What the person at the terminal should know and no metric says."""
 
 
 Observer = Callable[[StepReport], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a workflow hands to the loop."""
-
-    fleet: Fleet
-    """The engines, and how weights reach them."""
-    feeder: WorkerGroup[Feeder]
-    """One rank."""
-    flow: Flow
-    train_step: TrainStep
-    evaluator: Evaluator
-    checkpoints: RunCheckpoints
-
-
 class Loop:
-    def __init__(self, config: LoopConfig, parts: Parts, observers: Sequence[Observer]) -> None:
+    def __init__(
+        self,
+        config: LoopConfig,
+        flow: Flow,
+        step: Callable[[Flow], None],
+        controller: WorkerGroup[Controller],
+        checkpoints: RunCheckpoints,
+        observers: Sequence[Observer],
+        *,
+        eval_every: int = 0,
+        has_evals: bool = False,
+    ) -> None:
         self.config = config
-        self.parts = parts
+        self.flow = flow
         self.step = 0
         """Training steps that are done."""
+        self._write_step = step
+        self._controller = controller
+        self._checkpoints = checkpoints
         self._observers = observers
+        self._eval_every = eval_every
+        self._has_evals = has_evals
 
     def restore(self) -> bool:
         """Load the newest whole checkpoint; False when there is none."""
-        self.step = self.parts.checkpoints.load_latest()
-        return self.step > 0
+        step = self._checkpoints.load_latest()
+        self.step = step or 0
+        return step is not None
 
     def run(self) -> None:
         """From where it stands to the last step."""
-        fleet, flow = self.parts.fleet, self.parts.flow
-        self._ask(self.parts.feeder.start(flow.jobs, flow.rollouts, flow.outcomes))
+        fleet = self.flow.fleet
         fleet.publish(self._version)
         if self.step == 0:
-            self._report({}, evaluate=True)
-        while self.step < self.config.steps:
-            self._take_step()
-        self._ask(self.parts.feeder.trained(self.step))
+            self._report(self._evaluated())
+        try:
+            while self.step < self.config.steps:
+                self._take_step()
+        except Exception:
+            with suppress(RillError):  # what goes wrong is told by the error that is under way
+                self._checkpoints.settle(SETTLE_S)
+            raise
+        self._ask(self._controller.trained(self.step))
         if fleet.is_open:
-            self._ask(self.parts.feeder.finish())
+            self._ask(self._controller.finish())
             fleet.end_epoch()
-        self.parts.checkpoints.save(self.step)
+        self._checkpoints.save(self.step)
+        self._checkpoints.settle()
+
+    def save(self) -> None:
+        """A checkpoint of where it stands. With keep_unfinished, engines that run ahead are stopped meanwhile, so that
+        it holds every token they have said; the next step lets them go on behind those."""
+        fleet = self.flow.fleet
+        if fleet.is_open and self.config.keep_unfinished:
+            epoch = self._ask(self._controller.finish())
+            fleet.stop(epoch)
+            fleet.end_epoch()
+        self._ask(self._controller.trained(self.step))
+        self._checkpoints.save(self.step)
 
     @property
     def _version(self) -> PolicyVersion:
@@ -108,70 +124,68 @@ class Loop:
         return PolicyVersion(self.step + 1)
 
     def _take_step(self) -> None:
+        self._checkpoints.settle_if_done()
         began = time.monotonic()
         with trace.span("step", lane="loop", step=self.step):
+            self.flow.begin(self._version)
+            self._write_step(self.flow)
             with trace.span("wait for rollouts", lane="loop"):
-                collected = self._collect()
-            plan = collected.plan
-            trained_at = time.monotonic()
-            with trace.span("train", lane="loop", samples=plan.num_samples, tokens=plan.num_tokens):
-                trained = self.parts.train_step(plan)
+                batch = self.flow.batch(TEND_S)
+            full_at = time.monotonic()
+            with trace.span("train", lane="loop", samples=batch.num_samples, tokens=batch.num_tokens):
+                trained = self.flow.end()
             synced_at = time.monotonic() - trained.sync_s
-            synced = self.parts.fleet.take_in(trained.synced)
+            synced = self.flow.fleet.take_in(trained.synced)
             self.step += 1
             ended = time.monotonic()
         if self.config.max_lag > 0:
-            self._ask(self.parts.feeder.trained(self.step))
-        times = {
+            self._ask(self._controller.trained(self.step))
+        metrics = {
+            **batch.metrics,
+            **trained.metrics,
+            **synced,
             "time/step_s": ended - began,
-            "time/rollout_wait_s": trained_at - began,
-            "time/train_s": synced_at - trained_at,
+            "time/rollout_wait_s": full_at - began,
+            "time/train_s": synced_at - full_at,
             "time/sync_s": ended - synced_at,
-            "throughput/tokens_per_s": plan.num_tokens / (ended - began),
-            "throughput/samples_per_s": plan.num_samples / (ended - began),
+            "throughput/tokens_per_s": batch.num_tokens / (ended - began),
+            "throughput/samples_per_s": batch.num_samples / (ended - began),
         }
+        every = self._eval_every
+        if self.step == self.config.steps or (every > 0 and self.step % every == 0):
+            metrics |= self._evaluated()
         try:
-            self._report({**collected.figures, **trained.figures, **synced, **times}, evaluate=False)
+            self._report(metrics)
         except KeyboardInterrupt:  # an observer's wish to stop here: the step is whole, and is kept
-            self._save()
+            self.save()
+            self._checkpoints.settle()
             raise
         if self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0:
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
-        """With keep_unfinished, engines that run ahead are stopped meanwhile, so that the checkpoint holds every token
-        they have said; the next step lets them go on behind those."""
-        if self.parts.fleet.is_open and self.config.keep_unfinished:
-            self._ask(self.parts.feeder.finish())
-            self.parts.fleet.put_back()
-            self.parts.fleet.end_epoch()
-        self._ask(self.parts.feeder.trained(self.step))
-        self.parts.checkpoints.save(self.step)
-
-    def _collect(self) -> Collected:
-        """Wait for a batch, and for the engines to let go of their devices if this step is an epoch: one call of
-        generate() lasts an epoch, a step when synchronous, otherwise the whole run."""
-        config, fleet = self.config, self.parts.fleet
-        if not fleet.is_open:
-            fleet.open_epoch()
-        batch = self.parts.feeder.take_batch(self.step)
-        while not batch.ended(TEND_S):
-            fleet.tend()
-        collected: Collected = self._ask(batch)
-        if config.max_lag == 0:
-            if config.overprovision:
-                fleet.put_back()
-            fleet.end_epoch()
-        return collected
+    def _evaluated(self) -> dict[str, float]:
+        """Metrics of every evaluation set; an epoch of its own where the engines are not generating anyway."""
+        if not self._has_evals:
+            return {}
+        fleet = self.flow.fleet
+        is_own = not fleet.is_open
+        with trace.span("evaluate", lane="loop", step=self.step):
+            self._ask(self._controller.trained(self.step))
+            if is_own:
+                fleet.open_epoch()
+            call = self._controller.evaluate()
+            while not call.ended(TEND_S):
+                fleet.tend()
+            metrics: dict[str, float] = self._ask(call)
+            if is_own:
+                fleet.end_epoch()
+            return metrics
 
     def _ask(self, call: Handle) -> Any:
-        """The feeder's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
+        """The controller's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
         return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
-    def _report(self, metrics: Mapping[str, float], *, evaluate: bool) -> None:
-        if evaluate or self.parts.evaluator.is_due(self.step, self.config.steps):
-            with trace.span("evaluate", lane="loop", step=self.step):
-                metrics = {**metrics, **self.parts.evaluator.run()}
+    def _report(self, metrics: Mapping[str, float]) -> None:
         report = StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics)
         for observer in self._observers:
             observer(report)

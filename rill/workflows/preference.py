@@ -7,7 +7,6 @@ Rows have a prompt, a `chosen` and a `rejected` answer. A reward model's folder 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from rill.data.pairs import PairExample, encode_pair
@@ -19,11 +18,11 @@ from rill.training.preference import (
     PreferencePair,
     PreferenceTrainer,
     RewardTrainer,
-    answer_sequence,
+    open_loss,
 )
 from rill.training.score import ScoreModel
 from rill.types import Prompt
-from rill.workflows.stages import rendezvous_of
+from rill.workflows.scorers import rendezvous_of
 from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, SupervisedWorkflow
 
 
@@ -47,31 +46,18 @@ class RewardModelWorker(PairWorker):
 
 
 class DPOWorker(PairWorker):
-    """Each rank holds the whole reference, the policy as it was before the first step."""
+    """Each rank holds the whole reference, the policy as it was before the first step, where the loss needs one."""
 
     def _open_trainer(self, config: EngineConfig) -> PreferenceTrainer:
         assert isinstance(config, PreferenceTrainer.Config)
-        self.reference = ScoreModel(
-            ScoreModel.Config(
-                model=config.model,
-                dtype=config.compute_dtype,
-                micro_batch_tokens=config.micro_batch_tokens,
-                compile=config.compile,
-            ),
-            device=self.device,
+        reference = None
+        if open_loss(config.loss).needs_reference:
+            reference = ScoreModel(
+                ScoreModel.Config(model=config.model).following(config), device=self.device
+            )
+        return PreferenceTrainer(
+            config, reference=reference, rendezvous=rendezvous_of(self), device=self.device
         )
-        return PreferenceTrainer(config, rendezvous=rendezvous_of(self), device=self.device)
-
-    def _pairs(self, prompts: Sequence[Prompt]) -> list[PreferencePair]:
-        pairs = super()._pairs(prompts)
-        # Those that the trainer will leave out need no reference, which could not hold them either.
-        kept = [i for i, pair in enumerate(pairs) if self.trainer.keeps(pair.num_tokens)]
-        answers = [answer for i in kept for answer in (pairs[i].chosen, pairs[i].rejected)]
-        scored = self.reference.logprobs_of([answer_sequence(answer) for answer in answers])
-        filled = iter([replace(a, ref_logprobs=s) for a, s in zip(answers, scored, strict=True)])
-        for i in kept:
-            pairs[i] = replace(pairs[i], chosen=next(filled), rejected=next(filled))
-        return pairs
 
 
 class RewardModelWorkflow(SupervisedWorkflow):

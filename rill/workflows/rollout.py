@@ -1,13 +1,11 @@
-"""The rollout worker: an engine and the environments that talk to it.
+"""The rollout worker: an engine, with the environments beside it or elsewhere.
 
-    jobs ──▶ take ──▶ a coroutine per sample ──▶ engine ──▶ reward ──▶ filter ──▶ advantages ──▶ rollouts
-               ▲         (one event loop)                                  └──▶ outcomes ──▶ the loop
-               └────────── a job's lease ends when its samples lie in `rollouts` ──────────┘
+    generate   tasks ──▶ episodes in this process ──▶ engine ──▶ samples, outcomes         (no environment group)
+    serve      requests ──▶ engine ──▶ answers of whoever asked                            (environments elsewhere)
 
-Two threads: `generate` runs an event loop for as long as the epoch lasts, the engine steps in its own; both need the
-interpreter, so the loop's share of a sample is kept small and the lock changes hands often. Calls marked concurrent
-(`update`, `evaluate`, `put_back`) come in beside them. New weights reach the engine between two of its steps, and
-sequences that were running continue under them.
+Either lasts for an epoch of its channel and holds the devices meanwhile. Two threads: the event loop of the call, and
+the engine's own. Calls marked concurrent (`update`, `stop`) come in beside them. New weights reach the engine between
+two of its steps, and sequences that were running continue under them.
 """
 
 from __future__ import annotations
@@ -15,81 +13,46 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from rill.algorithms import Algorithm, AlgorithmConfig, Need
-from rill.config import Config, OneOf, PartConfig
-from rill.envs.base import ENVIRONMENTS, open_environment
+from rill.config import PartConfig
+from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
-from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
-from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
-from rill.types import Group, Prompt, Sample, SamplingParams, Trajectory
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
-from rill.workflows.groups import group_metrics, oldest_version, samples_of, shaped
-from rill.workflows.jobs import GroupJob, Outcome, sample_key
-from rill.workflows.policy_client import PolicyClient
-from rill.workflows.rollout_log import RolloutLog
-from rill.workflows.scoring import rewards_of
-from rill.workflows.sections import EvalConfig, SamplingConfig, SyncConfig
+from rill.workflows.config import SyncConfig
+from rill.workflows.env_worker import Question, Refused
+from rill.workflows.episodes import Episodes, EpisodeSettings, Flows
+from rill.workflows.policy import EngineGate, PolicyClient
 
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which
 asks for the lock in every step: while a batch of answers is being scored it would stand still."""
 
 
-class RolloutConfig(Config):
-    """[rollout]"""
-
-    engine: Annotated[PartConfig, OneOf(ENGINES)]
-    """The inference engine. Its model is the recipe's unless it names its own."""
-    env: Annotated[PartConfig, OneOf(ENVIRONMENTS)]
-    """What a prompt is put through, rewards included."""
-    sampling: SamplingConfig = SamplingConfig()
-    group_size: int = Field(8, ge=1)
-    """Samples per prompt."""
-    max_concurrent: int = Field(1024, ge=1)
-    """Samples in flight on one engine; further jobs wait where other engines can take them."""
-    log_groups: int = Field(4, ge=0)
-    """Groups per step and engine whose text is kept for the rollout viewer. 0: off."""
-
-
 class RolloutWorker(Worker):
-    def __init__(
-        self,
-        *,
-        config: RolloutConfig,
-        algorithm: AlgorithmConfig,
-        model: ModelConfig,
-        sync: SyncConfig,
-        seed: int,
-        run_dir: str,
-    ) -> None:
+    def __init__(self, *, settings: EpisodeSettings, sync: SyncConfig, has_episodes: bool = True) -> None:
+        """`has_episodes`: environments run here; otherwise others ask (`serve`)."""
         sys.setswitchinterval(LOCK_S)
-        self.config = config
-        self.algorithm = Algorithm(algorithm)
-        self.engine: Engine = ENGINES.load(config.engine.type)(placed(config.engine, self.device))
+        config = settings.rollout.engine
+        self.engine: Engine = ENGINES.load(config.type)(placed(config, self.device))
+        self.gate = EngineGate(self.engine)
         self.sync = sync
         self.receiver = open_receiver(
             seated(sync.transport, rank=self.rank + 1, num_receivers=self.world_size)
         )
-        self.seed = seed
-        self.maker = current().address.identity
-        tokenizer = load_tokenizer(model)
-        self.env = open_environment(config.env, tokenizer)
-        self.log = RolloutLog(Path(run_dir), f"{self.group_name}-{self.rank}", tokenizer, config.log_groups)
-        self._tokenizer = tokenizer
+        self.seed = settings.seed
+        self.max_concurrent = settings.rollout.max_concurrent
+        name = f"{self.group_name}-{self.rank}"
+        self.episodes = Episodes(settings, name) if has_episodes else None
         self._updating = threading.Lock()
-        self._serving: Serving | None = None
-        self._put_back_until = 0
-        """Calls of generate() up to this ordinal are to be put back."""
+
+    def close(self) -> None:
+        if self.episodes is not None:
+            self.episodes.close()
+        self.receiver.close()
+        self.engine.close()
 
     # --- device memory, called by the device lock. Host memory is not scarce: a CPU engine stays. --------
 
@@ -103,125 +66,60 @@ class RolloutWorker(Worker):
 
     # --- generating ---------------------------------------------------------------------------------------
 
-    def generate(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
-        """Until the epoch of `jobs` ends and everything taken is finished; returns the number of groups."""
-        with self.device_lock(jobs, rollouts):
-            return asyncio.run(self._serve(jobs, rollouts, outcomes, ordinal))
+    def generate(self, flows: Flows) -> int:
+        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
+        assert self.episodes is not None, "this worker's environments are elsewhere"
+        decode = self.episodes.tokenizer.decode
+        policies = {
+            is_training: PolicyClient(self.gate, seed=self.seed + (not is_training), decode=decode)
+            for is_training in (True, False)
+        }
+        with self.device_lock(flows.tasks, flows.samples):
+            return asyncio.run(self.episodes.run(flows, policies))
+
+    def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
+        """Until the epoch of the requests ends and all are answered; returns how many there were."""
+        with self.device_lock(requests, *answers):
+            return asyncio.run(self._serve(requests, answers))
 
     @concurrent
-    def put_back(self, ordinals: Sequence[int]) -> None:
-        """Stop the call of generate() that has this rank's ordinal: groups that are not finished go back, with what
-        was said of them. A call that is over, or has not begun, is told by the ordinal."""
-        self._put_back_until = max(self._put_back_until, ordinals[self.rank])
-        serving = self._serving
-        if serving is not None and serving.ordinal <= self._put_back_until:
-            serving.put_back(self.engine, self.sync.timeout_s)
+    def stop(self, epoch: int) -> None:
+        """Stop what is sampled for tasks of this epoch and those before: it is answered with what was said so far."""
+        self.gate.stop(epoch)
 
-    @concurrent
-    def evaluate(self, prompts: Sequence[Prompt], config: EvalConfig) -> list[list[float]]:
-        """Rewards of this engine's share of the prompts: every world_size-th, from its rank on."""
-        mine = list(enumerate(prompts))[self.rank :: self.world_size]
-        limit = config.max_new_tokens or self.config.sampling.max_new_tokens
-        sampling = self.config.sampling.params(temperature=config.temperature, max_new_tokens=limit)
-        with self.device_lock():
-            return asyncio.run(
-                rewards_of(self.engine, self.env, mine, sampling, config.samples, self.seed + 1)
-            )
+    async def _serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
+        room = asyncio.Semaphore(self.max_concurrent)
+        num_answered = 0
+        async with asyncio.TaskGroup() as running:
+            async for lease in requests.leases():
+                question: Question = lease.value
+                num_answered += len(question.requests)
+                running.create_task(self._answer(lease, answers[question.asker], room))
+                for _ in question.requests[: self.max_concurrent]:
+                    await room.acquire()  # before the next is taken: another engine may have room for it
+        return num_answered
 
-    async def _serve(self, jobs: Channel, rollouts: Channel, outcomes: Channel, ordinal: int) -> int:
-        policy = PolicyClient(self.engine, seed=self.seed, decode=self._tokenizer.decode)
-        room = asyncio.Semaphore(max(1, self.config.max_concurrent // self.config.group_size))
-        serving = self._serving = Serving(ordinal, policy, asyncio.get_running_loop())
-        if ordinal <= self._put_back_until:
-            policy.put_back()
-        num_groups = 0
+    async def _answer(self, lease: Lease, target: Channel, room: asyncio.Semaphore) -> None:
+        """Every completion as it comes; the question is dealt with when all are on their way."""
+        question: Question = lease.value
+        futures, refused = self._submit(question)
+        for each in refused:
+            await target.put_async(each)
+        for answered in asyncio.as_completed([asyncio.wrap_future(future) for future in futures]):
+            await target.put_async(await answered)
+        await lease.done_async()
+        for _ in question.requests[: self.max_concurrent]:
+            room.release()
+
+    def _submit(self, question: Question) -> tuple[list[Future[Completion]], list[Refused]]:
+        """All at once; where one is impossible, each by itself."""
         try:
-            async with asyncio.TaskGroup() as groups:
-                async for lease in jobs.leases():
-                    num_groups += 1
-                    groups.create_task(self._finish(lease, policy, rollouts, outcomes, room))
-                    await room.acquire()  # before the next job is taken: another engine may have room for it
-        finally:
-            self._serving = None
-            serving.end()
-        return num_groups
-
-    async def _finish(
-        self,
-        lease: Lease,
-        policy: PolicyClient,
-        rollouts: Channel,
-        outcomes: Channel,
-        room: asyncio.Semaphore,
-    ) -> None:
-        """One job from prompt to outcome; its lease ends when nothing of it can be lost any more."""
-        job: GroupJob = lease.value
-        outcome, samples = await self._group(job, policy)
-        for number, sample in enumerate(samples):
-            key = sample_key(outcome.group_id, number, self.maker)
-            await rollouts.put_async(sample, weight=float(sample.num_tokens), key=key)
-        await outcomes.put_async(outcome)
-        lease.done()
-        room.release()
-
-    async def _group(self, job: GroupJob, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
-        answers = dict(job.answers)
-        trajectories = await self._episodes(job, policy, answers)
-        if trajectories is None:
-            return Outcome(index=job.index, returned=answers, maker=self.maker), []
-        return self._outcome(job, trajectories)
-
-    async def _episodes(
-        self, job: GroupJob, policy: PolicyClient, answers: dict[str, Completion]
-    ) -> list[Trajectory] | None:
-        """All of the group, the greedy answer last where the algorithm needs one; None when it was put back."""
-        sampling = self.config.sampling.params()
-        episodes = [
-            self._episode(job, f"{job.id}/{i}", policy, answers, sampling) for i in range(job.group_size)
-        ]
-        if Need.GREEDY_BASELINE in self.algorithm.needs:
-            greedy = replace(sampling, temperature=0.0)
-            episodes.append(self._episode(job, f"{job.id}/greedy", policy, answers, greedy))
-        ended = await asyncio.gather(*episodes, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
-                raise error
-        whole = [trajectory for trajectory in ended if isinstance(trajectory, Trajectory)]
-        return whole if len(whole) == len(ended) else None
-
-    def _outcome(self, job: GroupJob, episodes: list[Trajectory]) -> tuple[Outcome, list[Sample]]:
-        """The filter's verdict, and the samples of a group that is kept."""
-        trajectories = [shaped(trajectory, self.algorithm) for trajectory in episodes]
-        greedy = trajectories.pop().reward if len(trajectories) > job.group_size else None
-        group = Group(id=job.id, prompt=job.prompt, trajectories=tuple(trajectories))
-        verdict = self.algorithm.keep(group.rewards)
-        self.log.write(group, dropped=verdict.reason)
-        samples = samples_of(group, self.algorithm, greedy) if verdict.keep else []
-        outcome = Outcome(
-            index=job.index,
-            lengths=tuple(sample.num_tokens for sample in samples),
-            dropped=verdict.reason,
-            oldest_version=oldest_version(group, self.engine.version),
-            metrics=group_metrics(group),
-            maker=self.maker,
-        )
-        return outcome, samples
-
-    async def _episode(
-        self,
-        job: GroupJob,
-        trajectory_id: str,
-        policy: PolicyClient,
-        answers: dict[str, Completion],
-        sampling: SamplingParams,
-    ) -> Trajectory:
-        return await self.env.rollout(
-            job.prompt,
-            policy.episode(trajectory_id, answers),
-            trajectory_id=trajectory_id,
-            group_id=job.id,
-            sampling=sampling,
-        )
+            return self.gate.submit(question.requests, question.epoch), []
+        except RequestError as error:
+            if len(question.requests) == 1:
+                return [], [Refused(question.requests[0].id, str(error))]
+            parts = [self._submit(question._replace(requests=(one,))) for one in question.requests]
+            return [f for futures, _ in parts for f in futures], [r for _, refused in parts for r in refused]
 
     # --- weights ------------------------------------------------------------------------------------------
 
@@ -237,42 +135,6 @@ class RolloutWorker(Worker):
                 self.engine.resume()
             name = f"{self.group_name}[{self.rank}]"
             return Pulled.proven(name, manifest, self.engine.version, self.engine.score)
-
-
-class Serving:
-    """A call of generate() under way, as calls beside it see it."""
-
-    def __init__(self, ordinal: int, policy: PolicyClient, loop: asyncio.AbstractEventLoop) -> None:
-        self.ordinal = ordinal
-        self._policy = policy
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._is_over = False
-        self._asked: list[Future[list[str]]] = []
-        """Those who wait to hear which requests are unanswered."""
-
-    def put_back(self, engine: Engine, timeout_s: float) -> None:
-        """From another thread. The engine is told outside of the event loop, which it may have to wait for."""
-        unanswered: Future[list[str]] = Future()
-        with self._lock:
-            if self._is_over:
-                return  # and with it everything that could be put back
-            self._asked.append(unanswered)
-            self._loop.call_soon_threadsafe(lambda: self._answer(self._policy.put_back()))
-        if request_ids := unanswered.result(timeout_s):
-            engine.abort(request_ids)
-
-    def end(self) -> None:
-        """On the event loop, as the last thing there: what was asked and is not answered will not run any more."""
-        with self._lock:
-            self._is_over = True
-        self._answer([])
-
-    def _answer(self, request_ids: list[str]) -> None:
-        with self._lock:
-            asked, self._asked = self._asked, []
-        for unanswered in asked:
-            unanswered.set_result(request_ids)
 
 
 def placed(engine: PartConfig, device: str) -> PartConfig:

@@ -1,74 +1,97 @@
-"""Evaluation outside a run: one engine in this process, a task's held-out problems, pass@k. Behind `rill eval`."""
+"""Evaluation outside a run: one engine in this process, any number of data sets, pass@k. Behind `rill eval`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from rill.config import Config, OneOf, PartConfig
-from rill.data.base import DATASETS, Split, open_indexed, prompts_of
+from rill.config import OneOf, PartConfig
+from rill.data.base import DATASETS, Split, open_indexed
 from rill.envs.base import ENVIRONMENTS, Environment, open_environment
+from rill.envs.episode import run_episode
+from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Prompt, SamplingParams, TokenIds
-from rill.workflows.policy_client import PolicyClient
-from rill.workflows.sections import SamplingConfig, as_table
+from rill.workflows.config import (
+    HELD_OUT,
+    EvalSamplingConfig,
+    EvalSetConfig,
+    SamplingConfig,
+    native_unless_named,
+)
+from rill.workflows.evaluation import read_prompts
+from rill.workflows.policy import EngineGate, PolicyClient
 
 
-class ScoringConfig(Config):
+class ScoringConfig(EvalSamplingConfig):
     """What to evaluate, on what, how."""
 
     model: ModelConfig
-    engine: Annotated[PartConfig, OneOf(ENGINES)]
+    engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)] = Field(
+        default_factory=dict, validate_default=True
+    )
     """Its model is the one above unless it names its own."""
     data: Annotated[PartConfig, OneOf(DATASETS)]
-    split: Split = Split.HELD_OUT
+    split: Split | None = None
+    """Unset: the held-out side where the data has one, else all of it."""
     env: Annotated[PartConfig, OneOf(ENVIRONMENTS)]
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    num_prompts: int = Field(256, ge=1)
-    samples: int = Field(1, ge=1)
-    """Completions per prompt."""
+    num_prompts: int = Field(256, ge=0)
+    """The first of them. 0: only the sets."""
+    sets: tuple[EvalSetConfig, ...] = ()
+    """Evaluated beside it."""
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _hand_down(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "model" in values:
-            engine = {"type": "native", "model": values["model"], **as_table(values.get("engine", {}))}
-            values = {**values, "engine": engine}
-        return values
+    handed_down = {"engine.model": "model", "temperature": "sampling.temperature"}
 
-    @model_validator(mode="after")
-    def _samples_differ(self) -> ScoringConfig:
-        if self.samples > 1 and self.sampling.temperature == 0:
-            raise ValueError("several samples at temperature 0 are all the same: set sampling.temperature")
-        return self
+    def all_sets(self) -> list[EvalSetConfig]:
+        if self.num_prompts == 0:
+            return list(self.sets)
+        own = self.model_dump(include=set(EvalSamplingConfig.model_fields))
+        split = self.split or _held_out_if_any(self.data)
+        return [EvalSetConfig(name=HELD_OUT, data=self.data, split=split, **own), *self.sets]
 
 
-def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = None) -> list[list[float]]:
-    """Rewards: one row to a prompt. `on_done(finished, total)` is called after every completion."""
-    prompts = list(prompts_of(open_indexed(config.data, config.split), config.num_prompts))
-    environment = open_environment(config.env, load_tokenizer(config.model))
+def score(
+    config: ScoringConfig, on_done: Callable[[int, int], None] | None = None
+) -> dict[str, list[list[float]]]:
+    """Rewards by set: one row to a prompt. `on_done(finished, total)` is called after every completion."""
+    sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
+    tokenizer = load_tokenizer(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
+    rewards: dict[str, list[list[float]]] = {}
     try:
-        sampling = config.sampling.params()
-        return asyncio.run(
-            rewards_of(
-                engine, environment, list(enumerate(prompts)), sampling, config.samples, config.seed, on_done
+        for chosen, prompts in sets:
+            environment = open_environment(chosen.env or config.env, tokenizer)
+            limit = chosen.max_new_tokens or config.sampling.max_new_tokens
+            sampling = config.sampling.params(
+                temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit
             )
-        )
+            rewards[chosen.name] = asyncio.run(
+                rewards_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
+            )
+            environment.close()
     finally:
-        environment.close()
         engine.close()
+    return rewards
+
+
+def _held_out_if_any(data: PartConfig) -> Split:
+    try:
+        open_indexed(data, Split.HELD_OUT)
+    except DataError:
+        return Split.TRAIN
+    return Split.HELD_OUT
 
 
 async def rewards_of(
     engine: Engine,
     environment: Environment,
-    numbered: Sequence[tuple[int, Prompt]],
+    prompts: Sequence[Prompt],
     sampling: SamplingParams,
     num_samples: int,
     seed: int,
@@ -76,25 +99,29 @@ async def rewards_of(
 ) -> list[list[float]]:
     """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
     to; ids of a user's rows may repeat."""
-    policy = PolicyClient(engine, seed=seed, decode=_never_cut)
+    policy = PolicyClient(EngineGate(engine), seed=seed, decode=_never_cut)
     num_done = 0
 
     async def one(group: str, prompt: Prompt, sample: int) -> float:
         nonlocal num_done
         name = f"{group}/{sample}"
-        trajectory = await environment.rollout(
-            prompt, policy.episode(name), trajectory_id=name, group_id=group, sampling=sampling
+        episode = await run_episode(
+            environment, prompt, policy.episode(name, {}), episode_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
-            on_done(num_done, len(numbered) * num_samples)
-        return trajectory.reward
+            on_done(num_done, len(prompts) * num_samples)
+        return episode.reward if episode.failure is None else float("nan")
 
     flat = await asyncio.gather(
-        *(one(f"eval/{number}", prompt, n) for number, prompt in numbered for n in range(num_samples))
+        *(
+            one(f"eval/{number}", prompt, n)
+            for number, prompt in enumerate(prompts)
+            for n in range(num_samples)
+        )
     )
     return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
 
 
 def _never_cut(token_ids: TokenIds) -> str:
-    raise AssertionError(f"an evaluation is never put back, but {len(token_ids)} tokens are to be continued")
+    raise AssertionError(f"an evaluation is never stopped, but {len(token_ids)} tokens are to be continued")

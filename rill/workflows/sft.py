@@ -11,7 +11,7 @@ from typing import Literal
 from rill.training.engine_config import EngineConfig
 from rill.training.sft import SFTTrainer
 from rill.types import Prompt
-from rill.workflows.stages import rendezvous_of
+from rill.workflows.scorers import rendezvous_of
 from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, SupervisedWorkflow
 
 

@@ -10,9 +10,9 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rill.config import Config, OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_dataset, open_indexed
@@ -20,16 +20,16 @@ from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
+from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.runtime.worker import Worker
+from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
 from rill.training.trainer import Trainer
 from rill.types import Prompt
-from rill.workflows.assembly import open_cluster, threads_of
-from rill.workflows.checkpoints import RunCheckpoints
+from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
+from rill.workflows.launch import open_cluster, threads_of
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.sections import ClusterConfig, RecipeConfig, Seats, as_table
 
 LOADER_FILE = "loader.json"
 
@@ -65,18 +65,6 @@ class SupervisedConfig(RecipeConfig):
     cluster: ClusterConfig = ClusterConfig()
 
     handed_down = {"model.seed": "seed", "loader.seed": "seed", "trainer.model": "model"}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _hand_down(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "model" in values:
-            seed, model = values.get("seed", 0), values["model"]
-            if isinstance(model, dict):
-                model = {"seed": seed, **model}
-            trainer = {"model": model, **as_table(values.get("trainer", {}))}
-            loader = {"seed": seed, **as_table(values.get("loader", {}))}
-            values = {**values, "model": model, "trainer": trainer, "loader": loader}
-        return values
 
 
 class SupervisedWorker(Worker):
@@ -140,6 +128,10 @@ class SupervisedWorker(Worker):
             path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
             write_atomically(path, json.dumps(self.loader.state()))
 
+    @concurrent
+    def wait_saved(self, timeout_s: float) -> None:
+        self.trainer.wait_saved(timeout_s)
+
     def load(self, folder: str) -> None:
         self.trainer.load(folder)
         path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"
@@ -194,7 +186,7 @@ class SupervisedWorkflow:
             checkpoints = RunCheckpoints(
                 self.folder, {config.workflow: worker}, loop.keep_checkpoints, loop.timeout_s
             )
-            step = checkpoints.load_latest()
+            step = checkpoints.load_latest() or 0
             reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
             notes = [f"no evaluations: {reason}"] if reason else []
             while step < loop.steps:
@@ -207,11 +199,13 @@ class SupervisedWorkflow:
                     self._report(step, figures, notes)
                 except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
                     checkpoints.save(step)
+                    checkpoints.settle()
                     raise
                 if step == loop.steps or (
                     loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
                 ):
                     checkpoints.save(step)
+            checkpoints.settle()
             worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
 
     def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:

@@ -183,6 +183,14 @@ def dppo(seq, divergence="tv", low=0.15, high=0.15, max_ratio=20.0):
     return out
 
 
+def dro(seq, beta=0.05):
+    """−A log π + β/2 (log π − log μ)², and its derivative −A + β (log π − log μ)."""
+    return [
+        (-a * lp + beta / 2 * (lp - mu) ** 2, -a + beta * (lp - mu))
+        for a, lp, mu in zip(seq["adv"], seq["logp"], seq["mu"])
+    ]
+
+
 def aipo(seq, delta=8.0, keep_gradient=False):
     out = []
     for lp, mu, a in zip(seq["logp"], seq["mu"], seq["adv"]):

@@ -117,11 +117,11 @@ def test_mismatched_lengths_missing_baselines_and_small_groups_are_refused():
 
 def test_batch_scoped_estimators_refuse_single_groups():
     for name in ("gae", "reinforce_pp"):
-        with pytest.raises(ConfigError, match="batch_advantages"):
+        with pytest.raises(ConfigError, match="call advantages"):
             algorithm(name).group_advantages([1.0, 2.0])
     in_reward = algorithm("grpo", kl={"coefficient": 0.1, "place": "reward"})
     assert not in_reward.is_group_scoped
-    with pytest.raises(ConfigError, match="batch_advantages"):
+    with pytest.raises(ConfigError, match="call advantages"):
         in_reward.group_advantages([1.0, 2.0])
 
 
@@ -146,27 +146,44 @@ def random_rollouts(seed, num_groups=3, group_size=3):
                     "values": rng.normal(size=length).tolist(),
                     "logp": (-rng.random(length)).tolist(),
                     "ref": (-rng.random(length)).tolist(),
-                    "bootstrap": float(rng.choice([0.0, rng.normal()])),
+                    "turns": (np.cumsum(rng.random(length) < 0.3)).tolist(),
+                    "energies": rng.random(length).tolist(),
+                    "parts": {"format": float(rng.integers(2)), "accuracy": float(rng.integers(2))},
                 }
             )
     return rollouts
 
 
 def batch_of(rollouts, process=False):
+    """With `process` the reward is what was given by token, the rest of it at the end."""
     tensor = lambda name: torch.tensor([v for r in rollouts for v in r[name]], dtype=torch.float64)  # noqa: E731
     return AdvantageBatch(
         mask_N=tensor("mask"),
         seq_N=torch.tensor([i for i, r in enumerate(rollouts) for _ in r["mask"]], dtype=torch.int64),
         num_seqs=len(rollouts),
-        rewards_S=torch.tensor([r["reward"] for r in rollouts], dtype=torch.float64),
+        rewards_S=torch.tensor(
+            [r["reward"] + process * sum(r["process"]) for r in rollouts], dtype=torch.float64
+        ),
         group_S=torch.tensor([r["group"] for r in rollouts], dtype=torch.int64),
         greedy_rewards_S=torch.tensor([r["greedy"] for r in rollouts], dtype=torch.float64),
-        token_rewards_N=tensor("process") if process else None,
+        token_rewards_N=torch.tensor([v for r in rollouts for v in with_end(r)], dtype=torch.float64)
+        if process
+        else None,
+        turn_N=tensor("turns").long(),
+        energies_N=tensor("energies"),
+        parts_S={
+            name: torch.tensor([r["parts"][name] for r in rollouts], dtype=torch.float64)
+            for name in ("format", "accuracy")
+        },
         logprobs_N=tensor("logp"),
         ref_logprobs_N=tensor("ref"),
         values_N=tensor("values"),
-        bootstrap_values_S=torch.tensor([r["bootstrap"] for r in rollouts], dtype=torch.float64),
     )
+
+
+def with_end(rollout):
+    last = max((i for i, m in enumerate(rollout["mask"]) if m), default=None)
+    return [v + (rollout["reward"] if i == last else 0.0) for i, v in enumerate(rollout["process"])]
 
 
 def token_rewards(rollout, beta, process):
@@ -204,7 +221,7 @@ def test_gae_equals_the_backward_recursion(seed, gamma, lam, process, whiten):
     raw, returns = [], []
     for rollout in rollouts:
         values = [v for v, m in zip(rollout["values"], rollout["mask"]) if m]
-        one = reference.gae(token_rewards(rollout, 0.3, process), values, rollout["bootstrap"], gamma, lam)
+        one = reference.gae(token_rewards(rollout, 0.3, process), values, 0.0, gamma, lam)
         raw += one
         returns += [a + v for a, v in zip(one, values)]
     advantages = reference.whiten(raw) if whiten else raw
@@ -287,7 +304,7 @@ def test_what_untrained_tokens_hold_does_not_matter(name):
             **r,
             **{
                 field: [v if m else float("nan") for v, m in zip(r[field], r["mask"])]
-                for field in ("values", "logp", "ref")
+                for field in ("values", "logp", "ref", "energies")
             },
         }
         for r in rollouts

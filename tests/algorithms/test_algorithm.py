@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -76,6 +78,28 @@ def test_every_registered_part_documents_itself(registry):
         assert part.Config(**needs_more).type == name
         for key, field in part.Config.model_fields.items():
             assert key == "type" or field.description, f"{name}.{key}"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_no_preset_but_a_sum_over_pairs_grows_with_the_length_of_answers(name):
+    """A loss that sums over tokens is cut by max_grad_norm = 1 at every step."""
+    config = Recipe(algorithm=name).algorithm
+    assert config.aggregation != "token-sum"
+    assert config.aggregation != "seq-mean-token-sum" or name == "online_dpo"
+
+
+def test_clip_cov_can_leave_the_ratio_unbounded_below_as_its_authors_do():
+    assert (
+        AlgorithmConfig.model_validate({"type": "clip_cov", "loss": {"clip_low": 1.0}}).loss.clip_low == 1.0
+    )
+
+
+def test_a_policy_that_has_moved_is_not_taken_for_a_mismatch():
+    batch = flat(random_sequences(3))
+    result = Algorithm(AlgorithmConfig(type="aipo")).policy_loss(batch)
+    assert "mismatch/abs_mean" in result.metrics
+    moved = Algorithm(AlgorithmConfig(type="aipo")).policy_loss(replace(batch, knows_old=False))
+    assert not any(name.startswith("mismatch/") for name in moved.metrics)
 
 
 def test_needs_follow_the_configuration():

@@ -123,6 +123,33 @@ def test_a_normalised_correction_has_mean_weight_1_over_all_ranks():
     assert sum(float(w.sum()) for w in weights) / count == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("kind", [{"type": "tis", "high": 1.5}, {"type": "mis", "high": 1.5}], ids=label)
+def test_a_normalised_weight_of_sequences_has_mean_1_over_sequences(kind):
+    """A sequence's weight counts once, however many tokens bear it."""
+    seqs = random_sequences(21, num_seqs=6)
+    algo = algorithm({**kind, "level": "sequence", "normalise": True})
+    shares = [flat(seqs[:2]), flat(seqs[2:])]
+    figures = Ranks(2).run(lambda rank, reduce: algo.statistics([shares[rank]], reduce))
+    found = []
+    for batch in shares:
+        weights = algo.correction.weights(_with(batch, figures[0])).weights_N
+        for s in range(batch.num_seqs):
+            of_sequence = weights[(batch.seq_N == s) & (batch.mask_N > 0)]
+            if of_sequence.numel():
+                found.append(float(of_sequence[0]))
+                assert (of_sequence == of_sequence[0]).all()
+    assert sum(found) / len(found) == pytest.approx(1.0)
+    alone = algo.correction.weights(flat(seqs)).weights_N  # a micro-batch that stands for the batch
+    assert alone[flat(seqs).mask_N > 0].unique().tolist() == pytest.approx(sorted(set(found)))
+
+
+def test_sequences_are_masked_from_above_only_unless_told():
+    """The product of a sequence's ratios falls below ½ by its length alone."""
+    assert algorithm({"type": "mis"}).correction.bounds == (0.5, 2.0)
+    assert algorithm({"type": "mis", "level": "sequence"}).correction.bounds == (0.0, 2.0)
+    assert algorithm({"type": "mis", "level": "sequence", "low": 0.1}).correction.bounds == (0.1, 2.0)
+
+
 def test_masking_without_renormalising_keeps_the_denominator():
     seqs = random_sequences(3, num_seqs=4)
     config = {"type": "mis", "low": 0.99, "high": 1.01}

@@ -5,10 +5,12 @@ from pydantic import ValidationError
 
 from rill.algorithms import Algorithm, AlgorithmConfig, DropReason
 from rill.algorithms.filters import OverlongConfig, overlong_penalty
+from tests.algorithms.trajectories import trajectory
 
 
 def keep(rewards, **filters):
-    verdict = Algorithm(AlgorithmConfig(filters=filters)).keep(rewards)
+    trajectories = [trajectory(f"t{i}", reward=r) for i, r in enumerate(rewards)]
+    verdict = Algorithm(AlgorithmConfig(filters=filters)).keep(trajectories)
     assert verdict.keep is (verdict.reason is None)
     return verdict.reason
 
@@ -37,9 +39,6 @@ def test_the_overlong_penalty_grows_over_the_buffer():
     config = OverlongConfig(limit_tokens=100, buffer_tokens=20, penalty=2.0)
     found = [overlong_penalty(n, config) for n in (0, 80, 85, 90, 100, 500)]
     assert found == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
-    shaped = Algorithm(AlgorithmConfig(filters={"overlong": {"limit_tokens": 100, "buffer_tokens": 20}}))
-    assert shaped.shape_reward(1.0, 90) == 0.5
-    assert Algorithm(AlgorithmConfig()).shape_reward(1.0, 10**6) == 1.0
 
 
 @given(n=st.integers(0, 1000), limit=st.integers(1, 500), buffer=st.integers(1, 500), penalty=st.floats(0, 3))

@@ -37,6 +37,17 @@ def test_far_off_tokens_stay_finite(estimator):
         assert value.max() <= 10.0
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "abs", "k1+", "k3+"])
+def test_a_token_far_from_the_reference_is_still_pulled_back(estimator):
+    """Only what is exponentiated has a bound: beyond ±20 nats the others keep their value and their gradient."""
+    logprob = torch.tensor([-45.0], dtype=torch.float64, requires_grad=True)
+    value = kl_penalty(logprob, torch.tensor([-5.0], dtype=torch.float64), KLEstimator(estimator))
+    (gradient,) = torch.autograd.grad(value.sum(), logprob)
+    expected, slope = reference.kl(-45.0, -5.0, estimator)
+    assert float(gradient) == pytest.approx(slope) != 0
+    assert estimator == "k3+" or float(value.detach()) == pytest.approx(expected)
+
+
 def test_the_estimators_agree_on_the_divergence_of_two_known_distributions():
     """k1 and k3 are unbiased: over all tokens, weighed by π, they give KL(π ∥ π_ref) exactly."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])

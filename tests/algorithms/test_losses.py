@@ -37,6 +37,7 @@ LOCAL = {
         {"type": "dppo", "divergence": "kl", "limit_low": 0.02, "limit_high": 0.03},
         lambda s: reference.dppo(s, "kl", 0.02, 0.03),
     ),
+    "dro": ({"type": "dro", "beta": 0.7}, lambda s: reference.dro(s, 0.7)),
     "aipo": ({"type": "aipo", "delta": 1.2}, lambda s: reference.aipo(s, 1.2)),
     "aipo stopped": (
         {"type": "aipo", "delta": 1.2, "keep_gradient": True},
@@ -150,7 +151,8 @@ def test_zero_advantages_leave_the_policy_alone(loss):
     seqs = random_sequences(3)
     for seq in seqs:
         seq["adv"] = [0.0] * len(seq["adv"])
-    config = {"type": loss, "coefficient": 0.0} if loss == "kl_cov" else {"type": loss}
+    penalty = {"kl_cov": {"coefficient": 0.0}, "dro": {"beta": 0.0}}  # pulls back whatever the advantage is
+    config = {"type": loss, **penalty.get(loss, {})}
     _, (gradient,) = total_loss(algorithm(config), [flat(seqs)])
     assert gradient.abs().max() == 0
 

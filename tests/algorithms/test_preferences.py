@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rill.algorithms import divisor
-from rill.algorithms.preferences import BradleyTerryConfig, DPOConfig, bradley_terry_loss, dpo_loss
+from rill.algorithms.preferences.base import PreferenceBatch
+from rill.algorithms.preferences.bradley_terry import BradleyTerryConfig, bradley_terry_loss
+from rill.algorithms.preferences.dpo import DPO
+from rill.algorithms.preferences.kto import KTO
+from rill.algorithms.preferences.orpo import ORPO
+from rill.algorithms.preferences.simpo import SimPO
 from rill.errors import TrainingError
 from tests.algorithms.batches import flat, random_sequences
 
@@ -19,14 +24,23 @@ def pairs(seed, num_pairs=3):
     return seqs
 
 
-def loss_of(seqs, config, rubbish=False):
+def loss_of(seqs, loss, rubbish=False, good=None, **more):
     batch = flat(seqs)
     ref = batch.ref_logprobs_N
     if rubbish:
         ref = torch.where(batch.mask_N > 0, ref, torch.nan)
-    chosen, rejected = torch.arange(0, len(seqs), 2), torch.arange(1, len(seqs), 2)
-    result = dpo_loss(
-        batch.logprobs_N, ref, batch.mask_N, batch.seq_N, batch.num_seqs, chosen, rejected, config
+    result = loss(
+        PreferenceBatch(
+            logprobs_N=batch.logprobs_N,
+            ref_logprobs_N=ref if loss.needs_reference else None,
+            mask_N=batch.mask_N,
+            seq_N=batch.seq_N,
+            num_seqs=batch.num_seqs,
+            is_good_S=torch.tensor(good or [i % 2 == 0 for i in range(len(seqs))]),
+            chosen_P=torch.arange(0, len(seqs), 2),
+            rejected_P=torch.arange(1, len(seqs), 2),
+            **more,
+        )
     )
     return result, batch
 
@@ -37,7 +51,7 @@ def expected_loss(seqs, config):
         h = []
         for s in (chosen, rejected):
             x = [lp - ref for lp, ref, m in zip(s["logp"], s["ref"], s["mask"]) if m]
-            is_mean = config.length_normalised or config.loss == "ipo"
+            is_mean = config.length_normalised or config.form == "ipo"
             h.append(sum(x) / (len(x) if is_mean else 1))
         margin, smooth = h[0] - h[1], config.label_smoothing
         sigmoid = 1 / (1 + math.exp(-config.beta * margin))
@@ -45,7 +59,7 @@ def expected_loss(seqs, config):
             "sigmoid": -(1 - smooth) * math.log(sigmoid) - smooth * math.log(1 - sigmoid),
             "hinge": max(0.0, 1 - config.beta * margin),
             "ipo": (margin - 1 / (2 * config.beta)) ** 2,
-        }[config.loss]
+        }[config.form]
     return total
 
 
@@ -58,20 +72,20 @@ def expected_loss(seqs, config):
 )
 def test_preference_losses_equal_their_formulas(seed, form, beta, normalised):
     loss, smoothing = form
-    config = DPOConfig(beta=beta, loss=loss, label_smoothing=smoothing, length_normalised=normalised)
+    config = DPO.Config(beta=beta, form=loss, label_smoothing=smoothing, length_normalised=normalised)
     seqs = pairs(seed)
-    result, _ = loss_of(seqs, config, rubbish=True)
+    result, _ = loss_of(seqs, DPO(config), rubbish=True)
     assert float(result.numerator.detach()) == pytest.approx(expected_loss(seqs, config))
     assert float(result.denominator) == 3
 
 
 def test_smoothing_that_a_loss_would_not_read_is_refused():
-    with pytest.raises(ValidationError, match="belongs to loss = 'sigmoid', got 'ipo'"):
-        DPOConfig(loss="ipo", label_smoothing=0.1)
+    with pytest.raises(ValidationError, match="belongs to form = 'sigmoid', got 'ipo'"):
+        DPO.Config(form="ipo", label_smoothing=0.1)
 
 
 def test_dpo_does_not_depend_on_the_split():
-    seqs, config = pairs(5, num_pairs=4), DPOConfig()
+    seqs, config = pairs(5, num_pairs=4), DPO(DPO.Config())
     whole, batch = loss_of(seqs, config)
     (gradient,) = torch.autograd.grad(whole.numerator / divisor(whole.denominator), batch.logprobs_N)
     parts = [loss_of(seqs[:2], config), loss_of(seqs[2:], config)]
@@ -84,15 +98,73 @@ def test_at_the_reference_dpo_is_log_2():
     seqs = pairs(1)
     for seq in seqs:
         seq["ref"] = list(seq["logp"])
-    result, _ = loss_of(seqs, DPOConfig())
+    result, _ = loss_of(seqs, DPO(DPO.Config()))
     assert float((result.numerator / result.denominator).detach()) == pytest.approx(math.log(2))
 
 
 def test_a_pair_without_trained_tokens_is_refused():
     seqs = pairs(1)
     seqs[1]["mask"] = [0] * len(seqs[1]["mask"])
-    with pytest.raises(TrainingError, match="without trained tokens"):
-        loss_of(seqs, DPOConfig())
+    with pytest.raises(TrainingError, match="no trained tokens"):
+        loss_of(seqs, DPO(DPO.Config()))
+
+
+def answer_means(seqs):
+    return [sum(lp for lp, m in zip(s["logp"], s["mask"]) if m) / sum(s["mask"]) for s in seqs]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), beta=st.sampled_from([0.5, 2.0]), gamma=st.sampled_from([0.0, 1.2]))
+def test_simpo_equals_its_formula(seed, beta, gamma):
+    seqs = pairs(seed)
+    means = answer_means(seqs)
+    expected = sum(
+        math.log(1 + math.exp(-(beta * w - beta * r - gamma))) for w, r in zip(means[::2], means[1::2])
+    )
+    result, _ = loss_of(seqs, SimPO(SimPO.Config(beta=beta, gamma=gamma)))
+    assert float(result.numerator.detach()) == pytest.approx(expected) and float(result.denominator) == 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), beta=st.sampled_from([0.1, 1.0]))
+def test_orpo_equals_its_formula_in_probabilities(seed, beta):
+    seqs = pairs(seed)
+    expected = 0.0
+    chances = [math.exp(m) for m in answer_means(seqs)]
+    for w, r in zip(chances[::2], chances[1::2]):
+        ratio = (w / (1 - w)) / (r / (1 - r))
+        expected += -math.log(w) - beta * math.log(1 / (1 + math.exp(-math.log(ratio))))
+    result, _ = loss_of(seqs, ORPO(ORPO.Config(beta=beta)))
+    assert float(result.numerator.detach()) == pytest.approx(expected) and float(result.denominator) == 3
+
+
+def test_orpo_of_a_certain_answer_is_finite():
+    seqs = pairs(1)
+    seqs[0]["logp"] = [0.0] * len(seqs[0]["logp"])
+    result, batch = loss_of(seqs, ORPO(ORPO.Config()))
+    (gradient,) = torch.autograd.grad(result.numerator, batch.logprobs_N)
+    assert torch.isfinite(result.numerator) and torch.isfinite(gradient).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    kl=st.sampled_from([0.0, 0.7]),
+    good=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_kto_equals_its_formula(seed, kl, good):
+    """v(x, y) of the paper's equation 8, λ − v, over single answers of either kind."""
+    seqs = random_sequences(seed, num_seqs=5)
+    for seq in seqs:
+        seq["mask"][0] = 1
+    expected = 0.0
+    for seq, desirable in zip(seqs, good):
+        r = sum(lp - ref for lp, ref, m in zip(seq["logp"], seq["ref"], seq["mask"]) if m)
+        weight, x = (1.3, 0.4 * (r - kl)) if desirable else (0.8, 0.4 * (kl - r))
+        expected += weight - weight / (1 + math.exp(-x))
+    loss = KTO(KTO.Config(beta=0.4, desirable_weight=1.3, undesirable_weight=0.8))
+    result, _ = loss_of(seqs[:4] + seqs[4:], loss, rubbish=True, good=good, kl=kl)
+    assert float(result.numerator.detach()) == pytest.approx(expected) and float(result.denominator) == 5
 
 
 def test_bradley_terry_by_hand():

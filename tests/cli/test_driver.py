@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rill.workflows.sections import RecipeConfig
 
 from rill.cli.driver import carry_out, logged_step
 from rill.errors import RunError, UserError, WorkerError
+from rill.journal.checkpoints import MANIFEST
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows import WORKFLOWS
-from rill.workflows.checkpoints import MANIFEST
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.sections import RecipeConfig
 
 
 def step(number: int, phase: str = "step") -> StepReport:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rill.data.base import DATASETS, Dataset, Split, check_disjoint, open_dataset, open_indexed, prompts_of
+from rill.data.base import DATASETS, Dataset, Split, open_dataset, open_indexed, prompts_of
 from rill.data.chat import PromptEncoder
 from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
 from rill.errors import DataError
 from rill.models.tokenizer import build_char_tokenizer
 from rill.types import Prompt
+from tests.data.disjoint import assert_disjoint
 
 VERL = {
     "data_source": "gsm8k",
@@ -108,7 +109,7 @@ def test_the_sides_of_a_file_never_overlap_even_with_repeated_rows(tmp_path: Pat
     held = opened("jsonl", Split.HELD_OUT, path=str(tmp_path / "rows.jsonl"), held_out=0.3)
     both = opened("jsonl", Split.ALL, path=str(tmp_path / "rows.jsonl"), held_out=0.3)
     assert len(train) + len(held) == len(both) == 300 and 30 < len(held) < 150
-    check_disjoint(prompts_of(train), prompts_of(held))
+    assert_disjoint(prompts_of(train), prompts_of(held))
 
 
 def test_a_dataset_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def make_stream() -> Iterator[dict[str, Any]]:
 def test_generated_problems_are_reproducible_and_split() -> None:
     settings = {"function": "tests.data.test_rows:make", "size": 100, "held_out": 0.2}
     train, held = opened("generated", **settings), opened("generated", Split.HELD_OUT, **settings)
-    check_disjoint(prompts_of(train), prompts_of(held))
+    assert_disjoint(prompts_of(train), prompts_of(held))
     assert train[3] == opened("generated", **settings)[3]
 
 
@@ -221,7 +222,7 @@ def test_reasoning_gym_tasks_come_split_and_reproducible() -> None:
     pytest.importorskip("reasoning_gym")
     settings = {"name": "leg_counting", "held_out": 0.3, "size": 30}
     train, held = opened("reasoning_gym", **settings), opened("reasoning_gym", Split.HELD_OUT, **settings)
-    check_disjoint(prompts_of(train), prompts_of(held))
+    assert_disjoint(prompts_of(train), prompts_of(held))
     assert isinstance(train[0], Prompt) and train[0] == opened("reasoning_gym", **settings)[0]
     with pytest.raises(DataError, match="did you mean"):
         opened("reasoning_gym", name="leg_countin")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Literal
 
-from rill.envs.base import Policy
+from rill.envs.agent import Agents
 from rill.envs.single_turn import SingleTurn
-from rill.types import Prompt, SamplingParams, Trajectory
+from rill.types import Prompt, Trajectory
 
 HANGS_FOR_S = 3600.0
 
@@ -19,13 +18,9 @@ class WrongLogprobs(SingleTurn):
     class Config(SingleTurn.Config):
         type: Literal["tests.e2e.faults:WrongLogprobs"]  # type: ignore[assignment]
 
-    async def rollout(
-        self, prompt: Prompt, policy: Policy, *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
-        trajectory = await super().rollout(
-            prompt, policy, trajectory_id=trajectory_id, group_id=group_id, sampling=sampling
-        )
-        return replace(trajectory, logprobs=trajectory.logprobs * 1.3)
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        reply = await agents.policy.generate(task)
+        reply.logprobs[:] *= 1.3
 
 
 class Stuck(SingleTurn):
@@ -34,9 +29,7 @@ class Stuck(SingleTurn):
     class Config(SingleTurn.Config):
         type: Literal["tests.e2e.faults:Stuck"]  # type: ignore[assignment]
 
-    async def rollout(
-        self, prompt: Prompt, policy: Policy, *, trajectory_id: str, group_id: str, sampling: SamplingParams
-    ) -> Trajectory:
+    async def run(self, task: Prompt, agents: Agents) -> None:
         await asyncio.sleep(HANGS_FOR_S)
         raise AssertionError("the run should have ended long ago")
 

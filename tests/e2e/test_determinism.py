@@ -9,7 +9,8 @@ import pytest
 from rill.errors import RunError
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
-from tests.e2e.tiny import EXACT, INVARIANT, PPO, fingerprint, resume, start
+from tests.e2e.test_sft import assert_near
+from tests.e2e.tiny import CORRECTED, EXACT, INVARIANT, PPO, fingerprint, resume, start
 
 TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2")
 ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
@@ -27,6 +28,20 @@ def test_a_run_stopped_after_a_checkpoint_and_resumed_gives_the_same_weights(
     whole: Run, tmp_path: Path
 ) -> None:
     assert fingerprint(stopped_and_resumed(tmp_path, *EXACT)) == fingerprint(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_streamed_chunks_give_the_same_weights_on_any_placement(tmp_path: Path) -> None:
+    """Training on the first chunk while the others are sampled, or on all of them after it: the same bits."""
+    chunks = (INVARIANT, CORRECTED, "flow.granularity=1", "loop.order=admission")
+    shared = start(tmp_path, "shared", *chunks)
+    streamed = start(tmp_path, "streamed", *chunks, *TWO_ENGINES)
+    apart = start(tmp_path, "apart", *chunks, *TWO_ENGINES, "rollout.env_workers=2")
+    assert fingerprint(streamed) == fingerprint(shared) == fingerprint(apart)
+    whole = start(tmp_path, "whole", INVARIANT, CORRECTED)
+    assert fingerprint(whole) != fingerprint(shared), "other chunks round otherwise"
+    assert_near(whole, shared, 1e-4)
 
 
 @pytest.mark.slow

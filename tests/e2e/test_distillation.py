@@ -35,7 +35,7 @@ def test_over_the_vocabulary_the_student_comes_nearer_to_its_teacher(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("workflow", [(), tiny.PPO[:1]], ids=["reasoning", "ppo"])
+@pytest.mark.parametrize("workflow", [(), tiny.PPO[:1]], ids=["grpo", "ppo"])
 def test_on_the_advantage_a_teacher_is_a_group_of_its_own(
     whole: tuple,  # type: ignore[type-arg]  # noqa: F811
     tmp_path: Path,

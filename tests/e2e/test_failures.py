@@ -132,8 +132,8 @@ def test_a_killed_engine_comes_back_in_every_placement(tmp_path: Path, placement
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("worker", ["critic", "reference", "feeder"])
-def test_a_killed_critic_reference_or_feeder_is_named_and_the_resumed_run_gives_the_same_weights(
+@pytest.mark.parametrize("worker", ["critic", "reference", "controller"])
+def test_a_killed_critic_reference_or_controller_is_named_and_the_resumed_run_gives_the_same_weights(
     tmp_path: Path, worker: str
 ) -> None:
     settings = (*EXACT, *PPO)

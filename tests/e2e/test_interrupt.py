@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.telemetry.run import Run, RunStatus
-from rill.workflows.checkpoints import step_of, whole_checkpoints
 from rill.workflows.loop import StepReport
 from tests.e2e.tiny import EXACT, fingerprint, resume, start
 

@@ -11,15 +11,15 @@ from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
-from rill.workflows.assembly import RLConfig
 from rill.workflows.loop import Observer
+from rill.workflows.rl_config import RLConfig
 
 RECIPE = Path(__file__).with_name("tiny.toml")
 STEPS = 8
 INVARIANT = "rollout.engine.batch_invariant=true"
 CORRECTED = "algorithm.correction=tis"
 """Makes the loss depend on the engine's log-probabilities, to the last bit."""
-EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED, "trainer.mini_batches=2")
+EXACT = (f"loop.steps={STEPS}", INVARIANT, CORRECTED, "trainer.num_mini_batches=2")
 """With two optimizer steps a batch, so that log π_old is a pass of its own."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 from rill.runtime.device.accelerator import ACCELERATORS, Accelerator
 from rill.runtime.transfer.device_ipc import Exporter, has_device_tensors, shares_a_device
 from rill.runtime.transfer.wire import decode, encode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rill.errors import PeerDiedError, StuckError
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Lost, Reply
 
 TARGETS = [WorkerAddress("w", rank, "n", 1, "") for rank in range(2)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rill.errors import PeerDiedError
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
 from rill.runtime.process.ack import Header, Incoming, Outgoing
 from rill.runtime.process.call import CALL, Call, Calls

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.context import RuntimeContext, Site, WorkerAddress
+from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.process.scratch import ScratchFolder
 from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rill.errors import CheckpointError
+from rill.training import checkpoint
 from rill.training.checkpoint import find_damage, last_whole, step_folders
 from rill.training.policy import PolicyTrainer
 from tests.training.tiny import make_samples, trainer
@@ -20,12 +22,18 @@ def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {n: w.clone() for n, w in t.named_weights()}
 
 
+def save(t: PolicyTrainer, folder: Path) -> Path:
+    written = t.save(folder)
+    t.wait_saved()
+    return written
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {},
         {"compute_dtype": "bfloat16"},
-        {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "mini_batches": 2},
+        {"optimizer": {"type": "muon", "learning_rate": 1e-3}, "num_mini_batches": 2},
         {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3}, "compute_dtype": "bfloat16"},
         {"optimizer": {"type": "adamw8bit", "learning_rate": 1e-3, "offload_state": True}},
         {"lora": {"rank": 2}, "schedule": {"type": "linear", "total_steps": 9}},
@@ -37,6 +45,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, values: dict[str, A
     straight.update(make_samples(seed=1))
     straight.update(make_samples(seed=2))
     straight.save(tmp_path)
+    straight.wait_saved()
     resumed = trainer(**values)
     assert resumed.load(tmp_path) == straight.version
     assert resumed.learning_rate == straight.learning_rate
@@ -54,6 +63,7 @@ def test_a_save_before_the_first_step_changes_nothing(tmp_path: Path, kind: str,
     values["optimizer"] = {"type": kind, "learning_rate": 1e-2, "weight_decay": 0.1}
     saved, other = trainer(**values), trainer(**values)
     saved.save(tmp_path)
+    saved.wait_saved()
     resumed = trainer(**values)
     assert resumed.load(tmp_path) == 0
     for t in (saved, other, resumed):
@@ -66,6 +76,7 @@ def test_a_run_can_change_between_adamw_with_32_and_with_8_bits(tmp_path: Path) 
     plain = trainer()
     plain.update(make_samples(seed=1))
     plain.save(tmp_path)
+    plain.wait_saved()
     coded = trainer(optimizer={"type": "adamw8bit", "learning_rate": 1e-3})
     assert coded.load(tmp_path) == 1
     before = weights(plain)
@@ -77,21 +88,53 @@ def test_a_run_can_change_between_adamw_with_32_and_with_8_bits(tmp_path: Path) 
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    trainer().save(tmp_path)
+    save(trainer(), tmp_path)
     with pytest.raises(CheckpointError, match=r"optimizer state of adamw.*set optimizer.type"):
         trainer(optimizer={"type": "muon", "learning_rate": 1e-3}).load(tmp_path)
 
 
-def test_an_asynchronous_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:
+def test_a_save_holds_the_weights_of_its_moment(tmp_path: Path) -> None:
     t = trainer()
     t.update(make_samples())
     wanted = weights(t)
-    t.save(tmp_path, is_async=True)
+    t.save(tmp_path)
     t.update(make_samples(seed=5))
     t.wait_saved()
     again = trainer()
     assert again.load(tmp_path) == 1
     assert all(torch.equal(w, wanted[n]) for n, w in weights(again).items())
+
+
+def test_training_goes_on_while_the_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    original = checkpoint.save
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        assert may_write.wait(60)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    t = trainer()
+    t.save(tmp_path)
+    t.update(make_samples())
+    assert t.version == 1 and not step_folders(tmp_path)
+    may_write.set()
+    t.save(tmp_path)  # waits for the one before it
+    assert [p.name for p in step_folders(tmp_path)][-1] == "step-00000000"
+    t.close()
+    assert [p.name for p in step_folders(tmp_path)] == ["step-00000001", "step-00000000"]
+
+
+def test_a_save_that_fails_says_so_when_it_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    t = trainer()
+    t.save(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="could not be written.*file"):
+        t.wait_saved()
+    t.save(tmp_path)
+    t.wait_saved()
 
 
 def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(
@@ -100,7 +143,7 @@ def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(
     t = trainer()
     t.save(tmp_path / "a")
     t.update(make_samples())
-    t.save(tmp_path / "a")
+    save(t, tmp_path / "a")
     newest, older = step_folders(tmp_path / "a")
     files = list(newest.iterdir())
     assert {".metadata", "manifest.json"} < {p.name for p in files}
@@ -123,7 +166,7 @@ def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(
 
 def test_changed_bytes_of_the_right_length_are_found(tmp_path: Path) -> None:
     t = trainer()
-    folder = t.save(tmp_path)
+    folder = save(t, tmp_path)
     part = next(folder.glob("*.distcp"))
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
@@ -133,8 +176,7 @@ def test_changed_bytes_of_the_right_length_are_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_left_by_a_killed_save_is_not_a_checkpoint(tmp_path: Path) -> None:
-    t = trainer()
-    t.save(tmp_path)
+    save(trainer(), tmp_path)
     (tmp_path / "step-00000009.partial").mkdir()
     assert last_whole(tmp_path).name == "step-00000000"
 
@@ -144,19 +186,21 @@ def test_only_the_newest_are_kept_when_asked(tmp_path: Path) -> None:
     for seed in range(3):
         t.update(make_samples(seed=seed))
         t.save(tmp_path, keep_last=2)
+    t.wait_saved()
     assert [p.name for p in step_folders(tmp_path)] == ["step-00000003", "step-00000002"]
     back = trainer()
     back.load(tmp_path / "step-00000002")
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # of a run that had come further
     (tmp_path / "step-00000008.partial").mkdir()
     back.save(tmp_path, keep_last=2)
+    back.wait_saved()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009"], (
         "what it saved is kept"
     )
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    trainer(lora={"rank": 2}).save(tmp_path)
+    save(trainer(lora={"rank": 2}), tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
         trainer().load(tmp_path)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):

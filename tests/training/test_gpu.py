@@ -48,7 +48,9 @@ def gpu_trainer(rendezvous: Rendezvous | None = None, **values: Any) -> PolicyTr
 def test_the_fast_path_has_the_gradient_of_float32(values: dict[str, Any]) -> None:
     samples = make_samples()
     exact, fast = gpu_trainer(compute_dtype="float32"), gpu_trainer(**values)
+    exact.begin()
     exact.accumulate(samples)
+    fast.begin()
     fast.accumulate(samples)
     wanted, found = exact.engine.gradients(), fast.engine.gradients()
     error = torch.stack([(found[n] - g).norm() for n, g in wanted.items()]).norm()
@@ -97,6 +99,7 @@ def test_a_run_with_eight_bit_moments_resumes_bit_for_bit(tmp_path: Path) -> Non
     straight = gpu_trainer(**values)
     straight.update(make_samples())
     straight.save(tmp_path)
+    straight.wait_saved()
     resumed = gpu_trainer(**values)
     resumed.load(tmp_path)
     for t in (straight, resumed):
@@ -119,6 +122,7 @@ def test_state_on_the_host_changes_no_bit_and_takes_no_device_memory(kind: str, 
     for state in streamed.engine.optimizer.state_tensors().values():
         assert all(v.device.type == "cpu" and v.is_pinned() for v in state.values() if v.ndim > 0)
     streamed.save(tmp_path)
+    streamed.wait_saved()
     resumed = gpu_trainer(optimizer={**values, "offload_state": True})
     resumed.load(tmp_path)
     for t in (plain, resumed):

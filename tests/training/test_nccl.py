@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rill.models.attention_packed import gather_row
+from rill.models.loading import ModelConfig
 from rill.training import checkpoint
 from rill.training.module import load_packed_lm
 from rill.training.parallel import World, apply_tensor_parallel, full, local
 from rill.training.policy import PolicyTrainer
+from rill.training.score import ScoreModel
 from tests.training.test_gpu import WIDE, gpu_trainer
 from tests.training.tiny import config, make_samples
 
@@ -52,16 +54,17 @@ def test_a_sharded_trainer_trains_saves_and_exports_like_one_that_is_not(
     alone, sharded = gpu_trainer(**values), sharded_trainer(world, monkeypatch, **values)
     assert all(isinstance(s.template, DTensor) for s in sharded.engine.slots)
     for t in (alone, sharded):
+        t.begin()
         t.accumulate(make_samples())
     wanted, found = alone.engine.gradients(), sharded.engine.gradients()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 0.02 * gradient.norm() + 1e-6, name
-    metrics = [t.apply() for t in (alone, sharded)]
+    metrics = [t.finish() for t in (alone, sharded)]
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.02)
 
     staged = [checkpoint._to_host(value) for value in sharded.engine.state().values()]
     assert all(local(value).device.type == "cpu" for value in staged)
-    sharded.save(tmp_path / "checkpoints", is_async=True)
+    sharded.save(tmp_path / "checkpoints")
     saved = {name: weight.clone() for name, weight in sharded.named_weights()}
     sharded.update(make_samples(seed=1))
     sharded.wait_saved()
@@ -118,3 +121,25 @@ def test_matrices_are_cut_by_the_models_plan(world: World) -> None:
         whole.base_model.layers[0].mlp(x).detach().cpu(),
         atol=1e-5,
     )
+
+
+def test_host_tensors_are_summed_over_nccl(world: World) -> None:
+    """Batch advantages are computed on the host, whatever the ranks talk by."""
+    for values in (torch.tensor([1.0, 2.0], dtype=torch.float64), torch.ones(3, device="cuda")):
+        found = world.sum_over_data(values.clone())
+        assert found.device == values.device and torch.equal(found, values)
+
+
+def test_a_frozen_model_cut_over_ranks_scores_as_a_whole_one(world: World) -> None:
+    settings: dict[str, Any] = {"model": ModelConfig(shape=WIDE), "dtype": "bfloat16"}
+    whole = ScoreModel(ScoreModel.Config(**settings), device="cuda")
+    cut = ScoreModel(ScoreModel.Config(**settings, shard=True), device="cuda", world=world)
+    assert all(isinstance(p, DTensor) for p in cut.module.parameters())
+    samples = make_samples()
+    for a, b in zip(cut.logprobs(samples), whole.logprobs(samples), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2)
+    cut.offload()
+    cut.onload()
+    cut.load_weights((n, p.detach().clone()) for n, p in whole.module.lm.named_parameters())
+    for a, b in zip(cut.logprobs(samples), whole.logprobs(samples), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2)

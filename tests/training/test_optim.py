@@ -20,6 +20,7 @@ def test_adamw_takes_the_step_of_torchs_own_on_the_clipped_mean_gradient() -> No
     values = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-3}
     t = trainer(optimizer=values, max_grad_norm=0.5)
     samples = make_samples()
+    t.begin()
     t.accumulate(samples)
     gradients = t.engine.gradients()
     count = sum(int(s.trajectory.loss_mask[1:].sum()) for s in samples)
@@ -37,7 +38,7 @@ def test_adamw_takes_the_step_of_torchs_own_on_the_clipped_mean_gradient() -> No
     for name, copy in copies.items():
         copy.grad = gradients[name] / count * min(1.0, 0.5 / float(norm))
     reference.step()
-    metrics = t.apply()
+    metrics = t.finish()
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
     for slot in t.engine.slots:
         torch.testing.assert_close(slot.master, copies[slot.name], atol=2e-5, rtol=0)
@@ -134,7 +135,7 @@ def test_schedules_pass_through_their_points(values: dict[str, Any], expected: d
 
 
 def test_the_rate_follows_the_schedule_over_optimizer_steps() -> None:
-    t = trainer(schedule={"type": "linear", "total_steps": 4}, mini_batches=2)
+    t = trainer(schedule={"type": "linear", "total_steps": 4}, num_mini_batches=2)
     assert t.learning_rate == pytest.approx(1e-3)
     t.update(make_samples())
     assert t.learning_rate == pytest.approx(0.5e-3)

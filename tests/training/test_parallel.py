@@ -27,17 +27,17 @@ def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dic
         share = samples
     elif t.world.data_size > 2:
         share = samples[t.world.data_rank :: t.world.data_size]
+    t.begin()
     t.accumulate(share)
     gradients = {name: g.numpy() for name, g in t.engine.gradients().items()}
-    metrics = t.apply()
+    metrics = t.finish()
     weights = {name: w.float().numpy() for name, w in t.named_weights()}
     logprobs = t.logprobs(share)
     result = {"gradients": gradients, "metrics": metrics, "weights": weights, "logprobs": logprobs}
     if "save" in arguments:
-        t.save(arguments["save"], is_async=arguments.get("is_async", False))
+        t.save(arguments["save"])
         t.wait_saved()
-        t.accumulate(share)
-        t.apply()
+        t.update(share)
         result["later"] = {name: w.float().numpy() for name, w in t.named_weights()}
     if "export" in arguments:
         t.export(arguments["export"])
@@ -47,9 +47,10 @@ def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dic
 
 def alone(count: int, **values: Any) -> dict[str, Any]:
     t = trainer(**values)
+    t.begin()
     t.accumulate(make_samples(count))
     gradients = {name: g.numpy() for name, g in t.engine.gradients().items()}
-    metrics = t.apply()
+    metrics = t.finish()
     weights = {name: w.float().numpy() for name, w in t.named_weights()}
     return {"gradients": gradients, "metrics": metrics, "weights": weights, "trainer": t}
 
@@ -96,8 +97,7 @@ def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tm
     t = trainer()
     assert t.load(save) == 1
     assert_same({n: w.numpy() for n, w in t.named_weights()}, results[0]["weights"], 0.0)
-    t.accumulate(make_samples(8))
-    t.apply()
+    t.update(make_samples(8))
     later = {n: w.numpy() for n, w in t.named_weights()}
     assert_same(later, results[0]["later"], 1e-3)
     assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["later"], 0.0)
@@ -107,13 +107,12 @@ def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tm
 def test_sharded_eight_bit_state_is_read_by_one_process(tmp_path: Path) -> None:
     optimizer = {"type": "adamw8bit", "learning_rate": 1e-3}
     save = tmp_path / "checkpoints"
-    arguments = {"config": {"optimizer": optimizer}, "save": str(save), "is_async": True}
+    arguments = {"config": {"optimizer": optimizer}, "save": str(save)}
     results = check(tmp_path, 2, arguments)
     t = trainer(optimizer=optimizer)
     assert t.load(save) == 1
     assert_same({n: w.numpy() for n, w in t.named_weights()}, results[0]["weights"], 0.0)
-    t.accumulate(make_samples(8))
-    t.apply()
+    t.update(make_samples(8))
     # The blocks of a whole matrix are not those of its shards: the moments differ by the codes' rounding.
     later = {n: w.numpy() for n, w in t.named_weights()}
     assert_same(later, results[0]["later"], 1e-2)

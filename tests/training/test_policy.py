@@ -14,7 +14,7 @@ from rill.algorithms.base import TokenBatch
 from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
 from rill.training.policy import PolicyTrainer
-from rill.training.trainer import mini_batches
+from rill.training.step import mini_batches
 from rill.training.value import ValueTrainer
 from rill.types import Sample
 from tests.training.tiny import MODEL, SHAPE, VOCAB, algorithm, config, make_samples, trainer
@@ -64,6 +64,7 @@ def test_any_split_packing_or_checkpointing_has_the_gradient_of_the_plain_model(
 ) -> None:
     samples = make_samples()
     t = trainer(**values)
+    t.begin()
     t.accumulate(samples)
     assert_same_gradient(t, plain_gradient(samples))
 
@@ -72,9 +73,10 @@ def test_accumulating_in_pieces_is_the_update_of_the_whole() -> None:
     samples = make_samples()
     whole, pieces = trainer(), trainer()
     wanted = whole.update(samples)
+    pieces.begin()
     for part in (samples[:1], samples[1:6], samples[6:]):
         pieces.accumulate(part)
-    found = pieces.apply()
+    found = pieces.finish()
     assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
     assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
     assert found["samples"] == len(samples)
@@ -85,11 +87,12 @@ def test_accumulating_in_pieces_is_the_update_of_the_whole() -> None:
 def test_bfloat16_compute_keeps_float32_masters_and_stays_near_the_gradient() -> None:
     samples = make_samples()
     t = trainer(compute_dtype="bfloat16")
+    t.begin()
     t.accumulate(samples)
     assert_same_gradient(t, plain_gradient(samples), tolerance=0.08)
     assert all(s.master.dtype == torch.float32 for s in t.engine.slots)
     assert all(g.dtype == torch.float32 for g in t.engine.gradients().values())
-    t.apply()
+    t.finish()
     for slot in t.engine.slots:
         assert torch.equal(slot.template.float(), slot.master.bfloat16().float()), slot.name
 
@@ -140,7 +143,7 @@ def test_one_step_per_batch_makes_no_extra_pass_and_old_equals_current(
 def test_several_steps_per_batch_share_the_old_logprobs_of_the_start() -> None:
     samples = make_samples()
     watching = Watching()
-    t = PolicyTrainer(config(num_epochs=2, mini_batches=2, optimizer={"learning_rate": 1e-2}), watching)
+    t = PolicyTrainer(config(num_epochs=2, num_mini_batches=2, optimizer={"learning_rate": 1e-2}), watching)
     before = t.logprobs(samples, trained_only=True)
     metrics = t.update(samples)
     assert t.version == 4 and metrics["samples"] == 2 * len(samples)
@@ -169,7 +172,8 @@ def test_rollout_logprobs_and_lag_reach_the_algorithm_beside_the_recomputed_ones
     samples = make_samples(2)
     watching = Watching()
     t = PolicyTrainer(config(), watching)
-    t.accumulate(samples, version=3)
+    t.begin(version=3)
+    t.accumulate(samples)
     batch = watching.seen[0]
     wanted = np.concatenate([s.trajectory.logprobs[s.trajectory.loss_mask] for s in samples])
     np.testing.assert_allclose(batch.rollout_logprobs_N.numpy(), wanted)
@@ -212,8 +216,8 @@ def test_an_empty_batch_is_a_training_error() -> None:
     t = trainer()
     with pytest.raises(TrainingError, match="no token to train on"):
         t.update([])
-    with pytest.raises(TrainingError, match="without accumulate"):
-        t.apply()
+    with pytest.raises(TrainingError, match="without begin"):
+        t.finish()
 
 
 def test_samples_without_trained_tokens_are_skipped_and_counted() -> None:
@@ -283,11 +287,11 @@ def test_batch_invariant_logprobs_of_adapters_are_refused() -> None:
 
 
 def test_every_pass_sees_every_sample_once_in_an_order_of_its_own() -> None:
-    cut = list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=4))
+    cut = list(mini_batches(config(num_epochs=2, num_mini_batches=3), 10, version=4))
     assert [len(part) for part in cut] == [4, 3, 3] * 2
     first, second = cut[:3], cut[3:]
     for passed in (first, second):
         assert sorted(index for part in passed for index in part) == list(range(10))
     assert first != second
-    assert cut == list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=4))
-    assert cut != list(mini_batches(config(num_epochs=2, mini_batches=3), 10, version=5))
+    assert cut == list(mini_batches(config(num_epochs=2, num_mini_batches=3), 10, version=4))
+    assert cut != list(mini_batches(config(num_epochs=2, num_mini_batches=3), 10, version=5))

@@ -120,7 +120,7 @@ _RUNNING: dict[int, _Ranks] = {}
 
 
 def run_ranks(
-    folder: Path, world_size: int, function: str, arguments: Any, timeout_s: float = 120
+    folder: Path, world_size: int, function: str, arguments: Any, timeout_s: float = 280
 ) -> list[Any]:
     """Call `module:function(rendezvous, arguments)` in `world_size` processes; the results by rank."""
     if world_size not in _RUNNING:

@@ -1,4 +1,4 @@
-"""The real loop, channels, feeder, fleet and rollout workers around a scripted engine and a trainer that only records.
+"""The real loop, channels, controller, fleet and workers around a scripted engine and a trainer that only records.
 
 scene = Scene(tmp_path, cluster, max_lag=1)
 scene.run()
@@ -13,27 +13,33 @@ import pickle
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rill.algorithms import AlgorithmConfig
 from rill.data.loader import LoaderConfig
 from rill.data.tasks.arithmetic import ArithmeticDataset
+from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.telemetry.run import Run
+from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
-from rill.workflows.checkpoints import RunCheckpoints
-from rill.workflows.feeder import Feeder, PromptPlan
-from rill.workflows.fleet import Fleet, Flow
-from rill.workflows.jobs import StepPlan, TrainedStep
-from rill.workflows.loop import Loop, Parts, StepReport
-from rill.workflows.publishing import PublishingWorker
-from rill.workflows.rollout import RolloutConfig, RolloutWorker
-from rill.workflows.sections import LoopConfig, SyncConfig
+from rill.weights.publishing import PublishingWorker
+from rill.workflows.actor import TrainedStep
+from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
+from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.edges import Edge
+from rill.workflows.env_worker import EnvWorker
+from rill.workflows.episodes import EpisodeSettings, Flows
+from rill.workflows.fleet import Crew, Engines, Fleet
+from rill.workflows.flow import Flow, Seating
+from rill.workflows.grpo import finish_group
+from rill.workflows.loop import Loop, StepReport
+from rill.workflows.rollout import RolloutWorker
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
 MODEL = ModelConfig(
@@ -60,25 +66,31 @@ def parity(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
 
 
 class RecordingActor(PublishingWorker):
-    """An actor whose training is a file: the samples of every step, as they came."""
+    """An actor whose training is a file: the samples of every step, chunk by chunk, as they came."""
 
     publisher: Publisher
 
     def __init__(self, *, folder: str, sync: SyncConfig) -> None:
         self.folder = Path(folder)
         self.publisher = open_publisher(sync.transport)
+        self.world = World(None, torch.device("cpu"))
         self.value = 0.0
 
     def close(self) -> None:
         self.publisher.close()
 
-    def train(self, rollouts: Channel, plan: StepPlan) -> TrainedStep:
-        samples: list[Sample] = rollouts.take(keys=plan.share(0, 1, whole_groups=True))
-        path = self.folder / f"step-{plan.step:04d}.pickle"
-        assert not path.exists(), f"step {plan.step} was trained twice"
-        path.write_bytes(pickle.dumps((plan, samples)))
-        synced = self._bring_engines_to(self._gather(PolicyVersion(plan.version + 1)))
-        return TrainedStep({"samples": float(len(samples))}, synced, 0.0)
+    def num_shares(self) -> int:
+        return 1
+
+    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
+        parts = [(part.chunk, part.samples()) for part in source.parts(self, self.world)]
+        path = self.folder / f"step-{parts[0][0].step:04d}.pickle"
+        assert not path.exists(), f"step {parts[0][0].step} was trained twice"
+        path.write_bytes(pickle.dumps((version, parts)))
+        return self.synced(PolicyVersion(version + 1))
+
+    def synced(self, version: PolicyVersion) -> TrainedStep:
+        return TrainedStep({}, self._bring_engines_to(self._gather(version)), 0.0)
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
@@ -90,17 +102,19 @@ class RecordingActor(PublishingWorker):
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True)
 
+    def wait_saved(self, timeout_s: float) -> None: ...
+
     def load(self, folder: str) -> None: ...
 
 
-class NoEvaluation:
-    """An evaluator that is never due."""
+class TrainedBatch(NamedTuple):
+    """What reached the loss in one step."""
 
-    def is_due(self, step: int, last_step: int) -> bool:
-        return False
-
-    def run(self) -> dict[str, float]:
-        return {}
+    version: PolicyVersion
+    indices: list[int]
+    samples: list[Sample]
+    chunks: list[int]
+    """Groups of each."""
 
 
 class Scene:
@@ -114,13 +128,16 @@ class Scene:
         name: str = "a",
         engines: str = "0",
         steps: int = 4,
-        groups_per_step: int = 3,
+        prompts_per_step: int = 3,
         group_size: int = 2,
         max_new_tokens: int = 12,
         drop_equal: bool = False,
         engine: Mapping[str, Any] | None = None,
         transport: Mapping[str, Any] | None = None,
         sync_timeout_s: float = 20.0,
+        env_workers: int = 0,
+        granularity: int = 0,
+        evals: int = 0,
         resumed: Scene | None = None,
         **loop: Any,
     ) -> None:
@@ -153,17 +170,24 @@ class Scene:
                 "group_size": group_size,
             }
         )
+        self.evals = self._eval_sets(evals)
+        settings = EpisodeSettings(
+            rollout=rollout,
+            algorithm=self.algorithm,
+            model=MODEL,
+            evals=self.evals,
+            finish_group=finish_group,
+            seed=SEED,
+            run_dir=str(self.folder),
+        )
         self.rollout = RolloutWorker.launch_async(
             cluster,
             name=f"rollout-{name}",
             placement=engines,
             threads=1,
-            config=rollout,
-            algorithm=self.algorithm,
-            model=MODEL,
+            settings=settings,
             sync=sync,
-            seed=SEED,
-            run_dir=str(self.folder),
+            has_episodes=env_workers == 0,
         )
         transport_end = seated(sync.transport, rank=0, num_receivers=self.rollout.size)
         self.actor = RecordingActor.launch(
@@ -175,72 +199,131 @@ class Scene:
             sync=sync.model_copy(update={"transport": transport_end}),
         )
         self.rollout.ready(DEADLINE_S)
-        self.flow = Flow(
-            jobs=Channel.create(cluster, f"jobs-{name}", capacity_items=100_000),
-            rollouts=Channel.create(cluster, f"rollouts-{name}"),
+        self._cluster, self._name = cluster, name
+        self.flows = Flows(
+            tasks=Channel.create(cluster, f"tasks-{name}", capacity_items=100_000, timeout_s=1e6),
+            samples=self._channel("samples"),
             outcomes=Channel.create(cluster, f"outcomes-{name}", timeout_s=1e6),
         )
-        config = LoopConfig(steps=steps, groups_per_step=groups_per_step, step_timeout_s=DEADLINE_S, **loop)
-        self.feeder = Feeder.launch(
+        config = LoopConfig(steps=steps, prompts_per_step=prompts_per_step, step_timeout_s=DEADLINE_S, **loop)
+        self.controller = Controller.launch(
             cluster,
-            name=f"feeder-{name}",
+            name=f"controller-{name}",
             placement="0",
             threads=1,
             prompts=PromptPlan(data=ArithmeticDataset.Config(digits=(1, 2)), loader=LoaderConfig(seed=SEED)),
             config=config,
             group_size=group_size,
+            evals=self.evals,
         )
-        self.fleet = Fleet(self.rollout, self.actor, self.flow, sync, config)
+        self.env = None
+        if env_workers:
+            self.env = EnvWorker.launch(
+                cluster, name=f"env-{name}", placement=[0] * env_workers, threads=1, settings=settings
+            )
+        self.fleet = self._fleet(sync, config)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )
         self.reports: list[StepReport] = []
+        seating = Seating(cluster, colocate=True)
+        for group, place in ((self.rollout, engines), (self.actor, "0")):
+            seating.seat(group.name, place)
+        flow = Flow(
+            FlowConfig(granularity=granularity),
+            config,
+            self.controller,
+            self.fleet,
+            seating,
+            self.flows,
+            self._channel,
+        )
         self.loop = Loop(
             config,
-            Parts(
-                fleet=self.fleet,
-                flow=self.flow,
-                feeder=self.feeder,
-                train_step=self._train_step,
-                evaluator=NoEvaluation(),  # type: ignore[arg-type]
-                checkpoints=RunCheckpoints(
-                    self.run_folder, {"actor": self.actor, "feeder": self.feeder}, 2, DEADLINE_S
-                ),
+            flow,
+            self.step,
+            self.controller,
+            RunCheckpoints(
+                self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
             ),
             [self.reports.append],
+            has_evals=evals > 0,
         )
         if resumed is not None:
             assert self.loop.restore()
+        self.controller.start(self.flows).wait(timeout_s=DEADLINE_S)
 
-    def _train_step(self, plan: StepPlan) -> TrainedStep:
-        trained: TrainedStep = self.actor.train(self.flow.rollouts, plan).wait(timeout_s=DEADLINE_S)[0]
-        return trained
+    def step(self, flow: Flow) -> None:
+        batch = flow.select(flow.sample(Engines(self.rollout, self.env)))
+        flow.update(self.actor, batch)
+
+    def _channel(self, name: str) -> Channel:
+        return Channel.create(self._cluster, f"{name}-{self._name}", timeout_s=DEADLINE_S)
+
+    def _fleet(self, sync: SyncConfig, loop: LoopConfig) -> Fleet:
+        rollout, env, flows = self.rollout, self.env, self.flows
+        if env is None:
+            crew = Crew(rollout, lambda r: rollout.on(*r).generate(flows), loop.max_relaunches)
+            return Fleet(crew, None, None, self.actor, sync, loop)
+        requests = Channel.create(
+            self._cluster, f"requests-{self._name}", capacity_items=100_000, timeout_s=1e6
+        )
+        answers = tuple(
+            Channel.create(self._cluster, f"answers-{self._name}-{rank}", timeout_s=1e6)
+            for rank in range(env.size)
+        )
+        return Fleet(
+            Crew(rollout, lambda r: rollout.on(*r).serve(requests, answers), loop.max_relaunches),
+            Crew(env, lambda r: env.on(*r).run(flows, requests, answers), loop.max_relaunches),
+            requests,
+            self.actor,
+            sync,
+            loop,
+        )
+
+    def _eval_sets(self, num_prompts: int) -> dict[str, EvalSetConfig]:
+        if num_prompts == 0:
+            return {}
+        data = ArithmeticDataset.Config(digits=(1, 2))
+        chosen = EvalSetConfig(name="sums", data=data, num_prompts=num_prompts, samples=2, temperature=1.0)
+        return {"sums": chosen}
 
     def run(self) -> None:
         self.loop.run()
 
     def close(self) -> None:
         self.rollout.close(timeout_s=0.0)
-        self.actor.close()
-        self.feeder.close(timeout_s=0.0)  # where the run failed, it still waits for a batch
+        if self.env is not None:
+            self.env.close(timeout_s=0.0)
+        self.actor.close(timeout_s=0.0)
+        self.controller.close(timeout_s=0.0)  # where the run failed, it still waits for a batch
 
     # --- what happened ------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """The feeder's admission as it stands."""
-        counts: dict[str, int] = self.feeder.counts().wait(timeout_s=DEADLINE_S)[0]
+        """Groups by state, as the controller has them."""
+        counts: dict[str, int] = self.controller.counts().wait(timeout_s=DEADLINE_S)[0]
         return counts
 
-    def trained(self) -> list[tuple[StepPlan, list[Sample]]]:
-        return [pickle.loads(path.read_bytes()) for path in sorted(self.folder.glob("step-*.pickle"))]
+    def relaunches(self) -> list[int]:
+        return self.fleet._engines.num_relaunches
+
+    def trained(self) -> list[TrainedBatch]:
+        found = []
+        for path in sorted(self.folder.glob("step-*.pickle")):
+            version, parts = pickle.loads(path.read_bytes())
+            indices = [index for chunk, _ in parts for index in chunk.indices_G.tolist()]
+            samples = [sample for _, part in parts for sample in part]
+            found.append(TrainedBatch(version, indices, samples, [len(c.indices_G) for c, _ in parts]))
+        return found
 
     def said(self) -> dict[str, list[dict[str, Any]]]:
-        """Completions of the engines by request id; several where a group was done again."""
+        """Completions of the engines by episode; several where a group was done again."""
         found: dict[str, list[dict[str, Any]]] = {}
         for path in self.records.glob("*.jsonl"):
             for line in path.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                found.setdefault(record["id"], []).append(record)
+                found.setdefault(record["id"].partition("#")[0], []).append(record)
         return found
 
     def kill(self, rank: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 from rill.algorithms import Algorithm
 from rill.runtime.cluster import Cluster
 from rill.types import NOT_SAMPLED, Sample
-from rill.workflows.jobs import StepPlan
-from rill.workflows.policy_client import PolicyClient
-from tests.workflows.scene import SEED, Scene
+from rill.workflows.policy import PolicyClient
+from rill.workflows.records import group_id
+from tests.workflows.scene import SEED, Scene, TrainedBatch
 from tests.workflows.scripted_engine import script
 
 
@@ -20,20 +20,21 @@ def check_conserved(scene: Scene) -> None:
     """Tokens, masks, versions, rewards and advantages of everything that was trained on."""
     said = scene.said()
     seeds = PolicyClient(None, seed=SEED, decode=str)  # type: ignore[arg-type]
-    for plan, samples in scene.trained():
+    for batch in scene.trained():
         groups: dict[str, list[Sample]] = {}
-        for sample in samples:
+        for sample in batch.samples:
             t = sample.trajectory
             groups.setdefault(t.group_id, []).append(sample)
-            tokens, logprobs = script(seeds.seed_of(f"{t.id}#0"), scene.max_new_tokens)
+            request = said[t.episode_id][0]["id"]
+            tokens, logprobs = script(seeds.seed_of(request), scene.max_new_tokens)
             sampled = t.versions != NOT_SAMPLED
             assert np.array_equal(t.token_ids[sampled], tokens)
             assert np.array_equal(t.logprobs[sampled], logprobs)
             assert np.array_equal(t.loss_mask, sampled), "the prompt is not trained on, every answer token is"
-            assert t.versions[sampled].tolist() in [record["versions"] for record in said[f"{t.id}#0"]]
+            assert t.versions[sampled].tolist() in [record["versions"] for record in said[t.episode_id]]
             assert np.all(np.diff(t.versions[sampled]) >= 0), "a version never goes down"
             assert t.reward == float(int(tokens.sum()) % 3 == 0)
-        assert list(groups) == plan.open().ids, "in batch order"
+        assert list(groups) == [group_id(index) for index in batch.indices], "in batch order"
         for members in groups.values():
             rewards = np.array([s.trajectory.reward for s in members])
             lengths = [int(s.trajectory.loss_mask.sum()) for s in members]
@@ -43,25 +44,25 @@ def check_conserved(scene: Scene) -> None:
                 np.testing.assert_array_equal(sample.advantages, on.astype(np.float32))
 
 
-def check_once(scene: Scene, steps: int, groups_per_step: int) -> None:
+def check_once(scene: Scene, steps: int, prompts_per_step: int) -> None:
     """Every admitted group was trained on once or dropped once; every step had a whole batch."""
-    trained = [index for plan, _ in scene.trained() for index in plan.open().indices_G.tolist()]
-    assert len(trained) == steps * groups_per_step
+    trained = [index for batch in scene.trained() for index in batch.indices]
+    assert len(trained) == steps * prompts_per_step
     assert len(set(trained)) == len(trained), "a group was trained on twice"
-    assert all(len(plan.open().indices_G) == groups_per_step for plan, _ in scene.trained())
+    assert all(len(batch.indices) == prompts_per_step for batch in scene.trained())
     counts = scene.counts()
     assert (counts["version"], counts["running"]) == (steps, 0)
-    assert counts["accepted"] == len(trained), "a group was admitted that no step was left for"
+    assert (counts["trained"], counts["kept"]) == (len(trained), 0), (
+        "a group was admitted that no step was left for"
+    )
     said = {name.partition("/")[0] for name in scene.said()}
     assert len(said) == len(trained) + counts["dropped"], "a group was neither trained on nor dropped"
-    stats = scene.flow.rollouts.stats()
+    stats = scene.flows.samples.stats()
     assert (stats["depth"], stats["leased"]) == (0, 0), "samples were left behind"
 
 
-def lags(trained: list[tuple[StepPlan, list[Sample]]]) -> list[int]:
-    return [
-        int(plan.version) - int(s.trajectory.oldest_version) for plan, samples in trained for s in samples
-    ]
+def lags(trained: list[TrainedBatch]) -> list[int]:
+    return [int(batch.version) - int(s.trajectory.oldest_version) for batch in trained for s in batch.samples]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +71,22 @@ def lags(trained: list[tuple[StepPlan, list[Sample]]]) -> list[int]:
         ("synchronous", {"max_lag": 0, "drop_equal": True}),
         ("ahead", {"max_lag": 2, "order": "admission", "drop_equal": True, "engines": "0-1"}),
         ("first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}),
+        ("streamed", {"max_lag": 0, "granularity": 3, "drop_equal": True}),
+        ("apart", {"max_lag": 0, "env_workers": 2, "engines": "0-1"}),
+        ("apart-ahead", {"max_lag": 1, "order": "admission", "env_workers": 1, "granularity": 1}),
     ],
 )
 def test_what_the_engine_said_is_what_the_loss_gets_once(
     tmp_path: Path, cluster: Cluster, name: str, settings: dict[str, object]
 ) -> None:
-    scene = Scene(tmp_path, cluster, name=name, steps=5, groups_per_step=4, **settings)  # type: ignore[arg-type]
+    scene = Scene(tmp_path, cluster, name=name, steps=5, prompts_per_step=4, **settings)  # type: ignore[arg-type]
     scene.run()
     check_conserved(scene)
     check_once(scene, 5, 4)
+    chunk = settings.get("granularity") or 4
+    assert {tuple(batch.chunks) for batch in scene.trained()} == {
+        tuple(min(chunk, 4 - at) for at in range(0, 4, chunk))  # type: ignore[call-overload,operator,type-var]
+    }
     if settings.get("drop_equal"):
         dropped = sum(report.metrics.get("groups/dropped_equal_rewards", 0.0) for report in scene.reports)
         assert dropped > 0, "the scene was meant to drop groups and sample others"
@@ -96,7 +104,7 @@ def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
         cluster,
         name="interrupted",
         steps=6,
-        groups_per_step=2,
+        prompts_per_step=2,
         max_new_tokens=60,
         max_lag=2,
         order="admission",
@@ -107,8 +115,8 @@ def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
     check_once(scene, 6, 2)
     mixed = [
         s
-        for _, samples in scene.trained()
-        for s in samples
+        for batch in scene.trained()
+        for s in batch.samples
         if len(np.unique(s.trajectory.versions[s.trajectory.loss_mask])) > 1
     ]
     assert mixed, "no sequence lived through an update: the scene is too quick"
@@ -122,7 +130,7 @@ def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, clu
         cluster,
         name="finishing",
         steps=4,
-        groups_per_step=2,
+        prompts_per_step=2,
         max_new_tokens=40,
         max_lag=1,
         interrupt=False,
@@ -131,8 +139,8 @@ def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, clu
     scene.run()
     check_conserved(scene)
     check_once(scene, 4, 2)
-    for _, samples in scene.trained():
-        for sample in samples:
+    for batch in scene.trained():
+        for sample in batch.samples:
             t = sample.trajectory
             assert len(np.unique(t.versions[t.loss_mask])) == 1
     scene.close()

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import cast
 
 import pytest
 
-from rill.workflows.evaluation import Evaluator, pass_at_k, pass_counts, summarise_rewards
-from rill.workflows.fleet import Fleet
-from rill.workflows.sections import EvalConfig
+from rill.data.tasks.arithmetic import ArithmeticDataset
+from rill.workflows.config import HELD_OUT, EvalConfig
+from rill.workflows.evaluation import pass_at_k, pass_counts, read_prompts, summarise_rewards
 
 
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
@@ -41,6 +40,20 @@ def test_several_samples_that_would_be_the_same_are_refused_with_the_recipe() ->
         EvalConfig(samples=4)
 
 
-def test_without_prompts_there_is_no_evaluation() -> None:
-    no_fleet = cast(Fleet, None)
-    assert Evaluator(EvalConfig(num_prompts=0), no_fleet, [], timeout_s=1.0).run() == {}
+def test_an_episode_that_failed_is_counted_and_is_not_right() -> None:
+    metrics = summarise_rewards([[1.0], [float("nan")]], "gsm8k")
+    assert (metrics["eval/gsm8k/accuracy"], metrics["eval/gsm8k/errors"]) == (0.5, 0.5)
+    assert metrics["eval/gsm8k/reward"] == 1.0
+
+
+def test_a_run_may_have_several_sets_each_with_a_name_of_its_own() -> None:
+    data = ArithmeticDataset.Config()
+    config = EvalConfig.model_validate(
+        {"num_prompts": 8, "sets": [{"name": "hard", "data": {"type": "arithmetic", "digits": [3, 3]}}]}
+    )
+    sets = config.all_sets(data)
+    assert list(sets) == [HELD_OUT, "hard"]
+    assert (sets[HELD_OUT].num_prompts, sets["hard"].num_prompts) == (8, 128)
+    assert len(read_prompts(sets["hard"])) == 128
+    with pytest.raises(ValueError, match="a name of its own"):
+        EvalConfig.model_validate({"sets": [{"name": "a", "data": "arithmetic"}] * 2})

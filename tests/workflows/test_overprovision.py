@@ -1,11 +1,8 @@
-"""More groups than a batch needs: the slowest are put back with their tokens and go on under newer weights."""
+"""More groups than a batch needs: the slowest are stopped with their tokens and go on under newer weights."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +10,7 @@ import pytest
 
 from rill.runtime.cluster import Cluster
 from rill.types import NOT_SAMPLED
-from rill.workflows.rollout import Serving
-from rill.workflows.sections import LoopConfig
+from rill.workflows.config import LoopConfig
 from tests.workflows.scene import Scene
 from tests.workflows.test_conservation import check_once
 
@@ -27,10 +23,10 @@ def check_parts(scene: Scene) -> int:
     said = {name: sorted(parts, key=lambda part: part["at"]) for name, parts in scene.said().items()}
     num_continued = 0
     trained = set()
-    for _, samples in scene.trained():
-        for sample in samples:
+    for batch in scene.trained():
+        for sample in batch.samples:
             t = sample.trajectory
-            parts = said[f"{t.id}#0"]
+            parts = said[t.episode_id]
             sampled = t.versions != NOT_SAMPLED
             assert t.token_ids[sampled].tolist() == [x for part in parts for x in part["tokens"]]
             assert t.versions[sampled].tolist() == [x for part in parts for x in part["versions"]]
@@ -43,7 +39,7 @@ def check_parts(scene: Scene) -> int:
             assert lengths == (num_prompt + before).tolist(), "each part was given what was said before it"
             assert np.count_nonzero(sampled) <= scene.max_new_tokens
             num_continued += sum(len(part["tokens"]) > 0 for part in parts) > 1
-            trained.add(f"{t.id}#0")
+            trained.add(t.episode_id)
     left_over = {name.partition("/")[0] for name in set(said) - trained}
     assert len(left_over) == scene.counts()["dropped"], (
         "something was said that was neither trained on nor dropped"
@@ -66,8 +62,10 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
         cluster,
         name=f"any-{seed}",
         engines=rng.choice(["0", "0-1"]),
+        env_workers=rng.choice([0, 0, 1, 2]),
+        granularity=rng.choice([0, 1, 2]),
         steps=steps,
-        groups_per_step=groups,
+        prompts_per_step=groups,
         group_size=group_size,
         max_new_tokens=rng.randint(1, 60),
         drop_equal=group_size > 1 and rng.random() < 0.5,
@@ -75,7 +73,7 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
         max_lag=max_lag,
         order=order,
         overprovision=spare,
-        max_returns=rng.randint(1, 3),
+        max_resumes=rng.randint(1, 3),
         engine={"tick_s": 0.003, "max_delay_ticks": rng.randint(0, 40)},
     )
     scene.run()
@@ -87,17 +85,22 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
     scene.close()
 
 
-@pytest.mark.parametrize("engines", ["0", "0-1"], ids=["one engine", "two engines"])
-def test_slow_groups_are_put_back_and_no_token_is_lost(
-    tmp_path: Path, cluster: Cluster, engines: str
+@pytest.mark.parametrize(
+    ("engines", "env_workers"),
+    [("0", 0), ("0-1", 0), ("0-1", 2)],
+    ids=["one engine", "two engines", "environments apart"],
+)
+def test_slow_groups_are_stopped_and_no_token_is_lost(
+    tmp_path: Path, cluster: Cluster, engines: str, env_workers: int
 ) -> None:
     scene = Scene(
         tmp_path,
         cluster,
-        name=f"spare-{len(engines)}",
+        name=f"spare-{len(engines)}-{env_workers}",
         engines=engines,
+        env_workers=env_workers,
         steps=6,
-        groups_per_step=4,
+        prompts_per_step=4,
         max_new_tokens=60,
         overprovision=0.5,
         engine=LONG_TAILED,
@@ -105,13 +108,13 @@ def test_slow_groups_are_put_back_and_no_token_is_lost(
     scene.run()
     check_once(scene, 6, 4)
     assert check_parts(scene) > 0, "the scene was meant to cut answers in two"
-    assert sum(report.metrics.get("groups/put_back", 0.0) for report in scene.reports) > 0
+    assert sum(report.metrics.get("groups/resumed", 0.0) for report in scene.reports) > 0
     assert max(report.metrics.get("lag/max", 0.0) for report in scene.reports) >= 1
     scene.close()
 
 
-def test_a_run_that_stops_goes_on_with_what_was_put_back(tmp_path: Path, cluster: Cluster) -> None:
-    settings = {"steps": 5, "groups_per_step": 3, "max_new_tokens": 60, "overprovision": 1.0}
+def test_a_run_that_stops_goes_on_with_what_was_stopped(tmp_path: Path, cluster: Cluster) -> None:
+    settings = {"steps": 5, "prompts_per_step": 3, "max_new_tokens": 60, "overprovision": 1.0}
     scene = Scene(tmp_path, cluster, name="stopped", engine=LONG_TAILED, **settings)  # type: ignore[arg-type]
     scene.loop.config = scene.loop.config.model_copy(update={"steps": 2})
     scene.run()
@@ -124,38 +127,6 @@ def test_a_run_that_stops_goes_on_with_what_was_put_back(tmp_path: Path, cluster
     check_once(again, 5, 3)
     assert kept > 0 and check_parts(again) > 0
     again.close()
-
-
-class StoppingPolicy:
-    def put_back(self) -> list[str]:
-        return ["r1"]
-
-
-class AbortingEngine:
-    def __init__(self) -> None:
-        self.aborted: list[str] = []
-
-    def abort(self, request_ids: list[str]) -> None:
-        self.aborted += request_ids
-
-
-def test_what_is_put_back_in_the_moment_generation_ends_waits_for_nothing() -> None:
-    """The event loop is asked and ends before it gets to it: the answer must come all the same."""
-    engine = AbortingEngine()
-
-    async def generate() -> threading.Thread:
-        serving = Serving(1, StoppingPolicy(), asyncio.get_running_loop())  # type: ignore[arg-type]
-        caller = threading.Thread(target=serving.put_back, args=(engine, 600.0), daemon=True)
-        caller.start()
-        while not serving._asked:
-            time.sleep(0.001)  # the loop stands still, as in a long turn of something else
-        serving.end()
-        serving.put_back(engine, 600.0)  # type: ignore[arg-type]
-        caller.join(10.0)
-        return caller
-
-    caller = asyncio.run(generate())
-    assert not caller.is_alive() and engine.aborted == []
 
 
 def test_it_is_refused_where_engines_run_ahead_anyway() -> None:

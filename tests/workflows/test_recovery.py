@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,9 @@ import pytest
 
 from rill.errors import RunError, WeightSyncError
 from rill.runtime.cluster import Cluster
-from rill.runtime.handle import Handle
+from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
-from rill.types import PolicyVersion, Prompt
-from rill.workflows.jobs import StepPlan
-from rill.workflows.sections import EvalConfig
+from rill.types import PolicyVersion
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -26,14 +27,16 @@ SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
 """Slow enough that an engine is always killed with work in its hands."""
 
 
-def kill_at_step(scene: Scene, rank: int, step: int) -> threading.Thread:
+def kill_at_step(
+    scene: Scene, rank: int, step: int, group: WorkerGroup[Any] | None = None
+) -> threading.Thread:
     """Kill an engine while the batch of `step` is being made."""
 
     def work() -> None:
         while (counts := scene.counts())["version"] < step or not counts["running"]:
             time.sleep(0.005)
         time.sleep(0.05)
-        scene.kill(rank)
+        os.kill((group or scene.rollout).addresses()[rank].pid, signal.SIGKILL)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -44,7 +47,7 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = Scene(
-        tmp_path, cluster, name="killed", steps=4, groups_per_step=3, max_new_tokens=30, engine=SLOW
+        tmp_path, cluster, name="killed", steps=4, prompts_per_step=3, max_new_tokens=30, engine=SLOW
     )
     killing = kill_at_step(scene, 0, 1)
     with caplog.at_level(logging.WARNING, "rill"):
@@ -52,7 +55,7 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     killing.join()
     check_conserved(scene)
     check_once(scene, 4, 3)
-    assert scene.fleet._relaunches == [1]
+    assert scene.relaunches() == [1]
     assert "rollout-killed[0] is lost" in caplog.text
     scene.close()
 
@@ -62,19 +65,24 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
 ) -> None:
     """Between the end of generate() and the batch lies a moment; here every step meets it."""
     scene = Scene(tmp_path, cluster, name="moment", steps=3)
-    take_batch = scene.feeder.take_batch
+    engines, calls = scene.fleet._engines, []
+    tend, begin = scene.fleet.tend, engines._begin
 
-    def slow_batch(step: int) -> Handle:
-        batch = take_batch(step)
-        while not all(scene.fleet._calls[0].handle.so_far()):  # type: ignore[union-attr]
+    def once_they_have_ended() -> None:
+        while not all(engines._calls[0].handle.so_far()):  # type: ignore[union-attr]
             time.sleep(0.002)
-        scene.fleet.tend()
-        return batch
+        tend()
 
-    monkeypatch.setattr(scene.feeder, "take_batch", slow_batch)
+    def counted(ranks: Sequence[int]) -> None:
+        calls.append(ranks)
+        begin(ranks)
+
+    monkeypatch.setattr(scene.fleet, "tend", once_they_have_ended)
+    monkeypatch.setattr(engines, "_begin", counted)
+    monkeypatch.setattr("rill.workflows.loop.TEND_S", 0.0)
     scene.run()
     check_once(scene, 3, 3)
-    assert scene.fleet._num_calls == 3
+    assert len(calls) == 3
     scene.close()
 
 
@@ -87,7 +95,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
         name="killed-ahead",
         engines="0-1",
         steps=14,
-        groups_per_step=3,
+        prompts_per_step=3,
         max_new_tokens=30,
         max_lag=2,
         order="admission",
@@ -98,7 +106,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     killing.join()
     check_conserved(scene)
     check_once(scene, 14, 3)
-    assert scene.fleet._relaunches == [0, 1]
+    assert scene.relaunches() == [0, 1]
     by_process: dict[int, list[dict[str, Any]]] = {}
     for record in (record for records in scene.said().values() for record in records):
         by_process.setdefault(record["engine"], []).append(record)
@@ -111,26 +119,46 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     back = by_process[pids[1]]
     assert all(record["at"] > killed_at for record in back)
     assert max(record["versions"][-1] for record in back) > 3, "with newer weights than those at the kill"
-    trained = {f"{s.trajectory.id}#0" for _, samples in scene.trained() for s in samples}
-    assert any(record["id"] in trained for record in back), "what it said was trained on"
+    trained = {s.trajectory.episode_id for batch in scene.trained() for s in batch.samples}
+    assert any(record["id"].partition("#")[0] in trained for record in back), "what it said was trained on"
     scene.close()
 
 
 def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     tmp_path: Path, cluster: Cluster
 ) -> None:
-    scene = Scene(tmp_path, cluster, name="idle", engines="0-1")
+    scene = Scene(tmp_path, cluster, name="idle", engines="0-1", evals=9)
     scene.fleet.publish(PolicyVersion(1))
+    first = scene.loop._evaluated()
     scene.kill(0)
-    config = EvalConfig(samples=2, temperature=1.0)
-    rewards = scene.fleet.evaluate([Prompt(id=str(n), text="1+1=") for n in range(9)], config, DEADLINE_S)
-    assert [len(row) for row in rewards] == [2] * 9 and len({tuple(row) for row in rewards}) > 1
-    same_ids = [Prompt(id="row", text="1+1=") for _ in range(9)]
-    assert scene.fleet.evaluate(same_ids, config, DEADLINE_S) == rewards, (
-        "rows of a file may repeat their ids"
-    )
+    assert scene.loop._evaluated() == first and first["eval/sums/prompts"] == 9
     scene.kill(1)
     assert scene.fleet.publish(PolicyVersion(2))["sync/relaunches"] == 2
+    scene.close()
+
+
+@pytest.mark.parametrize("victim", ["env", "engine"])
+def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
+    tmp_path: Path, cluster: Cluster, victim: str
+) -> None:
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name=f"apart-{victim}",
+        engines="0-1",
+        env_workers=2,
+        steps=4,
+        max_new_tokens=30,
+        engine=SLOW,
+    )
+    assert scene.env is not None
+    group = scene.env if victim == "env" else scene.rollout
+    killing = kill_at_step(scene, 1, 1, group)
+    scene.run()
+    killing.join()
+    check_conserved(scene)
+    check_once(scene, 4, 3)
+    assert scene.reports[-1].metrics["sync/relaunches"] == 1
     scene.close()
 
 
@@ -153,7 +181,7 @@ def test_over_broadcasts_a_lost_engine_catches_up_alone_and_joins_the_next_group
     killing.join()
     check_conserved(scene)
     check_once(scene, 5, 3)
-    assert scene.fleet._relaunches == [0, 1]
+    assert scene.relaunches() == [0, 1]
     assert scene.reports[-1].metrics["sync/engines"] == 2
     scene.close()
 
@@ -198,7 +226,7 @@ def test_a_transfer_damaged_once_costs_a_relaunch_and_the_run_goes_on(
     scene.run()
     check_conserved(scene)
     check_once(scene, 4, 3)
-    assert scene.fleet._relaunches == [1]
+    assert scene.relaunches() == [1]
     scene.close()
 
 
@@ -221,7 +249,7 @@ def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     with caplog.at_level(logging.WARNING, "rill"):
         scene.run()
     check_conserved(scene)
-    assert scene.fleet._relaunches == [1], "the new process has no cache"
+    assert scene.relaunches() == [1], "the new process has no cache"
     assert "rollout-cached[0] says version 2 but answers with other weights" in caplog.text
     scene.close()
 
@@ -237,7 +265,7 @@ def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_
         scene.run()
     check_conserved(scene)
     check_once(scene, 4, 3)
-    assert sorted(scene.fleet._relaunches) == [0, 1]
+    assert sorted(scene.relaunches()) == [0, 1]
     assert "did not take version 3 within 1.5 s" in caplog.text and "is back in service" in caplog.text
     scene.close()
 
@@ -262,9 +290,9 @@ def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cl
     held = other.hold(2.0)
     while not marker.exists():
         time.sleep(0.01)
-    trained = scene._train_step(StepPlan.of([], step=0, version=PolicyVersion(1)))
+    trained = scene.actor.synced(PolicyVersion(2)).wait(timeout_s=DEADLINE_S)[0]
     assert trained.synced is not None and trained.synced.failed == {}
-    assert trained.synced.figures["sync/update_s"] > 1.0, "it waited for its device"
+    assert trained.synced.metrics["sync/update_s"] > 1.0, "it waited for its device"
     held.wait(timeout_s=DEADLINE_S)
     other.close()
     scene.close()

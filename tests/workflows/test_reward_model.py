@@ -15,7 +15,7 @@ from rill.models.loading import ModelConfig
 from rill.training.preference import RewardTrainer
 from rill.training.reward import CLASSIFIER_HEAD, RewardModel
 from rill.types import NOT_SAMPLED, Sample, Trajectory
-from rill.workflows.reward_model import PART, RewardModelConfig, with_scores
+from rill.workflows.scorers import PART, RewardModelConfig, with_scores
 from tests.e2e.tiny import RECIPE, resolved
 from tests.workflows.scene import MODEL
 
@@ -104,9 +104,9 @@ def test_scores_are_added_and_advantages_follow_within_each_group() -> None:
         np.testing.assert_array_equal(member.advantages, np.array([0, 1, 1, 1], np.float32) * advantage)
 
 
-def test_a_model_that_is_alone_leaves_the_environments_reward_to_reports() -> None:
+def test_a_model_that_replaces_the_reward_leaves_the_environments_reward_to_reports() -> None:
     algorithm = Algorithm(AlgorithmConfig(type="grpo"))
-    config = RewardModelConfig(model=MODEL, weight=2.0, is_alone=True)
+    config = RewardModelConfig(model=MODEL, weight=2.0, replaces_reward=True)
     rewarded = with_scores([sample("a", 0, 1.0), sample("a", 1, 0.0)], [0.5, 1.5], config, algorithm)
     assert [s.trajectory.reward for s in rewarded] == [1.0, 3.0]
     assert [s.trajectory.reward_parts for s in rewarded] == [

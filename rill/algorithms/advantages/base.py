@@ -1,15 +1,18 @@
-"""What an advantage estimator is: group-scoped (needs one prompt's samples) or batch-scoped (needs them all).
+"""What an advantage estimator is, and what it sees of a batch.
 
-A group-scoped one runs where the group lives, on NumPy scalars, without a process group. A batch-scoped one is
-a function over flat tokens; statistics that must agree between ranks go through the `reduce` it is given.
+A GroupAdvantage gives one number to each episode of a group, on NumPy scalars. A TokenAdvantage is a function over flat
+tokens. Both say in `scope` what must be together in one call; statistics that must agree between ranks go through the
+`reduce` they are given.
 
-G sample of one group, N token, S sequence.
+G episode of one group, N token, S sequence.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,14 @@ from rill.errors import InvalidSampleError
 Scores = npt.NDArray[np.float64]
 
 
+class Scope(StrEnum):
+    """What an estimator looks at together."""
+
+    SAMPLE = "sample"  # one sequence: any chunk of a batch will do
+    GROUP = "group"  # the samples of one prompt: chunks of whole groups
+    BATCH = "batch"  # the whole batch on all ranks; groups are whole on a rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvantageBatch:
     """Whole sequences, and whole groups where the estimator looks at groups, of one rank."""
@@ -30,20 +41,29 @@ class AdvantageBatch:
     seq_N: Tensor
     num_seqs: int
     rewards_S: Tensor
-    """One reward to a sequence; it lands on the last trained token."""
+    """The whole reward of the sequence's episode; it lands on the last trained token unless token_rewards_N says
+    where it was given."""
     group_S: Tensor | None = None
     """int64: sequences of one prompt share a number. Any numbers."""
+    episode_S: Tensor | None = None
+    """int64: sequences of one episode share a number and count once in their group. None: each its own."""
+    lengths_S: Tensor | None = None
+    """Trained tokens before any were masked. None: those of the mask."""
+    parts_S: Mapping[str, Tensor] = field(default_factory=dict)
+    """The parts of the reward by name."""
     greedy_rewards_S: Tensor | None = None
     """The reward of the greedy answer to the sequence's prompt."""
     token_rewards_N: Tensor | None = None
-    """Added to the sequence's reward: process rewards, rewards of single turns."""
+    """Where the reward was given, on trained tokens: by turn or by token. None: all at the end."""
+    turn_N: Tensor | None = None
+    """int64: the turn of each token."""
     logprobs_N: Tensor | None = None
     """log π_old, for a KL penalty in the reward."""
     ref_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     """V of the state before the token."""
-    bootstrap_values_S: Tensor | None = None
-    """V of the state after the last trained token; 0 (or None) where the episode truly ended."""
+    energies_N: Tensor | None = None
+    """1 − 2π(a) + Σ_v π(v)²: the squared gradient of log π in the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +73,42 @@ class Advantages:
     advantages_N: Tensor
     returns_N: Tensor | None = None
     """What the critic learns; None without one."""
+    left_out_S: Tensor | None = None
+    """bool: sequences that are not trained on. None: all are."""
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 class GroupAdvantage(ABC):
-    """One scalar to each sample of a group."""
+    """One scalar to each episode of a group."""
 
     needs: frozenset[Need] = frozenset()
+    scope = Scope.GROUP
 
+    min_samples: int = 2
+    """Episodes below which the group has nothing to compare."""
     reads_lengths: bool = False
     """True where the samples' numbers of trained tokens count; they must be given then."""
+    drops_zeros: bool = False
+    """True where an advantage of 0 means that the sample is not trained on."""
+    allows_steps: bool = True
+    """False where the advantage holds for the first optimizer step of a batch only."""
 
     @abstractmethod
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
         """Advantages of one group; the inputs are finite and not empty."""
 
 
-class BatchAdvantage(ABC):
-    """Per-token advantages that need the whole batch."""
+class TokenAdvantage(ABC):
+    """Advantages of flat tokens."""
 
     needs: frozenset[Need] = frozenset()
+    scope = Scope.BATCH
+
+    min_samples: int = 1
+    allows_steps: bool = True
 
     @abstractmethod
-    def batch(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
+    def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """`rewards_N` is the reward of each token and batch.rewards_S its sum over each sequence, both with the
         KL penalty taken; per-token fields are 0 on untrained tokens."""
 

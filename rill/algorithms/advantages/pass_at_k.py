@@ -30,12 +30,13 @@ class PassAtK(GroupAdvantage):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.min_samples = 2 if config.form == "best" else config.k
 
     def group(self, rewards_G: Scores, lengths_G: Scores, greedy_reward: float | None) -> Scores:
-        needed = 2 if self.config.form == "best" else self.config.k
-        if rewards_G.size < needed:
+        if rewards_G.size < self.min_samples:
             raise InvalidSampleError(
-                f"pass_at_k ({self.config.form}) needs groups of at least {needed} samples, got {rewards_G.size}"
+                f"pass_at_k ({self.config.form}) needs groups of at least {self.min_samples} samples, got "
+                f"{rewards_G.size}"
             )
         if self.config.form == "best":
             return best_lead(rewards_G, self.config.epsilon)

@@ -8,14 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rill.algorithms.advantages.base import AdvantageBatch, Advantages, BatchAdvantage
+from rill.algorithms.advantages.base import AdvantageBatch, Advantages, TokenAdvantage
 from rill.algorithms.base import Reduce
 from rill.algorithms.segments import discounted_tail
 from rill.algorithms.whitening import whiten
 from rill.config.base import PartConfig
 
 
-class ReinforcePP(BatchAdvantage):
+class ReinforcePP(TokenAdvantage):
     class Config(PartConfig):
         type: Literal["reinforce_pp"] = "reinforce_pp"
         gamma: float = Field(1.0, ge=0, le=1)
@@ -24,7 +24,7 @@ class ReinforcePP(BatchAdvantage):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def batch(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
+    def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
         """A = whiten(Σ_{k≥0} γ^k r_{t+k}); the KL penalty is in r (kl.place = "reward")."""
         return Advantages(
             advantages_N=whiten(

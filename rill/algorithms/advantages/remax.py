@@ -10,6 +10,7 @@ from rill.config.base import PartConfig
 
 
 class ReMax(GroupAdvantage):
+    min_samples = 1
     needs = frozenset({Need.GREEDY_BASELINE})
 
     class Config(PartConfig):

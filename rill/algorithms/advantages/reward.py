@@ -9,6 +9,8 @@ from rill.config.base import PartConfig
 
 
 class Reward(GroupAdvantage):
+    min_samples = 1
+
     class Config(PartConfig):
         type: Literal["reward"] = "reward"
         scale: float = 1.0

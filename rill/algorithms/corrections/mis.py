@@ -22,7 +22,7 @@ from rill.algorithms.corrections.base import (
     weight_metrics,
     weight_needs,
 )
-from rill.algorithms.corrections.tis import batch_mean_weight, mean_weight
+from rill.algorithms.corrections.tis import batch_mean_weight, counts, mean_weight
 from rill.config.base import PartConfig
 
 
@@ -33,8 +33,9 @@ class MaskedIS(Correction):
         """Whose probability stands over μ's; see corrections.base."""
         level: Level = "token"
         """token: IcePop. sequence: the product of the sequence's ratios decides for all its tokens."""
-        low: float = Field(0.5, ge=0)
-        """Weights below become 0."""
+        low: float | None = Field(None, ge=0)
+        """Weights below become 0. None: 0.5 for tokens, 0 for sequences, whose product of ratios is far from 1 by its
+        length alone."""
         high: float = Field(2.0, gt=0)
         """Weights above become 0."""
         weigh: bool = True
@@ -42,17 +43,21 @@ class MaskedIS(Correction):
         renormalise: bool = False
         """Take dropped tokens out of the aggregation's denominator too."""
         normalise: bool = False
-        """Divide by the mean weight of the batch."""
+        """Divide by the mean weight of the batch's tokens (or sequences)."""
 
         @model_validator(mode="after")
         def _is_a_range(self) -> MaskedIS.Config:
-            if not self.low < self.high:
-                raise ValueError(f"low {self.low} must be below high {self.high}")
+            if not self.lowest < self.high:
+                raise ValueError(f"low {self.lowest} must be below high {self.high}")
             return self
+
+        @property
+        def lowest(self) -> float:
+            return self.low if self.low is not None else 0.5 if self.level == "token" else 0.0
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.bounds = (config.low, config.high)
+        self.bounds = (config.lowest, config.high)
         self.uses_rollout_ratio = config.weigh
         self.needs = weight_needs(config.policy, normalise=config.normalise)
 
@@ -60,7 +65,7 @@ class MaskedIS(Correction):
         weights_N = self.masked(batch)
         kept_N = (weights_N != 0).to(weights_N.dtype) if self.config.renormalise else None
         if self.config.normalise:
-            weights_N = weights_N / mean_weight(batch, weights_N)
+            weights_N = weights_N / mean_weight(batch, weights_N, self.config.level)
         return CorrectionWeights(
             weights_N=weights_N, kept_N=kept_N, metrics=weight_metrics(weights_N, batch.mask_N)
         )
@@ -68,11 +73,12 @@ class MaskedIS(Correction):
     def masked(self, batch: TokenBatch) -> Tensor:
         """w where lo ≤ w ≤ hi, else 0."""
         raw_N = importance_weights(batch, self.config.level, self.config.policy)
-        is_inside_N = (raw_N >= self.config.low) & (raw_N <= self.config.high)
+        is_inside_N = (raw_N >= self.config.lowest) & (raw_N <= self.config.high)
         value_N = raw_N if self.config.weigh else torch.ones_like(raw_N)
         return torch.where(is_inside_N, value_N, torch.zeros_like(raw_N))
 
     def statistics(self, batches: Sequence[TokenBatch], reduce: Reduce) -> dict[str, Tensor]:
         if not self.config.normalise:
             return {}
-        return batch_mean_weight([(self.masked(batch), batch.mask_N) for batch in batches], reduce)
+        parts = [(self.masked(batch), counts(batch, self.config.level)) for batch in batches]
+        return batch_mean_weight(parts, reduce)

@@ -14,6 +14,7 @@ LOSSES = Registry(
         "kl_cov": "rill.algorithms.losses.kl_cov:KLCov",
         "sapo": "rill.algorithms.losses.sapo:SAPO",
         "dppo": "rill.algorithms.losses.dppo:DPPO",
+        "dro": "rill.algorithms.losses.dro:DRO",
         "aipo": "rill.algorithms.losses.aipo:AIPO",
         "decoupled": "rill.algorithms.losses.decoupled:Decoupled",
     },

@@ -32,8 +32,8 @@ class ClipCov(PolicyLoss):
 
     class Config(PartConfig):
         type: Literal["clip_cov"] = "clip_cov"
-        clip_low: float = Field(0.2, ge=0, lt=1)
-        """ε_low."""
+        clip_low: float = Field(0.2, ge=0, le=1)
+        """ε_low. 1: no lower bound, as the authors train."""
         clip_high: float = Field(0.2, ge=0)
         """ε_high."""
         share: float = Field(2e-4, gt=0, le=1)

@@ -25,7 +25,6 @@ REWARDS = Registry(
         "format": "rill.envs.rewards.format:FormatReward",
         "regex": "rill.envs.rewards.format:RegexReward",
         "length": "rill.envs.rewards.length:LengthReward",
-        "overlong": "rill.envs.rewards.length:OverlongReward",
         "code": "rill.envs.rewards.code:CodeReward",
         "judge": "rill.envs.rewards.judge:JudgeReward",
         "reasoning_gym": "rill.envs.rewards.gym:ReasoningGymReward",

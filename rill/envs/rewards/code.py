@@ -1,25 +1,29 @@
-"""Code, judged by running its tests in the sandbox.
+"""Code, judged by running its tests in sandboxes.
 
 The tests are `prompt.metadata["tests"]`, or the answer itself, in one of three shapes:
 
-    ["assert add(1, 2) == 3", …]                      run after the program, in its namespace
+    ["assert add(1, 2) == 3", …]                      run beside the program, which answers what they ask
     {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}   one run per pair: text in, text out
     "assert …\\nassert …"                              one check
+
+A program gets a sandbox of its own and never sees what is expected of it (sandbox/checks.py).
 """
 
 from __future__ import annotations
 
-import asyncio
+import ast
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.envs.sandbox import Limits, SandboxResult, run_python
+from rill.envs.sandbox.base import SANDBOXES, Limits, Sandbox, SandboxError
+from rill.envs.sandbox.bubblewrap import missing
+from rill.envs.sandbox.checks import Checkers
+from rill.envs.sandbox.pool import SandboxPool
+from rill.errors import UnsupportedError
 from rill.types import Prompt, Trajectory
 
 
@@ -33,6 +37,8 @@ class CodeReward:
         memory_bytes: int = Field(default=2**30, ge=2**26)
         packages: bool = False
         """Let programs import installed libraries (numpy …), not the standard library alone."""
+        sandbox: Literal["bubblewrap"] = "bubblewrap"
+        """Where programs run. A machine that cannot isolate them so is refused at the start."""
         max_concurrent: int | None = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1)
         max_tests: int = Field(default=64, ge=1)
         """Only the first so many tests are run."""
@@ -40,49 +46,66 @@ class CodeReward:
     isolation = Isolation.ASYNC
 
     def __init__(self, config: Config) -> None:
+        assert config.sandbox in SANDBOXES
+        if (problem := missing()) is not None:
+            raise UnsupportedError(f"reward `code`: {problem}")
         self.config = config
-        self._limits = Limits(
-            wall_s=config.wall_s, cpu_s=max(1, round(config.wall_s)), memory_bytes=config.memory_bytes
-        )
-        # Of its own: in the event loop's shared pool a program would wait for others while its deadline runs. Twice
-        # the places, because a program whose score was given up on holds its thread until it is ended.
-        self._threads = ThreadPoolExecutor(2 * (config.max_concurrent or 1), thread_name_prefix="rill-code")
+        limits = Limits(exec_s=config.wall_s, memory_bytes=config.memory_bytes)
+        self._pool = SandboxPool(config.sandbox, limits, packages=config.packages)
+        self._checkers = Checkers(limits, packages=config.packages)
 
     async def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
-        code = extract_code(response_text)
         tests = prompt.metadata.get("tests", prompt.answer)
+        check_tests(prompt.id, tests)
+        code = extract_code(response_text)
         if code is None:
             return 0.0
-        if isinstance(tests, Mapping):
-            passed = await self._run_pairs(code, tests, prompt.id)
-        elif isinstance(tests, str | list | tuple) and tests:
-            checks = [tests] if isinstance(tests, str) else list(tests)[: self.config.max_tests]
-            result = await self._run(code, checks=checks)
-            passed = list(result.passed)
-        else:
-            raise ValueError(f"prompt {prompt.id} has no tests in metadata['tests'] or its answer")
+        async with self._pool.session() as sandbox:
+            if isinstance(tests, Mapping):
+                passed = await self._run_pairs(sandbox, code, tests)
+            else:
+                checks = [tests] if isinstance(tests, str) else list(tests)[: self.config.max_tests]
+                verdict = await self._checkers.check(sandbox, code, checks, self.config.wall_s)
+                passed = list(verdict.passed)
         share = sum(passed) / len(passed)
         return share if self.config.partial else float(share == 1.0)
 
-    async def _run(self, code: str, *, checks: Sequence[str] = (), stdin: str = "") -> SandboxResult:
-        work = partial(
-            run_python, code, checks=checks, stdin=stdin, limits=self._limits, packages=self.config.packages
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _run_pairs(self, sandbox: Sandbox, code: str, tests: Mapping[str, Any]) -> list[bool]:
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))[: self.config.max_tests]
+        passed: list[bool] = []
+        try:
+            for given, expected in pairs:
+                result = await sandbox.python(code, stdin=str(given).encode())
+                said = result.stdout.decode("utf-8", "replace")
+                passed.append(result.ended == "ok" and same_output(said, str(expected)))
+                if not passed[-1] and not self.config.partial:
+                    break  # one failure decides
+        except SandboxError:  # the program has ended the session it runs in
+            pass
+        return passed + [False] * (len(pairs) - len(passed))
 
-    async def _run_pairs(self, code: str, tests: Mapping[str, Any], prompt_id: str) -> list[bool]:
+
+def check_tests(prompt_id: str, tests: Any) -> None:
+    """Raises ValueError where nothing would be tested: any program would pass."""
+    if isinstance(tests, Mapping):
         inputs, outputs = list(tests.get("inputs", ())), list(tests.get("outputs", ()))
         if not inputs or len(inputs) != len(outputs):
             raise ValueError(
                 f"prompt {prompt_id}: {len(inputs)} inputs and {len(outputs)} outputs do not pair"
             )
-        passed = []
-        for given, expected in list(zip(inputs, outputs, strict=True))[: self.config.max_tests]:
-            result = await self._run(code, stdin=str(given))
-            passed.append(result.ended == "ok" and same_output(result.stdout, str(expected)))
-            if not passed[-1] and not self.config.partial:
-                break  # one failure decides
-        return passed
+        return
+    checks: Sequence[Any] = [tests] if isinstance(tests, str) else tests
+    if not isinstance(checks, list | tuple) or not checks:
+        raise ValueError(f"prompt {prompt_id} has no tests in metadata['tests'] or its answer")
+    for check in checks:
+        try:
+            tree = ast.parse(str(check))
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"prompt {prompt_id}: the test {check!r:.80} is not Python: {error}") from error
+        if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
+            raise ValueError(
+                f"prompt {prompt_id}: the test {check!r:.80} asserts nothing, so any program would pass it"
+            )
 
 
 def extract_code(text: str) -> str | None:

@@ -1,8 +1,5 @@
-"""Rewards of length alone, in sampled tokens. Both are meant as terms of a mix.
-
-length     1 up to `free_tokens`, then down in a straight line to 0 at `max_tokens`: shorter is better
-overlong   DAPO's soft punishment: 0 up to (limit − buffer), then down in a straight line to −1 at the limit
-"""
+"""A reward of length alone, in sampled tokens, meant as a term of a mix: 1 up to `free_tokens`, then down in a straight
+line to 0 at `max_tokens`. DAPO's punishment of over-long answers is algorithm.filters.overlong."""
 
 from __future__ import annotations
 
@@ -40,31 +37,3 @@ class LengthReward:
     def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
         over = max(0, trajectory.num_sampled - self.config.free_tokens)
         return max(0.0, 1.0 - over / (self.config.max_tokens - self.config.free_tokens))
-
-
-class OverlongReward:
-    """With L sampled tokens: 0 if L ≤ max − buffer; (max − buffer − L) / buffer up to max; −1 beyond."""
-
-    class Config(RewardConfig):
-        type: Literal["overlong"] = "overlong"
-        max_tokens: int = Field(ge=1)
-        """The longest answer allowed."""
-        buffer_tokens: int = Field(ge=1)
-        """The last so many of them are punished, more and more."""
-
-        @model_validator(mode="after")
-        def _in_order(self) -> OverlongReward.Config:
-            if self.buffer_tokens > self.max_tokens:
-                raise ValueError(
-                    f"`buffer_tokens` ({self.buffer_tokens}) exceeds `max_tokens` ({self.max_tokens})"
-                )
-            return self
-
-    isolation = Isolation.INLINE
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def score(self, prompt: Prompt, response_text: str, trajectory: Trajectory) -> float:
-        start = self.config.max_tokens - self.config.buffer_tokens
-        return max(-1.0, min(0.0, (start - trajectory.num_sampled) / self.config.buffer_tokens))

@@ -1,6 +1,6 @@
 """Worker processes for rewards that may hang while holding the interpreter lock, and can only be stopped by a kill.
 
-Called by RewardRunner from its own threads, one thread to a process at most:
+Called by RewardRunner from its own threads, one thread to a process:
 
     thread ── (term, prompt, text, trajectory) ──▶ child: build the reward once, score ──▶ value or error
               └── no answer by the deadline: kill the child's whole session, start another when next needed
@@ -22,6 +22,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
@@ -31,6 +32,8 @@ from rill.registry import Registry
 
 LENGTH = struct.Struct("<Q")
 START_TIMEOUT_S = 120.0
+MAX_PROCESSES = 64
+"""At work at a time, slow ones included."""
 ALARM_GRACE_S = 5.0
 CHILD = "from rill.envs.rewards.processes import child_main; child_main()"
 
@@ -44,26 +47,28 @@ class RewardFailedError(RunError):
 
 
 class RewardProcesses:
-    """A fixed number of killable places to run rewards in. Processes start when first needed.
+    """Killable places to run rewards in: an idle process, or a new one. How many work at a time is the caller's choice.
 
     `parts` are (registry name or "module:class", config) of the rewards, addressed by their index.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, Any]], *, num_processes: int, memory_bytes: int) -> None:
+    def __init__(self, parts: Sequence[tuple[str, Any]], *, memory_bytes: int) -> None:
         self._setup = pickle.dumps((list(sys.path), pickle.dumps(list(parts)), memory_bytes))
-        self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
-        for _ in range(num_processes):
-            self._idle.put(None)
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._places = threading.Semaphore(MAX_PROCESSES)
+        self._is_closed = False
 
     def score(self, index: int, arguments: Any, timeout_s: float) -> float:
-        """Blocks for at most the start of a process plus timeout_s."""
-        try:
-            child = self._idle.get(timeout=START_TIMEOUT_S + timeout_s)
-        except queue.Empty:
-            raise RewardTimeoutError("no reward process came free") from None
+        """Blocks for at most the start of a process plus timeout_s, and for a place where MAX_PROCESSES are at work."""
+        if not self._places.acquire(timeout=START_TIMEOUT_S + timeout_s):
+            raise RewardTimeoutError(f"all {MAX_PROCESSES} reward processes are busy")
+        child: _Child | None = None
         healthy = False
         try:
-            child = child or _Child(self._setup)
+            try:
+                child = self._idle.get_nowait()
+            except queue.Empty:
+                child = _Child(self._setup)
             value = child.score(index, arguments, timeout_s)
             healthy = True
             return value
@@ -71,18 +76,20 @@ class RewardProcesses:
             healthy = child is not None and child.is_alive
             raise
         finally:
-            if not healthy and child is not None:
-                child.kill()
-            self._idle.put(child if healthy else None)
+            if child is not None:
+                if healthy and not self._is_closed:
+                    self._idle.put(child)
+                else:
+                    child.kill()
+            self._places.release()
 
     def close(self) -> None:
+        self._is_closed = True
         while True:
             try:
-                child = self._idle.get_nowait()
+                self._idle.get_nowait().kill()
             except queue.Empty:
                 return
-            if child is not None:
-                child.kill()
 
 
 class _Deadline:
@@ -180,12 +187,13 @@ def child_main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     path, parts, memory_bytes = pickle.loads(_read_frame(source))
     sys.path[:] = path
+    from rill.envs.places import described
     from rill.envs.rewards.base import as_score
 
     try:
         rewards = [_build(name, config) for name, config in pickle.loads(parts)]
     except Exception as error:  # noqa: BLE001  boundary: whatever the reward raises is reported to the parent
-        _write_frame(answers, (False, f"{type(error).__name__}: {error}"))
+        _write_frame(answers, (False, described(error)))
         return
     if memory_bytes:
         limit = _address_space() + memory_bytes
@@ -197,7 +205,7 @@ def child_main() -> None:
         try:
             answer: tuple[bool, Any] = (True, as_score(rewards[index].score(*arguments)))
         except Exception as error:  # noqa: BLE001  boundary: see above
-            answer = (False, f"{type(error).__name__}: {error}")
+            answer = (False, described(error))
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write_frame(answers, answer)
 

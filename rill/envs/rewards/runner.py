@@ -1,40 +1,44 @@
 """Scores trajectories with deadlines: a reward that fails or hangs becomes data, never a crash.
 
-Called by environments, on their event loop. Every term of a mix runs beside the others, where its `isolation` says:
+Called by run_episode, on its event loop. Every term of a mix runs beside the others, where its `isolation` says:
 
     inline   on the loop, at once
     async    awaited under a deadline
     thread   a daemon thread; past the deadline it is abandoned
     process  a worker process; past the deadline it is killed
 
-A failed term counts as `failure_value`; the trajectory carries which term failed and why in `error`, and
-`stats()` counts it.
+A term that fails makes the whole score unknown: it says which term failed, why, and where in the user's code, and
+`stats()` counts it. Process rewards run on as many processes as there are cores; a score that takes long gives its
+place up after PATIENCE_S, so that the time a few of them hang does not add up for the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
 from rill.config import Config, PartConfig
+from rill.envs.places import described
 from rill.envs.rewards.base import REWARDS, Isolation, Reward, as_score
 from rill.envs.rewards.mix import Term, flatten
 from rill.envs.rewards.per_loop import PerLoop
-from rill.envs.rewards.processes import RewardProcesses, RewardTimeoutError
-from rill.envs.trajectory_builder import response_text
+from rill.envs.rewards.processes import RewardFailedError, RewardProcesses, RewardTimeoutError
+from rill.envs.threads import in_thread
 from rill.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 0.5
+"""A score in a process that has run for so long lets another one start beside it."""
 
 
 class ScoringConfig(Config):
@@ -42,16 +46,26 @@ class ScoringConfig(Config):
 
     timeout_s: float = Field(default=30.0, gt=0)
     """Time limit of one term of one trajectory, waiting for a place not counted."""
-    failure_value: float = 0.0
-    """What a term that failed or hung is worth, before its weight."""
-    num_processes: int = Field(default=2, ge=1)
-    """Worker processes for rewards that need one. They start only then."""
+    num_processes: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1)
+    """Worker processes for rewards that need one, and as many again as are waiting for slow scores. They start only
+    when needed."""
     memory_bytes: int = Field(default=8 * 2**30, ge=0)
     """Address space that scores may take in a worker process, beyond its libraries. 0: no limit."""
     max_concurrent: int = Field(default=256, ge=1)
     """Scores of one thread or async term in flight on one event loop; further ones wait. A term may set its own."""
     log_failures: int = Field(default=20, ge=0)
     """Failures written to the log, per term; all are counted. 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What an answer is worth."""
+
+    value: float
+    parts: Mapping[str, float]
+    """By term, unweighted; those that failed are left out."""
+    error: str | None = None
+    """What failed; the value means nothing then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +80,11 @@ class TermStats:
     """Total time from start to score."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
-    value: float
-    error: str | None
-
-
 class RewardRunner:
     """Owns the rewards of one environment, their processes and their counts.
 
     >>> runner = RewardRunner(ExactReward.Config())
-    >>> trajectory = await runner.score(prompt, trajectory)
+    >>> score = await runner.score(prompt, trajectory)
     """
 
     def __init__(self, reward: PartConfig, config: ScoringConfig | None = None) -> None:
@@ -86,105 +94,100 @@ class RewardRunner:
         self._stats = [TermStats() for _ in self.terms]
         self._lock = threading.Lock()
         self._processes: RewardProcesses | None = None
-        self._threads: ThreadPoolExecutor | None = None
         limits = [term.config.max_concurrent or self.config.max_concurrent for term in self.terms]
         self._places = PerLoop(lambda: [asyncio.Semaphore(limit) for limit in limits])
+        self._cores = PerLoop(lambda: asyncio.Semaphore(self.config.num_processes))
 
-    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its reward, its parts and, if a term failed, its error."""
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """The weighted sum of the terms, all of them beside one another."""
         text = response_text(trajectory)
-        scored = await asyncio.gather(
-            *(self._score_term(index, prompt, text, trajectory) for index in range(len(self.terms)))
-        )
-        reward = sum(term.weight * one.value for term, one in zip(self.terms, scored, strict=True))
-        errors = [f"reward {t.label}: {s.error}" for t, s in zip(self.terms, scored, strict=True) if s.error]
-        if trajectory.error is not None:
-            errors.insert(0, trajectory.error)
-        return replace(
-            trajectory,
-            reward=reward,
-            reward_parts={term.label: one.value for term, one in zip(self.terms, scored, strict=True)},
+        if len(self.terms) == 1:
+            scored = [await self._score_term(0, prompt, text, trajectory)]
+        else:
+            scored = await asyncio.gather(
+                *(self._score_term(index, prompt, text, trajectory) for index in range(len(self.terms)))
+            )
+        pairs = list(zip(self.terms, scored, strict=True))
+        errors = [f"reward {term.label}: {value}" for term, value in pairs if isinstance(value, str)]
+        values = [(term, value) for term, value in pairs if not isinstance(value, str)]
+        return Score(
+            value=sum(term.weight * value for term, value in values),
+            parts={term.label: value for term, value in values},
             error="; ".join(errors) or None,
         )
-
-    def score_all(self, pairs: Sequence[tuple[Prompt, Trajectory]]) -> list[Trajectory]:
-        """The same for callers without an event loop."""
-
-        async def gather() -> list[Trajectory]:
-            return list(await asyncio.gather(*(self.score(prompt, t) for prompt, t in pairs)))
-
-        return asyncio.run(gather())
 
     def stats(self) -> dict[str, TermStats]:
         with self._lock:
             return {term.label: stats for term, stats in zip(self.terms, self._stats, strict=True)}
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
+        for reward in self.rewards:
+            if close := getattr(reward, "close", None):
+                close()
 
-    async def _score_term(self, index: int, prompt: Prompt, text: str, trajectory: Trajectory) -> _Scored:
+    async def _score_term(self, index: int, prompt: Prompt, text: str, trajectory: Trajectory) -> float | str:
+        """The value, or what went wrong."""
         started = time.perf_counter()
         try:
             value = as_score(await self._run(index, (prompt, text, trajectory)))
             if not math.isfinite(value):
                 raise ValueError(f"the score is {value}")
         except Exception as error:  # noqa: BLE001  boundary: rewards are user code; their failures are data
-            timed_out = isinstance(error, TimeoutError | RewardTimeoutError)
-            message = str(error) or f"no score within {self._timeout_s(index):g} s"
-            if (
-                not isinstance(error, TimeoutError)
-                and type(error).__module__ != RewardTimeoutError.__module__
-            ):
-                message = f"{type(error).__name__}: {message}"
-            self._count(index, started, failed=True, timed_out=timed_out)
+            is_late = isinstance(error, TimeoutError | RewardTimeoutError)
+            message = f"no score within {self._timeout_s(index):g} s" if is_late else described(error)
+            if isinstance(error, RewardFailedError):
+                message = str(error)  # described in the process that raised it
+            self._count(index, started, failed=True, timed_out=is_late)
             self._log_failure(index, prompt, message)
-            return _Scored(value=self.config.failure_value, error=message)
+            return message
         self._count(index, started)
-        return _Scored(value=value, error=None)
+        return value
 
     async def _run(self, index: int, arguments: tuple[Prompt, str, Trajectory]) -> float:
         reward, timeout_s = self.rewards[index], self._timeout_s(index)
-        match reward.isolation:
-            case Isolation.INLINE:
-                value = reward.score(*arguments)
-                assert not isinstance(value, Awaitable)
-                return value
-            case Isolation.ASYNC:
-                async with self._places()[index]:
+        if reward.isolation is Isolation.INLINE:
+            value = reward.score(*arguments)
+            assert not isinstance(value, Awaitable)
+            return value
+        async with self._places()[index]:
+            match reward.isolation:
+                case Isolation.ASYNC:
                     awaitable = reward.score(*arguments)
                     assert isinstance(awaitable, Awaitable)
                     return await asyncio.wait_for(awaitable, timeout_s)
-            case Isolation.THREAD:
-                async with self._places()[index]:
-                    return await asyncio.wait_for(_in_daemon_thread(reward, arguments), timeout_s)
-            case Isolation.PROCESS:
-                threads, processes = self._process_places()
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(threads, processes.score, index, arguments, timeout_s)
+                case Isolation.THREAD:
+                    answer = await asyncio.wait_for(in_thread(reward.score, *arguments), timeout_s)
+                    assert not isinstance(answer, Awaitable)
+                    return answer
+                case _:
+                    return await self._run_in_process(index, arguments, timeout_s)
+
+    async def _run_in_process(self, index: int, arguments: Any, timeout_s: float) -> float:
+        """On a core of its own, until it turns out to be slow."""
+        cores = self._cores()
+        await cores.acquire()
+        score = asyncio.ensure_future(in_thread(self._pool().score, index, arguments, timeout_s))
+        try:
+            await asyncio.wait({score}, timeout=PATIENCE_S)
+        finally:
+            cores.release()
+        return await score
 
     def _timeout_s(self, index: int) -> float:
         return self.terms[index].config.timeout_s or self.config.timeout_s
 
-    def _process_places(self) -> tuple[ThreadPoolExecutor, RewardProcesses]:
-        """One thread per process: a score that waits for a place waits in the executor's queue, without a deadline
-        of its own, because every score before it has one."""
+    def _pool(self) -> RewardProcesses:
         with self._lock:
-            if self._threads is None or self._processes is None:
+            if self._processes is None:
                 parts = [(term.config.type, term.config) for term in self.terms]
                 used = [
                     part if reward.isolation is Isolation.PROCESS else _NEVER_RUN
                     for part, reward in zip(parts, self.rewards, strict=True)
                 ]
-                self._processes = RewardProcesses(
-                    used, num_processes=self.config.num_processes, memory_bytes=self.config.memory_bytes
-                )
-                self._threads = ThreadPoolExecutor(
-                    self.config.num_processes, thread_name_prefix="rill-reward"
-                )
-            return self._threads, self._processes
+                self._processes = RewardProcesses(used, memory_bytes=self.config.memory_bytes)
+            return self._processes
 
     def _count(self, index: int, started: float, *, failed: bool = False, timed_out: bool = False) -> None:
         with self._lock:
@@ -201,34 +204,17 @@ class RewardRunner:
             logger.warning("reward %s failed for prompt %s: %s", self.terms[index].label, prompt.id, message)
 
 
+def response_text(trajectory: Trajectory) -> str:
+    """What the model said last: the text of the final assistant turn."""
+    for turn in reversed(trajectory.turns):
+        if turn.role == "assistant":
+            return turn.text
+    return ""
+
+
 _NEVER_RUN = ("rill.envs.rewards.runner:_unused", None)
 """Keeps indices equal in the worker processes without building rewards there that run elsewhere."""
 
 
 def _unused(_config: None) -> None:
     return None
-
-
-async def _in_daemon_thread(reward: Reward, arguments: tuple[Prompt, str, Trajectory]) -> float:
-    """A thread per call: one that hangs takes no place in a pool and does not keep the interpreter from ending."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)
-
-    def work() -> None:
-        try:
-            value, error = reward.score(*arguments), None
-        except Exception as raised:  # noqa: BLE001  boundary: handed to the awaiting runner
-            value, error = 0.0, raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=work, daemon=True, name="rill-reward-call").start()
-    return as_score(await answer)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from rill.data.tool_calls import held_back
 from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL
 from rill.inference.server.errors import bad_request
 
@@ -201,14 +202,6 @@ class TextStream:
             out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += out
         return out
-
-
-def held_back(text: str, markers: Sequence[str]) -> int:
-    """How many last characters of the text may be the beginning of one of the markers."""
-    for length in range(min(len(text), max((len(m) for m in markers), default=1) - 1), 0, -1):
-        if any(len(m) > length and text.endswith(m[:length]) for m in markers):
-            return length
-    return 0
 
 
 def _check_encodable(text: str) -> None:

@@ -37,6 +37,7 @@ class Membership:
         """name -> the note of its death, until the name joins again."""
         self._groups: dict[str, dict[str, Any]] = {}
         """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
+        self._claims: dict[str, tuple[Any, float]] = {}
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
 
@@ -48,6 +49,7 @@ class Membership:
             "leave": Handler(None, self._leave),
             "died": Handler(tuple[str, str], self._died),
             "publish": Handler(tuple[str, Any, bool], self._publish),
+            "claim": Handler(tuple[str, str, float], self._claim),
             "fetch": Handler(str, self._fetch),
             "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
             "sync": Handler(None, lambda client, seq, payload: None),
@@ -149,6 +151,15 @@ class Membership:
         self._values[key] = (value, client if is_owned else None)
         for waiter, waiter_seq in self._waiting.pop(key, []):
             self._machine.reply(waiter, waiter_seq, value)
+        return None
+
+    def _claim(self, client: str, seq: int, payload: Any) -> Any:
+        """[key, value, seconds]: None for the first who asks; for so long, others get the first one's value."""
+        key, value, hold_s = payload
+        held, until_s = self._claims.get(key, (None, 0.0))
+        if held is not None and self._machine.now_s < until_s:
+            return held
+        self._claims[key] = (value, self._machine.now_s + hold_s)
         return None
 
     def _fetch(self, client: str, seq: int, key: str) -> Any:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rill.errors import PeerDiedError
-from rill.runtime.context import RuntimeContext, WorkerAddress
+from rill.runtime.address import WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.handle import Handle, Lost, Reply
 from rill.runtime.process.mailbox import Frames, Mailbox
 from rill.runtime.transfer import wire

@@ -15,7 +15,7 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import PeerDiedError, StuckError, UserError
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext

@@ -12,7 +12,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rill.runtime.context import RuntimeContext, Site
+from rill.runtime.address import Site
+from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, gpus_of, torch_device, visible_devices_env
 from rill.runtime.device.placement import Seat
 from rill.runtime.hub.server import hub_command

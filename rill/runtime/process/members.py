@@ -6,7 +6,7 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
-from rill.runtime.context import WorkerAddress
+from rill.runtime.address import WorkerAddress
 from rill.runtime.device.placement import Seat
 from rill.runtime.group import Roster
 from rill.runtime.handle import Handle

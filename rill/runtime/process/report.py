@@ -1,14 +1,15 @@
 """The stuck-run report: when a wait passes its deadline, who waits for whom on what, across the cluster.
 
 `stuck(context, what, limit_s)` asks every process for its waits and stacks (waits.py) and the hub for its channels and
-turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) and `stuck-<n>.svg` (the picture) into a
-folder that outlives the session, and gives the StuckError to raise. Processes that do not answer within ASK_S are named
-as silent, which says something too.
+turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) into a folder that outlives the session, and
+gives the StuckError to raise. Processes that do not answer within ASK_S are named as silent, which says something too.
+
+Where one process is stuck, all soon are: the first to say so asks for everybody, and for REPORT_EVERY_S the others name
+its report.
 """
 
 from __future__ import annotations
 
-import html
 import logging
 import os
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
-from rill.runtime.hub.service import group_of, name_of
+from rill.runtime.hub.service import name_of
 from rill.runtime.process.waits import DUMP, DUMPED, dump, waiting
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = ["Edge", "Report", "collect", "explain", "stuck", "waiting"]
 ASK_S = 2.0
 REPORT_FROM_S = 10.0
 """Shorter deadlines are polls, and not worth asking every process what it is doing."""
+REPORT_EVERY_S = 60.0
 REPORT_DIR_VARIABLE = "RILL_REPORT_DIR"
 _lock = threading.Lock()
 _log = logging.getLogger(__name__)
@@ -95,10 +97,6 @@ class Report:
                 parts += [f"### thread {thread}", "```", text.rstrip(), "```"]
         return "\n".join(parts) + "\n"
 
-    def svg(self) -> str:
-        """The edges as a picture: who waits stands left of what it waits for, as far as there is no ring."""
-        return _draw(self.edges, set(self.cycle()))
-
 
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
     """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
@@ -110,10 +108,14 @@ def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
 
 
 def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
-    """`message` about a passed deadline, with the report written and its summary added."""
+    """`message` about a passed deadline, with the report written and its summary added, or the report of another."""
     try:
+        path = report_path(context)
+        other = context.hub.call("registry", "claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
+        if other is not None:
+            return f"{message}; {other}, written for another wait, has the whole picture"
         report = collect(context, own)
-        path = write(context, report, message)
+        path.write_text(report.markdown(message), encoding="utf-8")
     except (RillError, OSError) as error:
         return f"{message} (no report: {error})"
     return f"{message}; {path} has the whole picture:\n{report.summary()}"
@@ -149,14 +151,10 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
     return report
 
 
-def write(context: RuntimeContext, report: Report, title: str) -> Path:
-    """Write both files; gives the path of the text."""
-    folder = report_folder(context)
+def report_path(context: RuntimeContext) -> Path:
+    """Where this process's next report goes."""
     stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    (folder / f"{stem}.svg").write_text(report.svg(), encoding="utf-8")
-    path = folder / f"{stem}.md"
-    path.write_text(report.markdown(title) + f"\n![who waits for whom]({stem}.svg)\n", encoding="utf-8")
-    return path
+    return report_folder(context) / f"{stem}.md"
 
 
 def report_folder(context: RuntimeContext) -> Path:
@@ -196,9 +194,8 @@ def _edges(answers: dict[str, Any], graph: Any, turns: Any, channel_waits: Any) 
             edges += [Edge(name_of(client), holder, why, now_s - since_s) for holder in holders]
     known = {(edge.waiter, edge.why) for edge in edges}
     for client, answer in answers.items():
-        for what, on, wait_s, thread in answer["waits"]:
-            # A rank that shares its process is known by its thread; each client of the process tells of all of them.
-            waiter = thread if thread.startswith(f"{group_of(client)}[") else name_of(client)
+        for what, on, wait_s, _ in answer["waits"]:
+            waiter = name_of(client)
             if not on.startswith(("channel:", "locks:")) and (waiter, what) not in known:
                 known.add((waiter, what))
                 edges.append(Edge(waiter, on, what, wait_s))
@@ -223,56 +220,3 @@ def _find_ring(start: str, needs: dict[str, list[str]]) -> list[str]:
         return False
 
     return path if walk(start) else []
-
-
-# --- the picture ------------------------------------------------------------------------------------------
-
-_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 170, 34, 150, 26
-
-
-def _draw(edges: list[Edge], ring: set[str]) -> str:
-    columns = _columns(edges)
-    place = {}
-    for x, column in enumerate(columns):
-        for y, name in enumerate(column):
-            place[name] = (20 + x * (_BOX_W + _GAP_X), 20 + y * (_BOX_H + _GAP_Y))
-    width = 40 + len(columns) * (_BOX_W + _GAP_X)
-    height = 40 + max((len(column) for column in columns), default=1) * (_BOX_H + _GAP_Y)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        'font-size="12"><defs><marker id="a" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z"/></marker></defs><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for edge in edges:
-        (x1, y1), (x2, y2) = place[edge.waiter], place[edge.needed]
-        is_back = x2 <= x1
-        start = (x1 + (_BOX_W if not is_back else _BOX_W / 2), y1 + (_BOX_H / 2 if not is_back else _BOX_H))
-        end = (x2 if not is_back else x2 + _BOX_W / 2, y2 + (_BOX_H / 2 if not is_back else _BOX_H))
-        bend = max(start[1], end[1]) + 40 if is_back else (start[1] + end[1]) / 2
-        colour = "#c0392b" if edge.waiter in ring and edge.needed in ring else "#555"
-        middle = ((start[0] + end[0]) / 2, bend)
-        parts.append(
-            f'<path d="M{start[0]},{start[1]} Q{middle[0]},{middle[1]} {end[0]},{end[1]}" fill="none" '
-            f'stroke="{colour}" marker-end="url(#a)"/>'
-            f'<text x="{middle[0]}" y="{middle[1] - 4}" text-anchor="middle" fill="{colour}">'
-            f"{html.escape(edge.why)} · {edge.wait_s:.1f} s</text>"
-        )
-    for name, (x, y) in place.items():
-        colour = "#fdecea" if name in ring else "#eef3fa"
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{_BOX_W}" height="{_BOX_H}" rx="6" fill="{colour}" stroke="#333"/>'
-            f'<text x="{x + _BOX_W / 2}" y="{y + 22}" text-anchor="middle">{html.escape(name)}</text>'
-        )
-    return "".join(parts) + "</svg>\n"
-
-
-def _columns(edges: list[Edge]) -> list[list[str]]:
-    """Names by how far they are from somebody for whom nobody waits; rings are cut where they close."""
-    names = list(dict.fromkeys(name for edge in edges for name in (edge.waiter, edge.needed)))
-    depth = dict.fromkeys(names, 0)
-    for _ in names:
-        for edge in edges:
-            if depth[edge.needed] <= depth[edge.waiter] < len(names) - 1:
-                depth[edge.needed] = depth[edge.waiter] + 1
-    used = sorted(set(depth.values()))
-    return [[name for name in names if depth[name] == d] for d in used]

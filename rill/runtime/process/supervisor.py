@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
-from rill.runtime.context import DRIVER_GROUP, RuntimeContext, WorkerAddress
+from rill.runtime.address import DRIVER_GROUP, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
 from rill.runtime.group import ClassRef, Move, Roster

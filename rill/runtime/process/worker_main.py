@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
+from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.channels.ends import fail_call, settle_call
-from rill.runtime.context import RuntimeContext, Site, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Frames, Mailbox

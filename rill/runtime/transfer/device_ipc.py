@@ -13,7 +13,7 @@ from rill.runtime.device.accelerator import CPU, accelerator, accelerator_of
 from rill.runtime.transfer import wire
 
 if TYPE_CHECKING:
-    from rill.runtime.context import WorkerAddress
+    from rill.runtime.address import WorkerAddress
 
 
 def shares_a_device(me: WorkerAddress, peer: WorkerAddress) -> bool:

@@ -39,7 +39,8 @@ from rill.runtime.transfer.device_ipc import Exporter, has_device_tensors, share
 from rill.runtime.transfer.future import in_thread
 
 if TYPE_CHECKING:
-    from rill.runtime.context import RuntimeContext, WorkerAddress
+    from rill.runtime.address import WorkerAddress
+    from rill.runtime.context import RuntimeContext
     from rill.runtime.process.directory import Directory
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ import pickle
 import signal
 
 from rill.runtime import context as runtime_context
-from rill.runtime.context import RuntimeContext, Site, WorkerAddress
+from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import Calls
 from rill.runtime.process.mailbox import Mailbox

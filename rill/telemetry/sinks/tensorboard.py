@@ -7,7 +7,7 @@ from typing import Literal
 
 from rill.config import PartConfig
 from rill.errors import MissingExtraError
-from rill.telemetry.sinks.base import RunInfo
+from rill.telemetry.sinks.base import Account, RunInfo
 
 
 class TensorBoardSink:
@@ -30,6 +30,10 @@ class TensorBoardSink:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def tell(self, account: Account) -> None:
+        self._writer.add_text("run card", account.card_markdown())
+        self._writer.add_text("rollouts", account.rollouts_markdown())
 
     def close(self) -> None:
         self._writer.close()

@@ -7,7 +7,9 @@ from typing import Literal
 
 from rill.config import PartConfig
 from rill.errors import MissingExtraError
-from rill.telemetry.sinks.base import RunInfo
+from rill.telemetry.sinks.base import ROLLOUT_COLUMNS, Account, RunInfo
+
+STEP = "step"
 
 
 class WandbSink:
@@ -34,14 +36,23 @@ class WandbSink:
             tags=config.tags,
             mode=config.mode,
             name=run.name,
-            id=run.name,
+            id=run.id,
             resume="allow",
             dir=str(run.directory),
             config=dict(run.config),
         )
+        self._table = wandb.Table
+        # W&B's own step never goes back and begins at 0; a warm-up's steps are negative and a resumed run's repeat.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, STEP: step})
+
+    def tell(self, account: Account) -> None:
+        card = self._table(columns=["question", "answer"], data=[list(row) for row in account.card])
+        rows = self._table(columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in account.rollouts])
+        self._run.log({"run card": card, "rollouts": rows})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,205 @@
+"""From trajectories to samples with advantages: pure functions, called where the data lives.
+
+Guarantees: a reward lands where it was given (by token, by turn, or at the end); baselines go by (group, agent) and an
+episode counts once in them, however many samples it gave; what failed is in no baseline and in no loss unless
+filters.train_failed asks for it; the over-long penalty is part of the advantage and never of Trajectory.reward.
+
+N token, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rill.algorithms.advantages.base import AdvantageBatch
+from rill.algorithms.base import Metric, Reduce
+from rill.algorithms.filters import FilterConfig, overlong_penalty
+from rill.types import NOT_SAMPLED, Bits, Floats, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from rill.algorithms.algorithm import Algorithm
+
+GREEDY_REWARD = "greedy_reward"
+"""In a trajectory's metadata: the reward of the greedy answer to its prompt."""
+
+
+def as_samples(
+    trajectories: Sequence[Trajectory],
+    filters: FilterConfig,
+    greedy: Trajectory | None,
+    max_tokens: int | None,
+) -> list[Sample]:
+    """One sample to each trajectory, its advantages still 0. `greedy` is the greedy answer to their prompt; what is
+    longer than `max_tokens` is not trained on, and counts in its group's baseline all the same."""
+    samples = []
+    greedy_reward = None if greedy is None else greedy.reward + _penalty(greedy, filters)
+    for trajectory in trajectories:
+        if filters.train_failed and trajectory.error is not None:
+            trajectory = replace(trajectory, loss_mask=trajectory.versions != NOT_SAMPLED)
+        if max_tokens is not None and trajectory.num_tokens > max_tokens:
+            trajectory = replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
+        if greedy_reward is not None:
+            trajectory = replace(trajectory, metadata={**trajectory.metadata, GREEDY_REWARD: greedy_reward})
+        samples.append(Sample(trajectory=trajectory, advantages=_zeros(trajectory)))
+    return samples
+
+
+def fill_advantages(
+    samples: Sequence[Sample], algorithm: Algorithm, reduce: Reduce
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples with advantages, and returns where the estimator has them, in their order; metrics over all ranks."""
+    filters = algorithm.config.filters
+    left_out = _left_out(samples, filters, algorithm.advantage.min_samples)
+    scored = [s for s, out in zip(samples, left_out, strict=True) if not out]
+    masks = [_trained(s.trajectory, filters) for s in scored]
+    result = algorithm.batch_advantages(advantage_batch(scored, masks, filters), reduce)
+    lengths = [s.num_tokens for s in scored]
+    advantages = iter(_cut(result.advantages_N, lengths))
+    returns = None if result.returns_N is None else iter(_cut(result.returns_N, lengths))
+    refused = iter([False] * len(scored) if result.left_out_S is None else result.left_out_S.tolist())
+    own_masks = iter(masks)
+    filled = []
+    for sample, out in zip(samples, left_out, strict=True):
+        nothing = _zeros(sample.trajectory)
+        mask = np.zeros_like(sample.trajectory.loss_mask) if out else next(own_masks)
+        values = nothing if out else next(advantages)
+        if not out and next(refused):
+            mask = np.zeros_like(mask)
+        filled.append(
+            replace(
+                sample,
+                trajectory=replace(sample.trajectory, loss_mask=mask),
+                advantages=values,
+                returns=None if returns is None else (nothing if out else next(returns)),
+            )
+        )
+    return filled, reduced_metrics(result.metrics, reduce)
+
+
+def advantage_batch(
+    samples: Sequence[Sample], masks: Sequence[Bits], filters: FilterConfig
+) -> AdvantageBatch:
+    """What an estimator sees of the samples."""
+    found = [s.trajectory for s in samples]
+    penalties = [_penalty(t, filters) for t in found]
+    lengths = torch.tensor([t.num_tokens for t in found], dtype=torch.int64)
+    is_spread = any(t.rewards is not None for t in found)
+    names = sorted(set.intersection(*(set(t.reward_parts) for t in found))) if found else []
+    return AdvantageBatch(
+        mask_N=_flat([mask.astype(np.float32) for mask in masks]),
+        seq_N=torch.repeat_interleave(torch.arange(len(found)), lengths),
+        num_seqs=len(found),
+        rewards_S=_column([t.reward + p for t, p in zip(found, penalties, strict=True)]),
+        group_S=_numbers([(t.group_id, t.agent) for t in found]),
+        episode_S=_numbers([_episode(t) for t in found]),
+        lengths_S=_column([float(np.count_nonzero(t.loss_mask)) for t in found]),
+        parts_S={name: _column([t.reward_parts[name] for t in found]) for name in names},
+        greedy_rewards_S=_greedy(found),
+        token_rewards_N=_flat(
+            [placed_rewards(t, m, p) for t, m, p in zip(found, masks, penalties, strict=True)]
+        )
+        if is_spread
+        else None,
+        turn_N=_flat([t.turn_ids for t in found]).to(torch.int64),
+        logprobs_N=_field(samples, "old_logprobs"),
+        ref_logprobs_N=_field(samples, "ref_logprobs"),
+        values_N=_field(samples, "values"),
+        energies_N=_field(samples, "energies"),
+    )
+
+
+def placed_rewards(trajectory: Trajectory, mask: Bits, penalty: float) -> Floats:
+    """Each reward on the last trained token up to where it was given; what came before the first one is nobody's here.
+    The penalty, and what of the reward has no place, go to the last."""
+    placed = _zeros(trajectory)
+    trained = np.flatnonzero(mask)
+    if not trained.size:
+        return placed
+    given = trajectory.rewards if trajectory.rewards is not None else placed.copy()
+    places = np.flatnonzero(given)
+    owner = np.searchsorted(trained, places, side="right") - 1
+    np.add.at(placed, trained[owner[owner >= 0]], given[places[owner >= 0]])
+    placed[trained[-1]] += trajectory.reward - float(given.sum()) + penalty
+    return placed
+
+
+def reduced_metrics(metrics: Mapping[str, Metric], reduce: Reduce) -> dict[str, float]:
+    """Means over all ranks. Every rank has the same names, whatever samples it has."""
+    names = sorted(name for name, metric in metrics.items() if not metric.is_max)
+    if not names:
+        return {}
+    pairs = torch.stack([torch.stack([metrics[n].total, metrics[n].weight]).double() for n in names])
+    sums = reduce(pairs).tolist()
+    return {
+        name: total / weight if weight else 0.0 for name, (total, weight) in zip(names, sums, strict=True)
+    }
+
+
+def _left_out(samples: Sequence[Sample], filters: FilterConfig, min_samples: int) -> list[bool]:
+    """What failed, and what is left of a group that failures made too small to compare."""
+    failed = [s.trajectory.error is not None and not filters.train_failed for s in samples]
+    episodes: dict[tuple[str, str], set[str]] = {}
+    broken: set[tuple[str, str]] = set()
+    for sample, is_failed in zip(samples, failed, strict=True):
+        t = sample.trajectory
+        group = (t.group_id, t.agent)
+        if is_failed:
+            broken.add(group)
+        else:
+            episodes.setdefault(group, set()).add(_episode(t))
+    small = {group for group in broken if len(episodes.get(group, ())) < min_samples}
+    return [
+        is_failed or (s.trajectory.group_id, s.trajectory.agent) in small
+        for s, is_failed in zip(samples, failed, strict=True)
+    ]
+
+
+def _trained(trajectory: Trajectory, filters: FilterConfig) -> Bits:
+    is_off = filters.mask_truncated and trajectory.is_truncated
+    return np.zeros_like(trajectory.loss_mask) if is_off else trajectory.loss_mask
+
+
+def _penalty(trajectory: Trajectory, filters: FilterConfig) -> float:
+    return 0.0 if filters.overlong is None else overlong_penalty(trajectory.num_sampled, filters.overlong)
+
+
+def _episode(trajectory: Trajectory) -> str:
+    return trajectory.episode_id or trajectory.id
+
+
+def _numbers(names: Sequence[object]) -> Tensor:
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names], dtype=torch.int64)
+
+
+def _greedy(found: Sequence[Trajectory]) -> Tensor | None:
+    rewards = [t.metadata.get(GREEDY_REWARD) for t in found]
+    return None if not rewards or None in rewards else _column([float(r) for r in rewards if r is not None])
+
+
+def _field(samples: Sequence[Sample], name: str) -> Tensor | None:
+    values = [getattr(sample, name) for sample in samples]
+    return None if any(value is None for value in values) else _flat(values)
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _flat(columns: Sequence[np.ndarray[tuple[int], np.dtype[np.generic]]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(columns).astype(np.float32)) if columns else torch.empty(0)
+
+
+def _cut(flat_N: Tensor, lengths: Sequence[int]) -> list[Floats]:
+    parts = torch.split(flat_N.detach().cpu(), list(lengths))
+    return [part.numpy().astype(np.float32) for part in parts]
+
+
+def _zeros(trajectory: Trajectory) -> Floats:
+    return np.zeros(trajectory.num_tokens, dtype=np.float32)

@@ -1,0 +1,129 @@
+"""`rill simulate`: what a workflow would cost on a cluster of any size, in which mode, and where more stops paying."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rill.cli.console import say, say_json, say_table
+from rill.cli.plan import Batch, Devices, Lag, OtherOk, Profiles, Root, Target, read_problem
+from rill.errors import UserError
+from rill.planning.plan import Plan
+from rill.planning.price import price
+from rill.planning.scaling import Scaling, doublings, draw_svg, scale
+from rill.planning.search import Mode
+from rill.planning.simulator import Weather, simulate
+from rill.telemetry.run import RUNS_FOLDER
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(name="simulate")
+def simulate_command(
+    target: Target,
+    profile: Profiles = None,
+    devices: Devices = "",
+    first: Annotated[int, typer.Option("--from", help="The smallest size; sizes double from there.")] = 0,
+    batch: Batch = None,
+    lag: Lag = 0,
+    mode: Annotated[Mode, typer.Option(help="Which plans to look at.")] = Mode.AUTO,
+    plan: Annotated[Path | None, typer.Option(help="Run this plan instead of searching for one.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to simulate at each size.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of lengths, failures and stragglers.")] = 0,
+    failures_per_hour: Annotated[float, typer.Option(help="Of one device.")] = 0.0,
+    repair_s: Annotated[float, typer.Option(help="Until a failed device is back.")] = 300.0,
+    slow: Annotated[str, typer.Option(help='Stragglers as SHARE:FACTOR, such as "0.01:1.5".')] = "0:1",
+    jitter: Annotated[float, typer.Option(help="Relative deviation of every chunk's time.")] = 0.0,
+    other_ok: OtherOk = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw efficiency and time by phase into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    root: Root = Path(RUNS_FOLDER),
+) -> None:
+    """Simulate steps on clusters from a few devices to --devices, each with its best plan.
+
+    \b
+    Examples:
+      rill simulate demo --devices 64                      from the figures of the run "demo"
+      rill simulate grpo.graph.toml -p h100.toml -n 1024 --svg scaling.svg
+      rill simulate grpo.graph.toml -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
+    """
+    problem, _, notes = read_problem(target, profile, devices, batch, lag, is_other_ok=other_ok, root=root)
+    weather = Weather(
+        failures_per_hour=failures_per_hour, repair_s=repair_s, jitter=jitter, **_slow(slow)
+    )
+    if plan is not None:
+        tree = price(problem, Plan.load(plan).tree(problem.graph)).tree
+        done = simulate(problem, tree, steps=steps, seed=seed, weather=weather)
+        if as_json:
+            say_json(asdict(done))
+        else:
+            say(f"{done.mean_step_s:.4g} s a step, {done.items_per_s:.4g} items/s, {done.num_failures} failures")
+            say_table(["phase", "seconds a step"], [[name, f"{s:.4g}"] for name, s in done.busy.items()])
+        return
+    largest = problem.pools[0].count
+    scaling = scale(
+        problem, doublings(first or min(8, largest), largest), mode=mode, steps=steps, seed=seed, weather=weather
+    )
+    if svg is not None:
+        svg.write_text(draw_svg(scaling, f"{target} on {problem.pools[0].kind}"), encoding="utf-8")
+    if as_json:
+        say_json(_values(scaling))
+        return
+    _say_scaling(scaling)
+    for note in notes:
+        say(f"mind: {note}")
+    if svg is not None:
+        say(f"{svg}: efficiency and time by phase")
+
+
+def _say_scaling(scaling: Scaling) -> None:
+    rows = []
+    for size in scaling.sizes:
+        if size.found is None or size.simulated is None:
+            rows.append([str(size.devices), "impossible", "", "", "", "", size.why_not])
+            continue
+        efficiency = scaling.efficiency(size)
+        rows.append(
+            [
+                str(size.devices),
+                size.mode,
+                f"{size.found.step_s:.4g}",
+                f"{size.simulated.mean_step_s:.4g}",
+                f"{size.simulated.items_per_s:.4g}",
+                f"{efficiency:>4.0%} {'█' * round(20 * min(1.0, efficiency))}",
+                size.structure,
+            ]
+        )
+    say_table(["devices", "mode", "predicted s", "simulated s", "items/s", "efficiency", "plan"], rows)
+    if scaling.knee == scaling.possible[-1].devices:
+        say(f"no knee up to {scaling.knee} devices: every doubling makes steps at least 1.5 × as fast")
+    else:
+        say(f"the knee is at {scaling.knee} devices: the next doubling makes steps less than 1.5 × as fast")
+
+
+def _values(scaling: Scaling) -> dict[str, object]:
+    sizes = [
+        {
+            "devices": size.devices,
+            "mode": size.mode,
+            "plan": size.structure,
+            "predicted_step_s": size.found.step_s if size.found else None,
+            "step_s": size.simulated.mean_step_s if size.simulated else None,
+            "items_per_s": size.simulated.items_per_s if size.simulated else None,
+            "efficiency": scaling.efficiency(size) if size.simulated else None,
+            "phases_s": size.simulated.busy if size.simulated else {},
+        }
+        for size in scaling.sizes
+    ]
+    return {"sizes": sizes, "knee": scaling.knee}
+
+
+def _slow(text: str) -> dict[str, float]:
+    share, colon, factor = text.partition(":")
+    try:
+        return {"slow_share": float(share), "slow_factor": float(factor) if colon else 1.5}
+    except ValueError:
+        raise UserError(f'--slow {text!r}: write SHARE:FACTOR, such as "0.01:1.5"') from None

@@ -1,0 +1,100 @@
+"""Which runs are shown, each under a key of its own, and what is known of each without opening its logs.
+
+A key is looked up among the folders that were found, so no path comes from a request. Folders are looked for again
+every time, so a run that starts later appears. A link that leads out of the folder of runs is not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rill.dashboard.metric_columns import MetricColumns
+from rill.errors import UserError
+from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
+from rill.telemetry.jsonl import read_lines
+from rill.telemetry.run import Run
+
+HEADLINES = ("eval/accuracy", "reward/mean", "sft/loss", "dpo/loss", "reward_model/loss", "eval/loss")
+MAX_FINDINGS = 1000
+
+
+def find_runs(folders: Sequence[Path], root: Path) -> list[Path]:
+    """The run folders themselves, or all under `root` when none is named; the newest first."""
+    if folders:
+        found = [folder for folder in folders if (folder / "status.json").is_file()]
+    else:
+        inside = root.resolve()
+        found = [
+            path.parent
+            for path in root.glob("*/status.json")
+            if path.parent.resolve().is_relative_to(inside) and path.resolve().is_relative_to(inside)
+        ]
+    return sorted(found, key=_started_s, reverse=True)
+
+
+class Catalog:
+    def __init__(self, folders: Sequence[Path], root: Path) -> None:
+        self.folders = [folder.resolve() for folder in folders]
+        self.root = root
+        self._columns: dict[Path, MetricColumns] = {}
+
+    def runs(self) -> dict[str, Path]:
+        """key -> folder, the newest first. The key is the folder's name, with a number where two share it."""
+        keys: dict[str, Path] = {}
+        for path in find_runs(self.folders, self.root):
+            name, key, number = path.resolve().name, path.resolve().name, 1
+            while key in keys:
+                number += 1
+                key = f"{name}~{number}"
+            keys[key] = path
+        return keys
+
+    def open(self, key: str) -> Run:
+        folder = self.runs().get(key)
+        if folder is None:
+            raise UserError(f"there is no run {key!r} here (any more): go back to the list")
+        return Run(folder)
+
+    def figures(self, run: Run) -> MetricColumns:
+        columns = self._columns.setdefault(run.path, MetricColumns(run.path))
+        columns.refresh()
+        return columns
+
+    def summary(self, key: str, run: Run) -> dict[str, Any]:
+        state, figures = run.state(), self.figures(run)
+        headline = next((name for name in HEADLINES if figures.last(name) is not None), "")
+        steps = figures.steps
+        return {
+            "key": key,
+            "name": run.name,
+            "status": state.status.value,
+            "message": state.message,
+            "step": max(steps[-1], 0) if steps else 0,  # a warm-up counts up to 0
+            "headline": headline,
+            "value": figures.last(headline) if headline else None,
+            "started_s": state.created_s,
+            "lasted_s": max(0.0, state.lasted_s(figures.last_time_s)),
+            "version": figures.version,
+        }
+
+
+def findings(run: Run) -> list[dict[str, Any]]:
+    """What the guards found, oldest first."""
+    path = run.path / GUARDS_FILE
+    if path.is_symlink():
+        return []
+    found = []
+    for record in read_lines(path, *FINDING_FIELDS):
+        found.append({name: record[name] for name in FINDING_FIELDS})
+        if len(found) >= MAX_FINDINGS:
+            break
+    return found
+
+
+def _started_s(folder: Path) -> float:
+    try:
+        return Run(folder).state().created_s
+    except OSError:
+        return 0.0

@@ -1,0 +1,143 @@
+"""Keeps the indexes of runs up to date: `.index/` in each run folder, or in a temporary folder where that is read-only.
+
+    run's processes ──append──▶ trace/*.jsonl, rollouts/*.jsonl ──this──▶ .index/ ──read by range──▶ the server
+
+`rill dashboard` runs it as a process of its own, so that parsing a large log takes nothing from the pages; `rill
+report` calls `bring_up_to_date` before it reads. Two indexers of one run do not meet: the second finds the lock taken
+and leaves the index to the first. A log that cannot be indexed is left out; the others are not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rill.dashboard.index_state import load_state
+from rill.dashboard.log_reader import size_of
+from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
+from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
+
+INDEX_FOLDER = ".index"
+TRACE, ROLLOUTS = "trace", "rollouts"
+PAUSE_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+def logs_of(run: Path, kind: str) -> list[Path]:
+    """The logs of a kind; only plain files that lie in the folder, so a link cannot lead out of it."""
+    try:
+        found = sorted((run / kind).glob("*.jsonl"))
+    except OSError:
+        return []
+    return [path for path in found if path.is_file() and not path.is_symlink()]
+
+
+def index_folder(run: Path) -> Path:
+    """Where a run's index is, or is to be."""
+    beside = run / INDEX_FOLDER
+    if (beside.is_dir() and os.access(beside, os.W_OK)) or (not beside.exists() and os.access(run, os.W_OK)):
+        return beside
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"rill-index-{os.getuid()}" / name
+
+
+def trace_indexes(run: Path) -> list[TraceIndex]:
+    folder = index_folder(run) / TRACE
+    found = [TraceIndex.open(log, folder / log.stem) for log in logs_of(run, TRACE)]
+    return [index for index in found if index is not None]
+
+
+def rollout_indexes(run: Path) -> list[RolloutIndex]:
+    folder = index_folder(run) / ROLLOUTS
+    found = [RolloutIndex.open(log, folder / log.stem) for log in logs_of(run, ROLLOUTS)]
+    return [index for index in found if index is not None]
+
+
+def progress(run: Path) -> float:
+    """The share of the logs' bytes that is indexed."""
+    folder, done, total = index_folder(run), 0, 0
+    for kind, state_type in ((TRACE, TraceState), (ROLLOUTS, RolloutState)):
+        for log in logs_of(run, kind):
+            state = load_state(folder / kind / log.stem, state_type)
+            total += size_of(log)
+            done += 0 if state is None else min(state.read_to, size_of(log))
+    return done / total if total else 1.0
+
+
+class RunIndexer:
+    """The indexers of one run's logs."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._indexers: dict[Path, TraceIndexer | RolloutIndexer] = {}
+
+    def update(self, should_go_on: Callable[[], bool] = lambda: True) -> bool:
+        """Index what is new. Whether there was anything."""
+        is_new = False
+        with _held(index_folder(self.run)) as is_ours:
+            if not is_ours:
+                self._indexers.clear()  # another process writes them: what is known here is stale
+                return False
+            for kind in (ROLLOUTS, TRACE):
+                for log in logs_of(self.run, kind):
+                    is_new |= self._update_log(kind, log, should_go_on)
+        return is_new
+
+    def _update_log(self, kind: str, log: Path, should_go_on: Callable[[], bool]) -> bool:
+        indexer = self._indexers.get(log)
+        try:
+            if indexer is None:
+                maker = TraceIndexer if kind == TRACE else RolloutIndexer
+                indexer = self._indexers[log] = maker(log, index_folder(self.run) / kind / log.stem)
+            if size_of(log) == indexer.state.read_to:
+                return False
+            for _ in indexer.update():
+                if not should_go_on():
+                    return True
+            return True
+        except (OSError, ValueError, OverflowError) as error:
+            _log.warning("%s cannot be indexed: %s", log, error)
+            self._indexers.pop(log, None)
+            return False
+
+
+def bring_up_to_date(run: Path) -> None:
+    """Index everything that is there now."""
+    RunIndexer(run).update()
+
+
+def keep_up_to_date(list_runs: Callable[[], list[Path]], parent_pid: int) -> None:
+    """Until the parent is gone: the newest run first, each in turn."""
+    indexers: dict[Path, RunIndexer] = {}
+
+    def is_wanted() -> bool:
+        return os.getppid() == parent_pid
+
+    while is_wanted():
+        began_s = time.monotonic()
+        for run in list_runs():
+            indexers.setdefault(run, RunIndexer(run)).update(is_wanted)
+        time.sleep(max(0.2, PAUSE_S - (time.monotonic() - began_s)))
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Whether this process may write the index."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(fd)

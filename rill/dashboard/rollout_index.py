@@ -1,0 +1,225 @@
+"""The index of one rollout log: a row for every group and every sample, and the text to search in.
+
+Written by the indexer, read by `rollouts`. The log itself is read only for the groups that somebody opens.
+
+    groups.bin     one row a group: where it lies in the log, its step, task, prompt, rewards
+    samples.bin    one row a sample: reward, lengths, why it stopped, tags
+    previews.bin   the beginning of each group's prompt
+    text.bin       prompt and answers of every group in lower case, one after another
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rill.dashboard.index_state import IndexState, load_state, save_state, state_to_go_on_with
+from rill.dashboard.log_reader import Block, new_blocks, size_of
+from rill.dashboard.table import Table
+
+PREVIEW_BYTES = 160
+MAX_TEXT_BYTES = 1024 * 1024
+"""Of one sample, that can be searched."""
+MAX_TAGS = 64
+GROUP = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("version", "<i4"),
+        ("prompt", "<u8"),
+        ("text", "<u8"),
+        ("first_sample", "<u4"),
+        ("num_samples", "<u2"),
+        ("task", "<u2"),
+        ("reward", "<f4"),
+        ("spread", "<f4"),
+        ("is_dropped", "?"),
+    ]
+)
+SAMPLE = np.dtype(
+    [
+        ("tags", "<u8"),
+        ("group", "<u4"),
+        ("num_sampled", "<u4"),
+        ("num_tokens", "<u4"),
+        ("reward", "<f4"),
+        ("stop", "u1"),
+        ("is_failed", "?"),
+    ]
+)
+PREVIEW = np.dtype([("text", f"S{PREVIEW_BYTES}")])
+
+
+class RolloutState(IndexState, kw_only=True):
+    num_groups: int = 0
+    num_samples: int = 0
+    text_bytes: int = 0
+    tasks: list[str] = []
+    stops: list[str] = []
+    tags: list[str] = []
+
+
+class SampleRecord(msgspec.Struct):
+    tokens: list[str] = []
+    sampled: list[int] = []
+    reward: float | None = None
+    stop: str = ""
+    error: str | None = None
+    num_tokens: int = 0
+    tags: list[str] = []
+
+
+class GroupRecord(msgspec.Struct):
+    """What the index takes from a line of a rollout log."""
+
+    version: int
+    group: str
+    samples: list[SampleRecord]
+    prompt_id: str = ""
+    task: str = ""
+    dropped: str | None = None
+    tags: list[str] = []
+
+
+_decoder = msgspec.json.Decoder(GroupRecord)
+
+
+def prompt_code(prompt_id: str) -> int:
+    """The same for a prompt in every log."""
+    return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "little")
+
+
+class RolloutIndexer:
+    """Brings the index of one log up to date."""
+
+    def __init__(self, log: Path, folder: Path) -> None:
+        self.log = log
+        self.folder = folder
+        self.state = state_to_go_on_with(folder, log, RolloutState)
+        state = self.state
+        self._groups = Table(folder / "groups.bin", GROUP, state.num_groups, is_writer=True)
+        self._samples = Table(folder / "samples.bin", SAMPLE, state.num_samples, is_writer=True)
+        self._previews = Table(folder / "previews.bin", PREVIEW, state.num_groups, is_writer=True)
+        self._text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes, is_writer=True)
+
+    def update(self) -> Iterable[int]:
+        """Index what was appended; yields the bytes done after each block."""
+        if self.state.read_to > size_of(self.log):
+            raise ValueError(f"{self.log} was cut")
+        for block in new_blocks(self.log, self.state.read_to):
+            self._add(block)
+            save_state(self.folder, self.log, self.state)
+            yield block.read_to
+
+    def _add(self, block: Block) -> None:
+        groups: list[tuple[Any, ...]] = []
+        samples: list[tuple[Any, ...]] = []
+        previews: list[tuple[bytes]] = []
+        texts: list[bytes] = []
+        text_at = self.state.text_bytes
+        for offset, line in block.lines:
+            try:
+                record = _decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            prompt, said = _text_of(record)
+            text = "\x00".join([prompt, *said]).lower().encode("utf-8", "replace") + b"\x00"
+            rewards = [_number(sample.reward) for sample in record.samples]
+            groups.append(
+                (
+                    offset,
+                    len(line),
+                    record.version,
+                    prompt_code(record.prompt_id),
+                    text_at,
+                    self._samples.num_rows + len(samples),
+                    len(record.samples),
+                    _code(self.state.tasks, record.task),
+                    sum(rewards) / len(rewards) if rewards else math.nan,
+                    max(rewards) - min(rewards) if rewards else 0.0,
+                    bool(record.dropped),
+                )
+            )
+            samples += [self._sample(s, len(groups) - 1, record.tags) for s in record.samples]
+            cut = prompt.encode("utf-8", "replace")[:PREVIEW_BYTES].decode("utf-8", "ignore")
+            previews.append((cut.encode(),))
+            texts.append(text)
+            text_at += len(text)
+        self._append(groups, samples, previews, b"".join(texts))
+        self.state.read_to = block.read_to
+
+    def _sample(self, sample: SampleRecord, group: int, group_tags: list[str]) -> tuple[Any, ...]:
+        codes = (_code(self.state.tags, tag, MAX_TAGS - 1) for tag in {*sample.tags, *group_tags})
+        return (
+            sum(1 << code for code in set(codes)),
+            self._groups.num_rows + group,
+            len(sample.sampled) - sample.sampled.count(0),
+            sample.num_tokens or len(sample.tokens),
+            _number(sample.reward),
+            _code(self.state.stops, sample.stop, 255),
+            bool(sample.error),
+        )
+
+    def _append(
+        self,
+        groups: list[tuple[Any, ...]],
+        samples: list[tuple[Any, ...]],
+        previews: list[tuple[bytes]],
+        text: bytes,
+    ) -> None:
+        self._groups.append(np.array(groups, dtype=GROUP))
+        self._samples.append(np.array(samples, dtype=SAMPLE))
+        self._previews.append(np.array(previews, dtype=PREVIEW))
+        self._text.append(np.frombuffer(text, np.uint8))
+        self.state.num_groups = self._groups.num_rows
+        self.state.num_samples = self._samples.num_rows
+        self.state.text_bytes = self._text.num_rows
+
+
+class RolloutIndex:
+    """One log's index, as a reader sees it at one moment."""
+
+    def __init__(self, log: Path, folder: Path, state: RolloutState) -> None:
+        self.log = log
+        self.state = state
+        self.groups = Table(folder / "groups.bin", GROUP, state.num_groups)
+        self.samples = Table(folder / "samples.bin", SAMPLE, state.num_samples)
+        self.previews = Table(folder / "previews.bin", PREVIEW, state.num_groups)
+        self.text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes)
+
+    @classmethod
+    def open(cls, log: Path, folder: Path) -> RolloutIndex | None:
+        state = load_state(folder, RolloutState)
+        return None if state is None else cls(log, folder, state)
+
+
+def _text_of(record: GroupRecord) -> tuple[str, list[str]]:
+    """The prompt, taken from the first sample, and what each sample adds to it."""
+    prompt, said = "", []
+    for i, sample in enumerate(record.samples):
+        opening = next((at for at, is_sampled in enumerate(sample.sampled) if is_sampled), len(sample.tokens))
+        if i == 0:
+            prompt = "".join(sample.tokens[:opening])
+        said.append("".join(sample.tokens[opening:])[:MAX_TEXT_BYTES])
+    return prompt[:MAX_TEXT_BYTES], said
+
+
+def _code(words: list[str], word: str, last: int = 65_535) -> int:
+    """Where the word stands in the list; it is added if it is new. A full list's last place stands for all others."""
+    try:
+        return words.index(word)
+    except ValueError:
+        if len(words) > last:
+            return last
+        words.append(word)
+        return len(words) - 1
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,225 @@
+"""Tool calls as models write them, taken out of growing text.
+
+    hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>                         Hermes, Qwen2.5, Qwen3
+    qwen_xml  <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3-Coder
+    llama     {"name": …, "parameters": {…}}, alone or after <|python_tag|>, `;` between several   Llama 3
+    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}]  or  [TOOL_CALLS]NAME[ARGS]{…}           Mistral
+
+A model's chat template teaches it one of them, so the template says which one to read (`detect_syntax`); an operator
+can name one instead. `ToolCallStream` hands out what lies outside of calls as content, and a call when it is complete.
+What looks like a call and is none stays in the content, so that nothing is lost. Callers: the server, agents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON, as OpenAI has it."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each tool's parameters, by the tool's name."""
+Parser = Callable[[str, Tools], list[ParsedCall] | None]
+"""The calls of one block, without its markers; None where it holds none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSyntax:
+    open: str
+    close: str | None
+    """None: a block goes to the end of the text."""
+    parse: Parser
+    is_bare_allowed: bool = False
+    """A text that begins with `{` may be a call without the marker."""
+    inner: tuple[str, ...] = ()
+    """Further markers inside of a block."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """They may be special tokens, which are left out of other text."""
+        return (self.open, *self.inner) if self.close is None else (self.open, self.close, *self.inner)
+
+
+class ToolCallStream:
+    """Splits growing text into content and calls."""
+
+    def __init__(self, syntax: ToolSyntax, tools: Tools, *, parallel: bool = True) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self._parallel = parallel
+        self._held = ""
+        self._has_content = False
+        self.calls: list[ParsedCall] = []
+
+    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ParsedCall]]:
+        """The content and the calls that became final."""
+        self._held += text
+        content, num_before = "", len(self.calls)
+        while (start := self._block_start()) is not None:
+            content += self._visible(self._held[:start])
+            self._held = self._held[start:]
+            block = self._take_block(is_last)
+            if block is None:
+                return content, self.calls[num_before:]
+            content += self._read(block)
+        keep = 0 if is_last else held_back(self._held, (self._syntax.open,))
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return content + self._visible(out), self.calls[num_before:]
+
+    def _block_start(self) -> int | None:
+        start = self._held.find(self._syntax.open)
+        if start >= 0:
+            return start
+        is_bare = self._syntax.is_bare_allowed and not self._has_content and not self.calls
+        return 0 if is_bare and self._held.lstrip().startswith("{") else None
+
+    def _take_block(self, is_last: bool) -> str | None:
+        """The block that stands at the beginning, once it is whole."""
+        close = self._syntax.close
+        end = -1 if close is None else self._held.find(close)
+        if end < 0 and not is_last:
+            return None
+        size = len(self._held) if end < 0 else end + len(close or "")
+        block, self._held = self._held[:size], self._held[size:]
+        return block
+
+    def _read(self, block: str) -> str:
+        """Take the block's calls; the content that it is where it holds none."""
+        syntax = self._syntax
+        inner = block.strip().removeprefix(syntax.open).removesuffix(syntax.close or "")
+        calls = syntax.parse(inner.strip(), self._tools)
+        if calls is not None and not block.startswith(syntax.open):
+            # Without a marker, an answer that is JSON looks the same: only the names of tools tell.
+            calls = calls if all(call.name in self._tools for call in calls) else None
+        if calls is None:
+            return self._visible(block)
+        self.calls += calls if self._parallel else calls[: 1 - len(self.calls)]
+        return ""
+
+    def _visible(self, text: str) -> str:
+        """Models write line breaks between and after calls; those are not content."""
+        if self.calls and not text.strip():
+            return ""
+        self._has_content |= bool(text.strip())
+        return text
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """How many last characters of the text may be the beginning of one of the markers."""
+    for length in range(min(len(text), max((len(m) for m in markers), default=1) - 1), 0, -1):
+        if any(len(m) > length and text.endswith(m[:length]) for m in markers):
+            return length
+    return 0
+
+
+# --- one parser for each syntax ----------------------------------------------------------------------------
+
+
+def _parse_json_calls(text: str, tools: Tools) -> list[ParsedCall] | None:
+    """JSON objects with a name and arguments: one, an array, or several with `;`, `,` or space between."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        found += value if isinstance(value, list) else [value]
+        while at < len(text) and text[at] in "; ,\n\r\t":
+            at += 1
+    calls = [_call_of(value) for value in found]
+    return None if not calls or None in calls else [call for call in calls if call is not None]
+
+
+def _parse_named_calls(text: str, tools: Tools) -> list[ParsedCall] | None:
+    """NAME[ARGS]{…}, several one after the other; Mistral's older models write an array of objects."""
+    if "[ARGS]" not in text:
+        return _parse_json_calls(text, tools)
+    calls = []
+    for part in text.split("[TOOL_CALLS]"):
+        name, _, arguments = part.partition("[ARGS]")
+        value = _decode(arguments)
+        if not name.strip() or not isinstance(value, dict):
+            return None
+        calls.append(_new_call(name.strip(), value))
+    return calls
+
+
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _parse_xml_call(text: str, tools: Tools) -> list[ParsedCall] | None:
+    """Values stand as plain text; the tool's schema says which of them are not strings."""
+    if (function := _FUNCTION.fullmatch(text)) is None:
+        return _parse_json_calls(text, tools)
+    name = function[1].strip()
+    properties = tools.get(name, {}).get("properties")
+    arguments = {}
+    for match in _PARAMETER.finditer(function[2]):
+        key, text_value = match[1].strip(), match[2]
+        declared = properties.get(key) if isinstance(properties, dict) else None
+        is_string = isinstance(declared, dict) and declared.get("type") == "string"
+        value = None if is_string else _decode(text_value)
+        arguments[key] = text_value if value is None and text_value.strip() != "null" else value
+    return [_new_call(name, arguments)]
+
+
+def _call_of(value: Any) -> ParsedCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    return _new_call(value["name"], value.get("arguments", value.get("parameters", {})))
+
+
+def _new_call(name: str, arguments: Any) -> ParsedCall:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ParsedCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=text)
+
+
+def _decode(text: str) -> Any:
+    """None for what is not JSON, too."""
+    try:
+        return msgspec.json.decode(text.strip())
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+SYNTAXES: dict[str, ToolSyntax] = {
+    "hermes": ToolSyntax(open="<tool_call>", close="</tool_call>", parse=_parse_json_calls),
+    "qwen_xml": ToolSyntax(open="<tool_call>", close="</tool_call>", parse=_parse_xml_call),
+    "llama": ToolSyntax(open="<|python_tag|>", close=None, parse=_parse_json_calls, is_bare_allowed=True),
+    "mistral": ToolSyntax(open="[TOOL_CALLS]", close=None, parse=_parse_named_calls, inner=("[ARGS]",)),
+}
+
+
+def detect_syntax(template: str) -> ToolSyntax:
+    """What the chat template teaches its model to write."""
+    for sign, name in (
+        ("[TOOL_CALLS]", "mistral"),
+        ("<function=", "qwen_xml"),
+        ("<tool_call>", "hermes"),
+        ("<|python_tag|>", "llama"),
+        ('"parameters": dictionary', "llama"),
+    ):
+        if sign in template:
+            return SYNTAXES[name]
+    return SYNTAXES["hermes"]

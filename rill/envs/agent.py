@@ -1,0 +1,347 @@
+"""The agents of one episode: what an environment calls.
+
+    agent.generate(task | reply.then(text) | ids)   token-in, token-out
+    agent.say(messages, tools)                      a conversation; tool calls come back parsed
+    agent.act(messages, tools)                      the same, with the tools called until the model answers
+    agent.reward(value)                             now, for a turn, or at the end
+    agent.base_url                                  the same agent for a program that speaks HTTP
+
+Every token lands in the agent's tree (tokens.py), so any mixture of these gives exact samples. Calls of one agent may
+run beside one another: requests are named by the tokens that they continue, not by their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rill.data.tool_calls import ToolCallStream, ToolSyntax, detect_syntax
+from rill.envs.base import AgentConfig, Endpoint, Environment, Policy
+from rill.envs.events import EventLog
+from rill.envs.reply import Context, Reply
+from rill.envs.tokens import Node, TokenTree, chain_of, chain_start
+from rill.envs.tools import Tool, as_tool, toolbox
+from rill.errors import ConfigError, DataError, TooLongError
+from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
+
+if TYPE_CHECKING:
+    from rill.inference.base import Completion
+
+Messages = Sequence[Message | Mapping[str, Any]]
+Tools = Sequence[Tool | Callable[..., Any] | Mapping[str, Any]]
+"""Functions, tools, or their schemas in the OpenAI form."""
+
+
+class EpisodeOver(Exception):
+    """A budget is used up: ends `run`, and the episode counts as cut off, not as failed."""
+
+
+class TurnTimeout(Exception):
+    """The policy gave no answer in time."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of an episode so far."""
+
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+    tools_offered: int = 0
+    is_cut_off: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the agents of one episode share."""
+
+    environment: Environment
+    policy: Policy
+    sampling: SamplingParams
+    log: EventLog
+    episode_id: str
+    group_id: str
+    endpoint: Endpoint | None = None
+    counts: Counts = field(default_factory=Counts)
+
+
+class Agents(Mapping[str, "Agent"]):
+    """By name; an agent exists from its first mention on. `policy` is the one that most environments have."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._agents: dict[str, Agent] = {}
+        self.session: Any = None
+        """What Environment.session gave."""
+
+    @property
+    def episode_id(self) -> str:
+        return self.setting.episode_id
+
+    @property
+    def group_id(self) -> str:
+        """Episodes of one task share it: what they must have in common is seeded by it."""
+        return self.setting.group_id
+
+    @property
+    def policy(self) -> Agent:
+        return self["policy"]
+
+    @property
+    def first(self) -> Agent:
+        """Who the reward of the episode is meant for: the policy, or whoever was there first."""
+        return self.policy if "policy" in self._agents or not self._agents else next(iter(self.values()))
+
+    def __getitem__(self, name: str) -> Agent:
+        agent = self._agents.get(name)
+        if agent is None:
+            config = self.setting.environment.config.agents.get(name, _PLAIN)
+            agent = self._agents[name] = Agent(name, config, self.setting)
+        return agent
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._agents)
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+
+_PLAIN = AgentConfig()
+
+
+class Agent:
+    def __init__(self, name: str, config: AgentConfig, setting: Setting) -> None:
+        self.name = name
+        self.config = config
+        self.tree = TokenTree()
+        self.setting = setting
+        self._encoder = setting.environment.encoder
+        self._syntax: ToolSyntax | None = None
+        self._num_asked: dict[str, int] = {}
+        self._asked: dict[bytes, Node] = {}
+        self._base_url: str | None = None
+
+    # --- what an environment calls ------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        context: Prompt | Context | TokenIds | Sequence[int],
+        *,
+        is_trained: bool = True,
+        **sampling: Any,
+    ) -> Reply:
+        """Continue a task's prompt, a reply with something behind it (`reply.then(…)`), or any token ids.
+
+        `sampling`: fields of SamplingParams that differ from the run's. Stop strings are added to the run's, and no
+        answer gets longer than the run allows. `is_trained`: off, the answer stays out of the loss.
+        """
+        if isinstance(context, Prompt):
+            node = self.tree.grow(self._encoder.encode(context))
+        elif isinstance(context, Context):
+            node = context.node()
+        else:
+            node = self.tree.grow(context)  # type: ignore[arg-type]  # made an array there
+        completion = await self._complete(node, sampling)
+        text = self._encoder.decode(completion.token_ids)
+        return self._reply(node, completion, Message(role="assistant", content=text), is_trained)
+
+    async def say(
+        self, messages: Messages, tools: Tools = (), *, is_trained: bool = True, **sampling: Any
+    ) -> Reply:
+        """The next message of a conversation. `messages` is all of it, replies as `reply.message`.
+
+        What is new since a reply of this agent's is appended to the tokens that were sampled; a history that was
+        rewritten begins a branch.
+        """
+        conversation = [as_message(message) for message in messages]
+        schemas = [schema_of(tool) for tool in tools]
+        chains = [chain_start(schemas)]
+        for message in conversation:
+            chains.append(chain_of(chains[-1], message))
+        node = self._asked.get(chains[-1])
+        if node is None:
+            node = self._asked[chains[-1]] = self._place(conversation, schemas, chains[1:])
+        completion = await self._complete(node, sampling)
+        if schemas:
+            self.setting.counts.tools_offered = 1
+            message = self._parse(completion, schemas, node)
+        else:
+            message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
+        reply = self._reply(node, completion, message, is_trained)
+        self.tree.note_reply(chain_of(chains[-1], message), reply.node)
+        return reply
+
+    async def act(
+        self, messages: Messages, tools: Tools = (), *, max_turns: int = 16, **sampling: Any
+    ) -> Reply:
+        """Let the model call tools until it answers without a call; its last reply."""
+        box = toolbox(tool for tool in tools if not isinstance(tool, Mapping))
+        history: list[Message | Mapping[str, Any]] = list(messages)
+        for turn in range(max_turns):
+            reply = await self.say(history, tools, **sampling)
+            if not reply.message.tool_calls or turn + 1 == max_turns:
+                break
+            history.append(reply.message)
+            history.extend([await reply.call_tool(call, box) for call in reply.message.tool_calls])
+        self.setting.counts.is_cut_off |= bool(reply.message.tool_calls)
+        return reply
+
+    def reward(self, value: float, at: Reply | None = None) -> None:
+        """Add to this agent's reward: for what it has said so far, or for the turn `at`. Rewards add up."""
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            raise ValueError(f"agent {self.name}: a reward must be a finite number, not {value!r}")
+        self.tree.reward(number, None if at is None else at.node)
+
+    @property
+    def base_url(self) -> str:
+        """Where a program reaches this agent by HTTP, for as long as the episode lasts."""
+        if self._base_url is None:
+            if self.setting.endpoint is None:
+                raise ConfigError(
+                    f"agent {self.name} has no base_url here: the run has no server for its agents"
+                )
+            self._base_url = self.setting.endpoint.open(self)
+        return self._base_url
+
+    def close(self) -> None:
+        if self._base_url is not None and self.setting.endpoint is not None:
+            self.setting.endpoint.close(self)
+
+    # --- asking the policy --------------------------------------------------------------------------------
+
+    async def _complete(self, node: Node, changes: dict[str, Any]) -> Completion:
+        counts, limits = self.setting.counts, self.setting.environment.config.limits
+        if limits.max_turns and counts.turns >= limits.max_turns:
+            raise EpisodeOver(f"{limits.max_turns} turns")
+        sampling = self._sampling(changes)
+        if limits.max_tokens:
+            left = limits.max_tokens - node.end
+            if left <= 0:
+                raise EpisodeOver(f"{limits.max_tokens} tokens")
+            if left < sampling.max_new_tokens:
+                sampling = replace(sampling, max_new_tokens=left)
+        counts.turns += 1
+        deadline = asyncio.timeout(limits.turn_timeout_s)
+        try:
+            async with deadline:
+                return await self.setting.policy.generate(
+                    node.all_ids(), sampling, name=self._name(node), model=self.config.model
+                )
+        except TooLongError:
+            if self.tree.num_sampled == 0:
+                raise
+            raise EpisodeOver("the engine's context") from None
+        except TimeoutError:
+            if deadline.expired():
+                raise TurnTimeout(
+                    f"agent {self.name}: no answer within {limits.turn_timeout_s:g} s"
+                ) from None
+            raise
+
+    def _name(self, node: Node) -> str:
+        """By agent and tokens. The same tokens asked a second time are another sample of them."""
+        name = f"{self.name}/{node.digest}"
+        count = self._num_asked[name] = self._num_asked.get(name, 0) + 1
+        return name if count == 1 else f"{name}~{count - 1}"
+
+    def _sampling(self, changes: dict[str, Any]) -> SamplingParams:
+        sampling, config = self.setting.sampling, self.config
+        if config.temperature is not None:
+            changes.setdefault("temperature", config.temperature)
+        if config.max_new_tokens is not None:
+            changes.setdefault("max_new_tokens", config.max_new_tokens)
+        if not changes:
+            return sampling
+        if "stop" in changes:
+            changes["stop"] = (*sampling.stop, *changes["stop"])
+        if "max_new_tokens" in changes:
+            changes["max_new_tokens"] = min(changes["max_new_tokens"], sampling.max_new_tokens)
+        return replace(sampling, **changes)
+
+    def _reply(self, node: Node, completion: Completion, message: Message, is_trained: bool) -> Reply:
+        sampled = self.tree.sample(
+            node, completion, message.content, is_trained=is_trained and self.config.is_trained
+        )
+        return Reply(self.setting, self.name, self.tree, sampled, message)
+
+    # --- conversations ------------------------------------------------------------------------------------
+
+    def _place(self, messages: list[Message], schemas: list[dict[str, Any]], chains: list[bytes]) -> Node:
+        """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
+        self._encoder.check_roles(messages)
+        found = self.tree.find_reply(chains)
+        if found is not None:
+            node, position = found
+            new = messages[position + 1 :]
+            if not new:
+                raise DataError(
+                    "say(): the last message is the agent's own reply; add one that it can answer"
+                )
+            assert node.completion is not None
+            try:
+                ids = self._encoder.encode_following(
+                    messages[position],
+                    new,
+                    tools=schemas,
+                    sampled_ids=node.token_ids,
+                    is_cut_off=node.completion.stop_reason in (StopReason.LENGTH, StopReason.ABORTED),
+                )
+            except DataError:  # the template cannot say what follows by itself
+                pass
+            else:
+                self.tree.num_rewritten += any(message.role == "assistant" for message in new)
+                text = "\n".join(message.content for message in new)
+                return self.tree.observe(node, ids, role=new[-1].role, text=text)
+        has_past = any(message.role == "assistant" for message in messages)
+        ids = self._encoder.encode_messages(messages, schemas)
+        self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
+        return self.tree.observe(None, ids, role="prompt")
+
+    def _parse(self, completion: Completion, schemas: list[dict[str, Any]], node: Node) -> Message:
+        """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""
+        if self._syntax is None:
+            self._syntax = detect_syntax(str(self._encoder.tokenizer.chat_template or ""))
+        raw = self._encoder.decode(completion.token_ids, skip_special=False)
+        stream = ToolCallStream(
+            self._syntax, {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
+        )
+        content, calls = stream.feed(raw, is_last=True)
+        is_malformed = not calls and self._syntax.open in raw
+        self.setting.counts.malformed_calls += is_malformed
+        for special in self._encoder.tokenizer.all_special_tokens:
+            if special in content:
+                content = content.replace(special, "")
+        return Message(
+            role="assistant",
+            content=content,
+            tool_calls=tuple(
+                {**call.as_json(), "id": f"{node.digest[:8]}{n % 10}"} for n, call in enumerate(calls)
+            ),
+        )
+
+
+def as_message(message: Message | Mapping[str, Any]) -> Message:
+    """A message in rill's form, or as the OpenAI API has it."""
+    if isinstance(message, Message):
+        return message
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        parts = list(content)
+        if any(part.get("type") != "text" for part in parts):
+            raise DataError("a message has content that is not text: this agent reads text alone")
+        content = "".join(part["text"] for part in parts)
+    return Message(
+        role=message["role"],
+        content=content,
+        name=message.get("name"),
+        tool_calls=tuple(message.get("tool_calls") or ()),
+        tool_call_id=message.get("tool_call_id"),
+    )
+
+
+def schema_of(tool: Tool | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
+    return dict(tool) if isinstance(tool, Mapping) else as_tool(tool).schema()

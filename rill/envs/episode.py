@@ -1,0 +1,290 @@
+"""Runs one episode of an environment, whatever it does: the one function that workflows call.
+
+    session (deadline) ─▶ environment.run (deadline) ─▶ reward (deadlines of its own) ─▶ samples
+                             └─ raises, hangs, runs out of its budget: data, with every token that was sampled
+
+What passes through: cancellation (the episode was put back) and errors of rill's own that no environment caused (an
+engine that failed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
+from rill.envs.base import Endpoint, Environment, Policy
+from rill.envs.events import EventLog, MemoryLog
+from rill.envs.places import described, place_of_task
+from rill.envs.rewards.base import as_score
+from rill.errors import InvalidSampleError, RunError, TooLongError
+from rill.types import Episode, Failure, Prompt, SamplingParams, StopReason, Trajectory
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED = 20
+"""Failures whose traceback goes to the log, per process; all of them are counted."""
+_num_logged = 0
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of an episode before its samples are made."""
+
+    returned: object = None
+    failure: Failure | None = None
+    error: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def fail(self, failure: Failure, error: str) -> None:
+        """The first failure counts; what follows from it is told too."""
+        self.failure = self.failure or failure
+        self.error = error if self.error is None else f"{self.error}; {error}"
+
+
+async def run_episode(
+    environment: Environment,
+    prompt: Prompt,
+    policy: Policy,
+    *,
+    episode_id: str,
+    group_id: str,
+    sampling: SamplingParams,
+    log: EventLog | None = None,
+    endpoint: Endpoint | None = None,
+) -> Episode:
+    """From set-up to the reward. `log`: that of an earlier attempt, whose tools are then not called again."""
+    started = time.monotonic()
+    setting = Setting(
+        environment=environment,
+        policy=policy,
+        sampling=sampling,
+        log=MemoryLog() if log is None else log,
+        episode_id=episode_id,
+        group_id=group_id,
+        endpoint=endpoint,
+    )
+    agents, outcome = Agents(setting), _Outcome()
+    try:
+        await _play(environment, prompt, agents, outcome)
+    finally:
+        for agent in agents.values():
+            agent.close()
+    if outcome.failure is None:
+        _take_returned(agents, outcome)
+    names = {"group_id": group_id, "prompt_id": prompt.id}
+    samples = _samples(agents, prompt, episode_id, names, setting.counts.is_cut_off)
+    if outcome.failure is None:
+        await _score(environment, prompt, agents, samples, outcome)
+    elif outcome.error is not None:
+        _log(episode_id, outcome.error)
+    whole = _rewarded(agents, samples, outcome)
+    failed = outcome.failure is not None
+    trained = sorted(
+        dict.fromkeys(sample.agent for sample in whole), key=lambda name: agents[name] is not agents.first
+    )
+    return Episode(
+        id=episode_id,
+        group_id=group_id,
+        prompt_id=prompt.id,
+        samples=tuple(whole),
+        rewards={} if failed else {name: agents[name].tree.total_reward for name in trained},
+        failure=outcome.failure,
+        error=outcome.error,
+        metrics=_metrics(agents, samples, time.monotonic() - started),
+    )
+
+
+# --- playing -----------------------------------------------------------------------------------------------
+
+
+async def _play(environment: Environment, prompt: Prompt, agents: Agents, outcome: _Outcome) -> None:
+    """Set up, run and tear down, each within its time."""
+    limits = environment.config.limits
+    if type(environment).session is Environment.session:
+        await _run(environment, prompt, agents, outcome)
+        return
+    session = environment.session(prompt)
+    try:
+        agents.session = await _within(limits.setup_timeout_s, session.__aenter__())
+    except Exception as error:  # noqa: BLE001  boundary: an environment is a user's code and may raise anything
+        _raise_if_ours(error)
+        outcome.fail(Failure.SETUP, f"set-up: {described(error)}")
+        return
+    error_of_run: BaseException | None = None
+    try:
+        error_of_run = await _run(environment, prompt, agents, outcome)
+    except BaseException as error:
+        error_of_run = error
+        raise
+    finally:
+        await _tear_down(session, error_of_run, limits.teardown_timeout_s)
+
+
+async def _run(
+    environment: Environment, prompt: Prompt, agents: Agents, outcome: _Outcome
+) -> Exception | None:
+    """Environment.run; what it raised, where that is the episode's own failure."""
+    limits = environment.config.limits
+    try:
+        outcome.returned = await _within(
+            limits.episode_timeout_s, environment.run(prompt, agents), grace_s=limits.teardown_timeout_s
+        )
+    except EpisodeOver:
+        agents.setting.counts.is_cut_off = True
+    except Exception as error:  # noqa: BLE001  boundary, as above
+        _raise_if_ours(error)
+        _blame(error, outcome)
+        return error
+    return None
+
+
+async def _tear_down(
+    session: AbstractAsyncContextManager[Any], error: BaseException | None, timeout_s: float
+) -> None:
+    """A session that cannot be given back costs nothing but a line in the log: the episode is over."""
+    try:
+        await _within(timeout_s, session.__aexit__(type(error) if error else None, error, None))
+    except Exception as raised:  # noqa: BLE001  boundary: a user's clean-up may raise anything
+        if raised is not error:
+            _log("teardown", described(raised))
+
+
+def _blame(error: Exception, outcome: _Outcome) -> None:
+    match error:
+        case _Late() | TurnTimeout():
+            outcome.fail(Failure.TIMEOUT, f"environment: {error}")
+        case TooLongError():
+            outcome.fail(Failure.TOO_LONG, str(error))
+        case _:
+            outcome.fail(Failure.ENVIRONMENT, f"environment: {described(error)}")
+
+
+def _raise_if_ours(error: Exception) -> None:
+    """A failed engine is no episode's fault. Mistakes in what the environment asked for are."""
+    if isinstance(error, RunError | InvalidSampleError):
+        raise error
+
+
+class _Late(Exception):
+    """Something was not finished in its time."""
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, Any], *, grace_s: float = 5.0) -> Any:
+    """The result, or _Late. In a task of its own: one that does not heed its cancellation is left behind."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=grace_s)
+        raise
+    if done:
+        return task.result()
+    place = place_of_task(task)
+    task.cancel()
+    await asyncio.wait({task}, timeout=grace_s)
+    raise _Late(f"not finished within {timeout_s:g} s{f', waits in {place}' if place else ''}")
+
+
+# --- rewards and samples -----------------------------------------------------------------------------------
+
+
+def _take_returned(agents: Agents, outcome: _Outcome) -> None:
+    """What `run` returned is the first agent's reward."""
+    if outcome.returned is None:
+        return
+    try:
+        agents.first.reward(as_score(outcome.returned))
+    except (TypeError, ValueError) as error:
+        outcome.fail(
+            Failure.REWARD,
+            f"the environment's run() returned {outcome.returned!r:.80} as the reward: {error}",
+        )
+
+
+async def _score(
+    environment: Environment,
+    prompt: Prompt,
+    agents: Agents,
+    samples: dict[str, list[Trajectory]],
+    outcome: _Outcome,
+) -> None:
+    """The configured reward, for the first agent's last answer."""
+    if environment.rewards is not None:
+        score = await environment.rewards.score(prompt, samples[agents.first.name][-1])
+        outcome.parts = dict(score.parts)
+        if score.error is not None:
+            outcome.fail(Failure.REWARD, score.error)
+        else:
+            agents.first.reward(score.value)
+    elif not any(agent.tree.has_rewards for agent in agents.values()):
+        if agents.setting.counts.is_cut_off:
+            agents.first.reward(0.0)  # it ran out of its budget before it earned anything
+            return
+        outcome.fail(
+            Failure.NO_REWARD,
+            f"{type(environment).__name__}.run() gave no reward: return a number, call agent.reward(value), or set "
+            "rollout.env.reward",
+        )
+
+
+def _samples(
+    agents: Agents, prompt: Prompt, episode_id: str, names: dict[str, str], is_cut_off: bool
+) -> dict[str, list[Trajectory]]:
+    """By agent. An episode in which nobody was asked still has its prompt."""
+    if not any(agent.tree.nodes for agent in agents.values()):
+        agents.policy.tree.grow(agents.setting.environment.encoder.encode(prompt))
+    trees = {name: agent for name, agent in agents.items() if agent.tree.nodes}
+    made: dict[str, list[Trajectory]] = {}
+    for name, agent in trees.items():
+        sample_id = episode_id if len(trees) == 1 else f"{episode_id}:{name}"
+        fields: dict[str, Any] = {**names, "agent": name, "episode_id": episode_id}
+        if is_cut_off:
+            fields["stop_reason"] = StopReason.LENGTH
+        made[name] = agent.tree.samples(sample_id, **fields)
+    return made
+
+
+def _rewarded(agents: Agents, samples: dict[str, list[Trajectory]], outcome: _Outcome) -> list[Trajectory]:
+    whole: list[Trajectory] = []
+    for name, given in samples.items():
+        agent = agents[name]
+        if not agent.config.is_trained and len(samples) > 1:
+            continue
+        changes: dict[str, Any] = {"reward_parts": outcome.parts} if agent is agents.first else {}
+        if outcome.failure is not None:
+            changes.update(error=outcome.error, stop_reason=StopReason.ERROR)
+        for sample in agent.tree.rewarded(given, **changes):
+            if outcome.failure is not None:
+                sample.loss_mask[:] = False  # its own array; kept as data, never trained on
+            whole.append(sample)
+    return whole
+
+
+def _metrics(agents: Agents, samples: dict[str, list[Trajectory]], seconds: float) -> dict[str, float]:
+    counts = agents.setting.counts
+    metrics = {
+        "turns": float(counts.turns),
+        "samples": float(sum(len(each) for each in samples.values())),
+        "rewritten": float(sum(agent.tree.num_rewritten for agent in agents.values())),
+        "episode_s": seconds,
+    }
+    if counts.tools_offered or counts.tool_calls:
+        metrics["tool_calls"] = float(counts.tool_calls)
+        metrics["tool_errors"] = float(counts.tool_errors)
+        metrics["malformed_calls"] = float(counts.malformed_calls)
+        metrics["no_tool_call"] = float(counts.tool_calls == 0)
+    return metrics
+
+
+def _log(episode_id: str, error: str) -> None:
+    global _num_logged
+    _num_logged += 1
+    if _num_logged <= MAX_LOGGED:
+        logger.warning("episode %s failed: %s", episode_id, error)

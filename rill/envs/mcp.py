@@ -1,0 +1,198 @@
+"""MCP servers as tools: the model may call whatever the servers offer until it answers (`pip install "rill[envs]"`).
+
+    [rollout.env]
+    type = "mcp"
+    [rollout.env.servers.files]
+    command = ["python", "-m", "my_lab.mcp_server"]          # or url = "http://…/mcp", or object = "module:name"
+
+One connection to each server serves all episodes of a worker. A server that dies costs the calls under way, which the
+model is told of; the next call starts it again. `McpServer(config).tools()` gives the same tools to an environment of
+your own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rill.config import Config, OneOf, PartConfig
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
+from rill.envs.rewards.base import REWARDS
+from rill.envs.rewards.per_loop import PerLoop
+from rill.envs.tools import Tool
+from rill.errors import MissingExtraError
+from rill.registry import load_target
+from rill.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ServerConfig(Config):
+    """Where one server is: exactly one of command, url, object."""
+
+    command: tuple[str, ...] = ()
+    """Started here, spoken to over its standard input and output."""
+    url: str = ""
+    """Of a server that runs (streamable HTTP)."""
+    object: str = ""
+    """An MCPServer in this process, as "module:name"."""
+    environment: dict[str, str] = {}
+    """Variables for `command`, beside the few that every process needs."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+
+    @model_validator(mode="after")
+    def _is_one_place(self) -> ServerConfig:
+        if sum(map(bool, (self.command, self.url, self.object))) != 1:
+            raise ValueError("an MCP server has exactly one of `command`, `url` and `object`")
+        return self
+
+
+class McpEnvironment(Environment):
+    class Config(Environment.Config):
+        type: Literal["mcp"] = "mcp"
+        servers: dict[str, ServerConfig] = Field(min_length=1)
+        """By a name of your choice."""
+        max_turns: int = Field(default=16, ge=1)
+        """Answers of the model; the last one may not call a tool any more."""
+        system: str = ""
+        """Said before the task. Empty: nothing."""
+        reward: Annotated[PartConfig, OneOf(REWARDS)] = Field(
+            default={"type": "exact"}, validate_default=True
+        )
+        """How the last answer is scored."""
+
+    config: Config
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self._servers = [McpServer(server, name) for name, server in config.servers.items()]
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        tools = [tool for server in self._servers for tool in await server.tools()]
+        messages = task.messages or (Message(role="user", content=task.text or ""),)
+        if self.config.system:
+            messages = (Message(role="system", content=self.config.system), *messages)
+        await agents.policy.act(messages, tools, max_turns=self.config.max_turns)
+
+
+class McpServer:
+    """One server; a connection for each event loop, opened when first needed."""
+
+    def __init__(self, config: ServerConfig, name: str = "mcp") -> None:
+        self.name = name
+        self._config = config
+        _import_mcp()
+        self._connections = PerLoop(lambda: _Connection(self._open, name, config.start_timeout_s))
+
+    async def tools(self) -> list[Tool]:
+        connection = self._connections()
+        return [self._tool(described, connection) for described in await connection.list_tools()]
+
+    def _open(self) -> Any:
+        mcp, config = _import_mcp(), self._config
+        if config.object:
+            return mcp.Client(load_target(config.object))
+        if config.url:
+            return mcp.Client(config.url)
+        program, *arguments = config.command
+        return mcp.Client(
+            mcp.StdioServerParameters(command=program, args=arguments, env=config.environment or None)
+        )
+
+    def _tool(self, described: Any, connection: _Connection) -> Tool:
+        async def call(arguments: dict[str, Any]) -> str:
+            result = await connection.call(described.name, arguments)
+            text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+            if result.is_error:
+                raise RuntimeError(text)
+            return text
+
+        return Tool(
+            name=described.name,
+            description=described.description or "",
+            parameters=described.input_schema,
+            call=call,
+        )
+
+
+class _Connection:
+    """Kept open by a task of its own, which is the one that must close it."""
+
+    def __init__(self, open_client: Any, name: str, start_timeout_s: float) -> None:
+        self._open = open_client
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._keeper: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Any] | None = None
+        self._tools: list[Any] | None = None
+
+    async def list_tools(self) -> list[Any]:
+        if self._tools is None:
+            client = await self._client()
+            self._tools = list((await client.list_tools()).tools)
+        return self._tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        client = await self._client()
+        try:
+            return await client.call_tool(name, arguments)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not await self._is_alive(client):
+                self._drop()
+                raise ConnectionError(f"the MCP server {self._name} is gone") from error
+            raise
+
+    async def _is_alive(self, client: Any) -> bool:
+        try:
+            async with asyncio.timeout(5.0):
+                await client.list_tools()
+        except Exception:  # noqa: BLE001  boundary: whatever a dead connection raises
+            return False
+        return True
+
+    async def _client(self) -> Any:
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.ensure_future(self._keep(self._ready))
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            self._drop()
+            raise ConnectionError(
+                f"the MCP server {self._name} did not start within {self._start_timeout_s:g} s"
+            ) from None
+        except ConnectionError:
+            self._drop()
+            raise
+
+    async def _keep(self, ready: asyncio.Future[Any]) -> None:
+        try:
+            async with self._open() as client:
+                ready.set_result(client)
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  boundary: told to whoever waits, or asks next
+            if not ready.done():
+                ready.set_exception(ConnectionError(f"the MCP server {self._name} does not start: {error}"))
+
+    def _drop(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._keeper = self._ready = self._tools = None
+
+
+def _import_mcp() -> Any:
+    with contextlib.suppress(ImportError):
+        import mcp
+
+        return mcp
+    raise MissingExtraError('MCP servers need the `mcp` library: pip install "rill[envs]"')

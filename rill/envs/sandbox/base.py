@@ -1,0 +1,93 @@
+"""What a sandbox is: a session in which programs run that nobody has read, written by a model and possibly hostile.
+
+Called by environments (tools that run commands) and by the code reward. Every backend promises: no network, nothing of
+this machine to be read but its libraries, nothing to be changed, and the limits below. Where it cannot, it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rill.errors import RunError
+from rill.registry import Registry
+
+SANDBOXES = Registry("sandbox", {"bubblewrap": "rill.envs.sandbox.bubblewrap:Bubblewrap"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one session may use."""
+
+    exec_s: float = 10.0
+    """One command or program; it is killed then. Each call may set its own."""
+    memory_bytes: int = 2**30
+    """Address space of each process."""
+    disk_bytes: int = 64 * 2**20
+    """Of its files together; they live in memory."""
+    file_bytes: int = 16 * 2**20
+    """Of any one file."""
+    num_files: int = 64
+    """Open at the same time, in one process."""
+    num_processes: int = 16
+    """And threads, at the same time."""
+    output_bytes: int = 2**20
+    """Of one command; more ends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of a command."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    ended: str
+    """"ok", "error" (a non-zero exit), "timeout", "output"."""
+
+    @property
+    def text(self) -> str:
+        """Both outputs, as a terminal would show them."""
+        return (self.stdout + self.stderr).decode("utf-8", "replace")
+
+
+class SandboxError(RunError):
+    """A session that ended, or does what no session should."""
+
+
+class Sandbox(Protocol):
+    """One session. Its files stay from one call to the next; calls run one after the other."""
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float | None = None
+    ) -> Result: ...
+
+    async def python(self, code: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> Result:
+        """A Python program; quicker than exec, as no interpreter has to start."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """Raises FileNotFoundError and its like as the session met them."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None: ...
+
+    async def request(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """To the inside, and its answer: data from a stranger."""
+        ...
+
+    async def close(self) -> None:
+        """End everything in it. May be called twice."""
+        ...
+
+
+async def open_sandbox(
+    kind: str = "bubblewrap", limits: Limits | None = None, *, packages: bool = False
+) -> Sandbox:
+    """A new session. `packages`: Python programs may import what is installed here, not the standard library alone.
+
+    Raises UnsupportedError where this machine cannot isolate it.
+    """
+    session: Sandbox = await SANDBOXES.load(kind).open(limits or Limits(), packages=packages)
+    return session

@@ -1,0 +1,119 @@
+"""Whether a program passes its checks, decided where the program cannot reach.
+
+    program's sandbox ◀── call f(1, 2) ── rill ◀── f(1, 2)? ── checker's sandbox: assert f(1, 2) == 3
+                      ──── 3 ─────────▶        ──── 3 ──────▶                     passed
+
+Two sandboxes: the program's holds the program alone, the checker's the checks alone. What a check expects never comes
+near the program, what the program returns arrives as plain data, and the names `abs`, `sum`, `math` … mean the
+checker's own. A program can search its frames, change built-in functions or run on in a thread; nothing passes by it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rill.envs.rewards.per_loop import PerLoop
+from rill.envs.sandbox.base import Limits, Sandbox, SandboxError, open_sandbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    passed: tuple[bool, ...]
+    """One entry per check, in order."""
+    error: str = ""
+    """Of the program, or of the first check that failed."""
+
+
+class Checkers:
+    """Checker's sandboxes, kept from one program to the next: nothing hostile has run in them."""
+
+    def __init__(self, limits: Limits | None = None, *, packages: bool = False) -> None:
+        self._limits = limits or Limits()
+        self._packages = packages
+        self._idle: PerLoop[list[Sandbox]] = PerLoop(list)
+
+    async def check(self, program: Sandbox, code: str, checks: Sequence[str], timeout_s: float) -> Verdict:
+        """Load the code into the program's sandbox, and ask it what the checks want to know."""
+        deadline = time.monotonic() + timeout_s
+        failed = (False,) * len(checks)
+        try:
+            loaded = await program.request({"op": "load", "code": code}, timeout_s)
+        except SandboxError as error:
+            return Verdict(passed=failed, error=f"the program: {error}")
+        if loaded.get("ok") is not True:
+            return Verdict(passed=failed, error=f"the program: {loaded.get('error')!s:.300}")
+        idle = self._idle()
+        checker = idle.pop() if idle else await open_sandbox(limits=self._limits, packages=self._packages)
+        try:
+            conversation = _Conversation(program, checker, deadline)
+            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                verdict = await conversation.run(code, checks)
+        except (TimeoutError, SandboxError) as error:
+            await checker.close()
+            message = str(error) or f"not finished within {timeout_s:g} s"
+            return Verdict(passed=failed, error=f"a check: {message}")
+        except BaseException:
+            await checker.close()
+            raise
+        idle.append(checker)
+        return verdict
+
+    async def close(self) -> None:
+        """Those of this event loop; those of loops that have ended go with their pipes."""
+        for checker in self._idle():
+            await checker.close()
+
+
+class _Conversation:
+    def __init__(self, program: Sandbox, checker: Any, deadline: float) -> None:
+        self._program = program
+        self._checker = checker
+        self._deadline = deadline
+        self._gone: str | None = None
+
+    async def run(self, code: str, checks: Sequence[str]) -> Verdict:
+        passed: list[bool] = []
+        error = ""
+        await self._checker.send({"op": "check", "checks": list(checks), "imported": imported_names(code)})
+        while len(passed) < len(checks):
+            said = await self._checker.receive()
+            if "what" in said:
+                await self._checker.send(await self._answer(said))
+            else:
+                passed.append(said.get("passed") is True)
+                if not passed[-1] and not error:
+                    error = f"check {len(passed) - 1}: {self._gone or said.get('error')}"
+        await self._checker.receive()
+        return Verdict(passed=tuple(passed), error=error)
+
+    async def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The program's; once it is gone, every question is answered by an exception."""
+        if self._gone is None:
+            try:
+                left_s = max(0.05, self._deadline - time.monotonic() - 0.05)
+                return await self._program.request({"op": "do", **question}, left_s)
+            except SandboxError as error:
+                self._gone = f"the program: {error}"
+        return {"raised": "ProgramError", "text": self._gone}
+
+
+def imported_names(code: str) -> dict[str, tuple[str, str]]:
+    """Names that a program takes from the standard library or a package, as (module, attribute): a check that uses
+    one gets the real thing, whatever the program has made of it."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    names: dict[str, tuple[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names |= {a.asname: (a.name, "") for a in node.names if a.asname is not None}
+            names |= {a.name: (a.name, "") for a in node.names if a.asname is None and "." not in a.name}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {a.asname or a.name: (node.module, a.name) for a in node.names if a.name != "*"}
+    return {name: where for name, where in names.items() if where[0].partition(".")[0] != "__main__"}

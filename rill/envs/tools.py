@@ -1,0 +1,157 @@
+"""Plain functions as tools: the schema from the signature, the call with its deadline, the result as a model reads it.
+
+    async def weather(city: str, days: int = 1) -> str:
+        "The forecast for a city."
+
+An argument that does not fit the signature, a call that raises or takes too long: each is told to the model as a
+result that begins with "error:". What a tool returns is shown as text: other values as JSON, bytes decoded, terminal
+colours removed, cut where it is too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from rill.envs.threads import in_thread
+from rill.errors import ConfigError
+
+ERROR = "error: "
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema."""
+    call: Callable[[dict[str, Any]], Awaitable[Any]]
+    """With arguments as the model wrote them."""
+    is_once: bool = False
+    """A call that was begun and whose result is not known is never repeated: the model is told that it was lost."""
+
+    def schema(self) -> dict[str, Any]:
+        """As the OpenAI API has it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
+    """A tool from a function, plain or async. Its docstring is what the model is told of it."""
+    if isinstance(function, Tool):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    arguments = _arguments_model(function, name)
+    is_async = inspect.iscoroutinefunction(function)
+
+    async def call(given: dict[str, Any]) -> Any:
+        checked = arguments.model_validate(given)
+        values = {field: getattr(checked, field) for field in checked.model_fields_set}
+        if is_async:
+            return await function(**values)
+        return await in_thread(function, **values)
+
+    schema = arguments.model_json_schema()
+    for part in (schema, *schema.get("properties", {}).values()):
+        part.pop("title", None)
+    return Tool(
+        name=name,
+        description=inspect.getdoc(function) or "",
+        parameters={**schema, "properties": schema.get("properties", {})},
+        call=call,
+        is_once=once,
+    )
+
+
+def toolbox(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]:
+    """By name. Two of one name are an error: a model could not tell them apart."""
+    box: dict[str, Tool] = {}
+    for each in tools:
+        tool = as_tool(each)
+        if tool.name in box:
+            raise ConfigError(f"two tools have the name {tool.name!r}: rename one of them")
+        box[tool.name] = tool
+    return box
+
+
+async def run_tool(
+    tool: Tool | None, name: str, arguments: str, *, timeout_s: float, max_chars: int
+) -> tuple[str, bool]:
+    """The result as the model reads it, and whether the call succeeded."""
+    if tool is None:
+        return f"{ERROR}there is no tool {name!r}", False
+    try:
+        given = json.loads(arguments) if arguments.strip() else {}
+        if not isinstance(given, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        return f"{ERROR}the arguments of {name} are not valid JSON: {error}", False
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return shown(await tool.call(given), max_chars), True
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return shown(f"{ERROR}{name}: {wrong}", max_chars), False
+    except Exception as error:  # noqa: BLE001  boundary: a tool is a user's code; the model is told what it raised
+        if deadline.expired():
+            return f"{ERROR}{name} took longer than {timeout_s:g} s", False
+        return shown(f"{ERROR}{type(error).__name__}: {error}", max_chars), False
+
+
+def shown(value: Any, max_chars: int) -> str:
+    """What the model reads of a value."""
+    if isinstance(value, bytes):
+        value = value[: 4 * max_chars].decode("utf-8", "replace")
+    elif not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):
+            value = repr(value)
+    length = len(value)
+    text = _CONTROL.sub("", _ANSI.sub("", value[: 2 * max_chars]))
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    if len(text) > max_chars or length > 2 * max_chars:
+        text = f"{text[:max_chars]}… (cut: {length} characters)"
+    return text
+
+
+_models: dict[Any, tuple[Any, type[BaseModel]]] = {}
+"""By code: a function that is written inside `run` is a new object in every episode, with the same signature."""
+
+
+def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    code, defaults = getattr(function, "__code__", None), getattr(function, "__defaults__", None)
+    known = _models.get(code)
+    if known is not None and known[0] == defaults:
+        return known[1]
+    model = _make_arguments_model(function, name)
+    if code is not None:
+        _models[code] = (defaults, model)
+    return model
+
+
+def _make_arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError:  # names that exist only where the function was written
+        hints = {}
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {name}: *{parameter.name} has no schema: name the arguments one by one")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), default)
+    model: type[BaseModel] = create_model(
+        f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields
+    )
+    return model

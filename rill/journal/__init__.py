@@ -1,0 +1,1 @@
+"""What of a run survives its processes: checkpoints of all its groups together."""

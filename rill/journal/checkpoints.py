@@ -1,0 +1,155 @@
+"""Checkpoints of a whole run: one folder a step, one manifest that names every part, whole or not at all.
+
+checkpoints/step-000020/
+  actor/            one folder per worker group, written by its ranks
+  controller/       the position in the data, and the groups begun and not yet trained on
+  manifest.json     written last; a folder without it does not count
+
+`save` returns when training may go on; files are written behind it, and the manifest when all of them are there, which
+the next `save`, or `settle`, makes sure of.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rill.errors import CheckpointError, WorkerError
+from rill.runtime.group import WorkerGroup
+from rill.runtime.handle import Handle
+from rill.telemetry.run import Run, write_atomically
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+DAMAGED = "manifest.damaged.json"
+"""What becomes of the manifest of one that could not be loaded."""
+
+
+class RunCheckpoints:
+    """Saves and loads a run's groups together; every group has `save(folder)`, `wait_saved` and `load(folder)`."""
+
+    def __init__(self, run: Run, groups: Mapping[str, WorkerGroup[Any]], keep: int, timeout_s: float) -> None:
+        self._run = run
+        self._folder = run.checkpoints_dir
+        self._groups = dict(groups)
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._newest_step = -1
+        """Saved or loaded by this object."""
+        self._unsettled: tuple[int, list[Handle]] | None = None
+        """The step whose files are being written, and the calls that wait for them."""
+
+    def save(self, step: int) -> None:
+        """Raises CheckpointError where it, or the one before, cannot be written; those before it stay as they are. What
+        is saved already is left alone: a run that is killed while its last checkpoint is written a second time would
+        have lost it."""
+        if step == self._newest_step:
+            return
+        self.settle()
+        folder = self._folder / f"step-{step:06d}"
+        with self._told(step):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for handle in [group.save(str(folder / name)) for name, group in self._groups.items()]:
+                handle.wait(timeout_s=self._timeout_s)
+        self._unsettled = (step, [group.wait_saved(self._timeout_s) for group in self._groups.values()])
+        self._newest_step = step
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for the files of the last `save`; from then on it counts."""
+        if self._unsettled is None:
+            return
+        (step, handles), self._unsettled = self._unsettled, None
+        folder = self._folder / f"step-{step:06d}"
+        with self._told(step):
+            for handle in handles:
+                handle.wait(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+            write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
+        self._drop_old()
+
+    def settle_if_done(self) -> None:
+        """As `settle`, without waiting."""
+        if self._unsettled is not None and all(handle.done() for handle in self._unsettled[1]):
+            self.settle()
+
+    @contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """What goes wrong while a checkpoint is written, in words that help."""
+        try:
+            yield
+        except (OSError, WorkerError) as error:
+            free_mb = shutil.disk_usage(self._folder).free / 1e6
+            shutil.rmtree(
+                self._folder / f"step-{step:06d}", ignore_errors=True
+            )  # half a checkpoint only takes room
+            whole = whole_checkpoints(self._run)
+            kept = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self._folder} with {free_mb:,.0f} MB free "
+                f"({str(error).splitlines()[0]}); {kept}. Make room or lower loop.keep_checkpoints, then resume"
+            ) from error
+
+    def load_latest(self) -> int | None:
+        """Load the newest whole checkpoint into the groups; the step that it holds, None when there is none.
+
+        Damaged ones are passed over, with a word in the log, and do not count any more once an older one is loaded: the
+        run goes on from there, and what it saves then is the newest. Where nothing else is left that is an error,
+        because the run would otherwise begin anew without saying so.
+        """
+        found = whole_checkpoints(self._run)
+        damaged: dict[Path, str] = {}
+        for folder in reversed(found):
+            damage = self._load(folder)
+            if not damage:
+                for other in damaged:
+                    (other / MANIFEST).rename(other / DAMAGED)
+                self._newest_step = step_of(folder)
+                return self._newest_step
+            log.warning("%s cannot be loaded (%s): passed over", folder, damage)
+            damaged[folder] = damage
+        if damaged:
+            newest = next(iter(damaged.values()))
+            raise CheckpointError(
+                f"none of the {len(found)} checkpoints in {self._folder} can be loaded; the newest: {newest}. If a "
+                "changed configuration does not fit them, resume without the change; else start the run anew"
+            )
+        return None
+
+    def _load(self, folder: Path) -> str:
+        """What is wrong with it; empty when every group has taken its part."""
+        try:
+            parts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["groups"]
+        except (OSError, ValueError, KeyError) as error:
+            return f"{MANIFEST}: {error}"
+        if parts != sorted(self._groups):
+            return f"it holds {', '.join(parts)}, the run has {', '.join(sorted(self._groups))}"
+        handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
+        for handle in handles:
+            for outcome in handle.outcomes(timeout_s=self._timeout_s):
+                if isinstance(outcome.error, WorkerError) and isinstance(
+                    outcome.error.__cause__, CheckpointError
+                ):
+                    return str(outcome.error.__cause__)
+                if outcome.error is not None:
+                    raise outcome.error
+        return ""
+
+    def _drop_old(self) -> None:
+        for folder in whole_checkpoints(self._run)[: -self._keep]:
+            (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
+            shutil.rmtree(folder)
+
+
+def whole_checkpoints(run: Run) -> list[Path]:
+    """The folders that count, oldest first."""
+    return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

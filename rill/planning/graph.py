@@ -1,0 +1,302 @@
+"""The workflow as a graph: nodes are worker methods, edges are channels, traced from what the runtime saw.
+
+`Graph.from_calls` reads the hub's history, one `CallRecord` for each call of a worker method (a run folder keeps them
+as `history.jsonl`, one JSON object a line); `Graph.load` reads the same graph from a file that a person can edit:
+
+    batch = 512                                  # items of a step
+    nodes = ["rollout", "reference", "actor"]
+    [edges]
+    "rollout -> reference" = 57344.0             # bytes of one item
+    [syncs]
+    "actor -> rollout" = 3.1e9                   # bytes of the weights, once a step
+
+The search wants no cycles: `collapsed` makes one node of each (environment ↔ policy becomes "env+policy").
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rill.config.toml import dumps
+from rill.errors import PlanError
+from rill.telemetry.jsonl import read_lines
+
+HISTORY_FILE = "history.jsonl"
+ARROW = " -> "
+
+
+# --- what the runtime tells us ----------------------------------------------------------------------------
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call took from, or put into, one channel."""
+
+    channel: str
+    items: int
+    bytes: int = 0
+    weight: float = 0.0
+    """Sum of the items' weights (tokens, where the workflow says so)."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of time for which a call held a device's lock."""
+
+    device: int
+    start_s: float
+    end_s: float
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of one worker method on one rank. Times are seconds of the run's clock."""
+
+    call: int
+    """The same on every rank that the call went to."""
+    group: str
+    method: str
+    rank: int
+    start_s: float
+    end_s: float
+    took: tuple[Traffic, ...] = ()
+    put: tuple[Traffic, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    onload_s: float = 0.0
+    offload_s: float = 0.0
+    wait_s: float = 0.0
+    """Of end − start: waiting for items, for room in a channel or for a device."""
+
+    @property
+    def node(self) -> str:
+        return f"{self.group}.{self.method}"
+
+    @property
+    def busy_s(self) -> float:
+        return max(0.0, self.end_s - self.start_s - self.wait_s - self.onload_s - self.offload_s)
+
+
+def read_history(run_dir: Path | str) -> list[CallRecord]:
+    """The calls of a run folder; records of a version of rill that wrote others are an error, not skipped."""
+    path = Path(run_dir) / HISTORY_FILE
+    try:
+        return [msgspec.convert(line, CallRecord) for line in read_lines(path)]
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path} holds no call records of this version of rill: {error}") from None
+
+
+# --- the graph --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    name: str
+    members: tuple[str, ...] = ()
+    """The nodes of a cycle that was collapsed into this one; empty for an ordinary node."""
+    devices: tuple[int, ...] = ()
+    """Devices that its calls held while they were traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    source: str
+    target: str
+    bytes_per_item: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """Weights that travel once a step, against the data: from the worker that trains to one that uses them."""
+
+    source: str
+    target: str
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Nodes in an order that edges follow (where there is no cycle)."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...] = ()
+    syncs: tuple[Sync, ...] = ()
+    batch: int = 1
+    """Items that pass through in one step."""
+    folded: tuple[Edge, ...] = field(default=())
+    """Edges inside collapsed cycles, kept for the picture."""
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names:
+            raise PlanError("the graph has no node: trace a step that passes items, or list nodes")
+        if self.batch < 1:
+            raise PlanError(f"the graph's batch is {self.batch}: a step passes at least one item")
+        if len(set(names)) < len(names):
+            raise PlanError(f"the graph names a node twice: {names}")
+        for edge in (*self.edges, *self.syncs):
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise PlanError(f"an edge names {end!r}; the nodes are {', '.join(names)}")
+
+    @classmethod
+    def from_calls(cls, calls: Iterable[CallRecord], *, batch: int | None = None) -> Graph:
+        """Who took what from channels that whom had filled. Channels that only the driver fills or empties make no
+        edge. `batch`: items of a step; unset: the most that one call, over its ranks, put into a channel."""
+        calls = list(calls)
+        producers: dict[str, dict[str, list[Traffic]]] = {}
+        consumers: dict[str, dict[str, None]] = {}
+        held: dict[str, set[int]] = {}
+        put_by_call: dict[tuple[int, str], int] = {}
+        for call in calls:
+            held.setdefault(call.node, set()).update(turn.device for turn in call.turns)
+            for traffic in call.put:
+                producers.setdefault(traffic.channel, {}).setdefault(call.node, []).append(traffic)
+                key = (call.call, traffic.channel)
+                put_by_call[key] = put_by_call.get(key, 0) + traffic.items
+            for traffic in call.took:
+                consumers.setdefault(traffic.channel, {})[call.node] = None
+        edges: dict[tuple[str, str], float] = {}
+        for channel, sources in producers.items():
+            for source, puts in sources.items():
+                size = sum(put.bytes for put in puts) / max(1, sum(put.items for put in puts))
+                for target in consumers.get(channel, {}):
+                    edges[source, target] = edges.get((source, target), 0.0) + size
+        linked = {end for pair in edges for end in pair}
+        return cls(
+            nodes=tuple(
+                Node(name=name, devices=tuple(sorted(ids))) for name, ids in held.items() if name in linked or ids
+            ),
+            edges=tuple(Edge(source=s, target=t, bytes_per_item=size) for (s, t), size in edges.items()),
+            batch=batch or max(put_by_call.values(), default=1),
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path | str) -> Graph:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise PlanError(f"cannot read the graph {path}: {error}") from None
+        return cls.from_values(values, str(path))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], where: str = "graph") -> Graph:
+        if unknown := values.keys() - {"batch", "nodes", "edges", "syncs"}:
+            raise PlanError(f"{where}: unknown {sorted(unknown)}; a graph has batch, nodes, edges and syncs")
+        return cls(
+            nodes=tuple(Node(name=str(name)) for name in values.get("nodes", ())),
+            edges=tuple(
+                Edge(source=s, target=t, bytes_per_item=float(size))
+                for (s, t), size in _arrows(values.get("edges", {}), where)
+            ),
+            syncs=tuple(
+                Sync(source=s, target=t, bytes=float(size))
+                for (s, t), size in _arrows(values.get("syncs", {}), where)
+            ),
+            batch=int(values.get("batch", 1)),
+        )
+
+    def dumps(self) -> str:
+        return dumps(
+            {
+                "batch": self.batch,
+                "nodes": [node.name for node in self.nodes],
+                "edges": {f"{e.source}{ARROW}{e.target}": e.bytes_per_item for e in self.edges},
+                "syncs": {f"{s.source}{ARROW}{s.target}": s.bytes for s in self.syncs},
+            },
+            {"batch": "items of a step", "edges": "bytes of one item", "syncs": "bytes, once a step"},
+        )
+
+    def collapsed(self) -> Graph:
+        """The graph without cycles: each becomes one node, "a+b", with its members; nodes in the edges' order."""
+        circles = list(_strongly_connected([n.name for n in self.nodes], self.edges))
+        by_name = {node.name: node for node in self.nodes}
+        new_name: dict[str, str] = {}
+        nodes = []
+        for circle in circles:
+            name = "+".join(circle)
+            new_name.update(dict.fromkeys(circle, name))
+            devices = sorted({device for member in circle for device in by_name[member].devices})
+            members = tuple(circle) if len(circle) > 1 else by_name[circle[0]].members
+            nodes.append(Node(name=name, members=members, devices=tuple(devices)))
+        sizes: dict[tuple[str, str], float] = {}
+        for edge in self.edges:
+            pair = (new_name[edge.source], new_name[edge.target])
+            sizes[pair] = sizes.get(pair, 0.0) + edge.bytes_per_item
+        moved = [replace(s, source=new_name[s.source], target=new_name[s.target]) for s in self.syncs]
+        return Graph(
+            nodes=tuple(nodes),
+            edges=tuple(
+                Edge(source=s, target=t, bytes_per_item=size) for (s, t), size in sizes.items() if s != t
+            ),
+            syncs=tuple(sync for sync in moved if sync.source != sync.target),
+            batch=self.batch,
+            folded=self.folded + tuple(e for e in self.edges if new_name[e.source] == new_name[e.target]),
+        )
+
+    # --- as sets of nodes: bit i stands for nodes[i] ---
+
+    @property
+    def everything(self) -> int:
+        return (1 << len(self.nodes)) - 1
+
+    def names_in(self, part: int) -> list[str]:
+        return [node.name for i, node in enumerate(self.nodes) if part >> i & 1]
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """For each node, those it takes from."""
+        index = {node.name: i for i, node in enumerate(self.nodes)}
+        found = [0] * len(self.nodes)
+        for edge in self.edges:
+            found[index[edge.target]] |= 1 << index[edge.source]
+        return tuple(found)
+
+    def cuts(self, part: int) -> list[int]:
+        """The source sides of all s–t cuts of a part: no edge leads back from the rest into it."""
+        inside = [i for i in range(len(self.nodes)) if part >> i & 1]
+        sides = [0]
+        for i in inside:  # nodes follow the edges' order: parents come first
+            needed = self.parents[i] & part
+            sides += [side | 1 << i for side in sides if needed & ~side == 0]
+        return [side for side in sides if side not in (0, part)]
+
+
+def _arrows(table: Mapping[str, Any], where: str) -> Iterator[tuple[tuple[str, str], Any]]:
+    for key, size in table.items():
+        source, arrow, target = key.partition(ARROW)
+        if not arrow:
+            raise PlanError(f'{where}: {key!r} is no edge: write "source{ARROW}target" = bytes')
+        yield (source, target), size
+
+
+def _strongly_connected(names: Sequence[str], edges: Iterable[Edge]) -> Iterator[list[str]]:
+    """Sets of nodes that reach each other, sources first; inside a set and among equals, in the order given."""
+    follows = {name: [e.target for e in edges if e.source == name] for name in names}
+    reach: dict[str, set[str]] = {}
+    for name in names:
+        seen: set[str] = set()
+        waiting = [name]
+        while waiting:
+            for target in follows[waiting.pop()]:
+                if target not in seen:
+                    seen.add(target)
+                    waiting.append(target)
+        reach[name] = seen
+    circles: list[list[str]] = []
+    placed: set[str] = set()
+    for name in names:
+        if name not in placed:
+            circle = [o for o in names if o == name or (o in reach[name] and name in reach[o])]
+            placed.update(circle)
+            circles.append(circle)
+    while circles:  # a source: nothing that is left leads to it from outside
+        first = next(
+            circle for circle in circles
+            if not any(circle[0] in reach[other[0]] for other in circles if other is not circle)
+        )  # fmt: skip
+        circles.remove(first)
+        yield first

@@ -1,0 +1,381 @@
+"""The plan: a small file that says where each worker runs, who shares with whom, and in what chunks items flow.
+
+    structure = "turns(chunks[64](series(rollout, reference)), actor)"
+
+is the whole of it in one line. `series(a, b)`: on different devices, b fed by a while a goes on. `parallel(a, b)`: on
+different devices, not feeding each other. `turns(a, b)`: on the same devices, one after the other, each leaving the memory.
+`together(a, b)`: the same, both staying in memory. `chunks[64](x)`: items pass through x 64 at a time. The tables below it
+give each worker's devices; times and memory are predictions, and `basis` says what they rest on.
+
+`Plan.of` writes a search's result down; `load` reads a file that a person may have edited; `tree` gives the object that
+`price`, the simulator and the runtime work with.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rill.config.toml import dumps
+from rill.errors import PlanError
+from rill.planning.cost import Pin, Problem, Seat
+from rill.planning.frontier import Op
+from rill.planning.graph import ARROW, Graph
+from rill.planning.price import price, seat_of, stage_seconds
+from rill.planning.search import Found, Mode, Tree
+
+_TOKEN = re.compile(r"\s*(?:([A-Za-z0-9_.+\-]+)|(.))")
+_OPS = {"series": Op.SERIES, "parallel": Op.PARALLEL, "turns": Op.TURNS, "together": Op.TOGETHER}
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A worker's part of the plan."""
+
+    devices: str
+    """Global device ids, as a placement is written: "0-3,8"."""
+    kind: str
+    parallel: int = 1
+    """Devices to a replica."""
+    shares_with: tuple[str, ...] = ()
+    swaps: bool = False
+    """Leaves the device's memory when its turn ends."""
+    chunk: int
+    """Items that it takes at a time."""
+    seconds: float = 0.0
+    """Predicted, of a step."""
+    spread: float = 0.0
+    """Relative uncertainty of that."""
+    memory: float = 0.0
+    """Predicted share of the fullest device."""
+    basis: str = ""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return parse_ids(self.devices)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    structure: str
+    mode: str
+    batch: int
+    lag: int = 0
+    step_s: float = 0.0
+    """Predicted."""
+    spread: float = 0.0
+    devices: dict[str, int]
+    """How many of each kind it was made for."""
+    workers: dict[str, Placed]
+    edges: dict[str, int] = {}
+    """Items that pass at a time, by "source -> target"."""
+    rejected: dict[str, str] = {}
+    """The best of the other modes, and why it lost."""
+    notes: tuple[str, ...] = ()
+    """What to know before trusting it: a profile of another machine, for instance."""
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        found: Found,
+        *,
+        others: Sequence[tuple[Mode, Found | str]] = (),
+        basis: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> Plan:
+        found = price(problem, found.tree)  # the search drops the memory column where it does not matter
+        ids = _assigned(problem, found.tree)
+        workers = _placed(problem, found.tree, ids, basis or {})
+        busy = sum(placed.seconds for placed in workers.values())
+        return cls(
+            structure=structure_text(found.tree),
+            mode=str(found.tree.mode),
+            batch=problem.graph.batch,
+            lag=problem.lag,
+            step_s=found.step_s,
+            spread=sum(p.spread * p.seconds for p in workers.values()) / busy if busy else 0.0,
+            devices={pool.kind: pool.count for pool in problem.pools},
+            workers=workers,
+            edges={
+                f"{e.source}{ARROW}{e.target}": _meeting(found.tree, e.source, e.target).chunk
+                for e in problem.graph.edges
+            },
+            rejected={str(mode): _why_it_lost(problem, found, other) for mode, other in others},
+            notes=tuple(notes),
+        )
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            plan = msgspec.convert(values, cls, strict=False)
+        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            raise PlanError(f"cannot read the plan {path}: {error}") from None
+        plan.validate()
+        return plan
+
+    def dumps(self) -> str:
+        comments = {
+            "structure": "see docs/planning.md",
+            "step_s": f"predicted, ± {self.spread:.0%}",
+            "lag": "steps that generation may be ahead",
+        }
+        comments |= {f"workers.{name}.memory": "share of a device" for name in self.workers}
+        return dumps(msgspec.to_builtins(self), comments)
+
+    def validate(self) -> None:
+        """That the structure and the workers' devices say the same. PlanError names the first contradiction."""
+        names = [name for node in _names_in(self.structure) for name in (node.split("+") if node not in self.workers else [node])]
+        if sorted(names) != sorted(self.workers):
+            raise PlanError(f"the structure runs {', '.join(names)}; there are devices for {', '.join(self.workers)}")
+        available = sum(self.devices.values())
+        for name, placed in self.workers.items():
+            if not placed.ids:
+                raise PlanError(f"{name} has no device: give it at least {placed.parallel}")
+            if max(placed.ids) >= available:
+                raise PlanError(f"{name} is placed on device {max(placed.ids)}; there are {available}, counted from 0")
+            if len(placed.ids) % placed.parallel:
+                raise PlanError(f"{name} has {len(placed.ids)} devices, which {placed.parallel} to a replica do not divide")
+            if self.batch % placed.chunk:
+                raise PlanError(f"{name} takes {placed.chunk} items at a time, which do not divide the batch of {self.batch}")
+        self._check_sharing()
+
+    def tree(self, graph: Graph) -> Tree:
+        """What `price` and the simulator take; times are not filled in."""
+        members = {node.name: node.members or (node.name,) for node in graph.nodes}
+        return _Parser(self.structure, self, members).tree(self.batch)
+
+    def _check_sharing(self) -> None:
+        shape = _Parser(self.structure, self, {}).tree(self.batch)
+        for a, b in ((a, b) for a in self.workers for b in self.workers if a < b):
+            node_a, node_b = _node_of(shape, a), _node_of(shape, b)
+            if node_a == node_b:
+                continue
+            common = set(self.workers[a].ids) & set(self.workers[b].ids)
+            op = _meeting(shape, node_a, node_b).op
+            if op in (Op.SERIES, Op.PARALLEL) and common:
+                raise PlanError(f"{a} and {b} are apart in the structure and both on devices {ids_text(common)}")
+
+
+# --- device ids -------------------------------------------------------------------------------------------
+
+
+def ids_text(ids: Sequence[int] | set[int]) -> str:
+    """0, 1, 2, 5 → "0-2,5"."""
+    spans: list[list[int]] = []
+    for i in sorted(ids):
+        if spans and spans[-1][1] == i - 1:
+            spans[-1][1] = i
+        else:
+            spans.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    ids: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise PlanError(f'devices {text!r} cannot be read: write ids such as "0-3,8"')
+        ids += range(int(first), int(last or first) + 1)
+    return tuple(ids)
+
+
+def _assigned(problem: Problem, tree: Tree) -> dict[str, tuple[int, ...]]:
+    """Global ids of every worker: from left to right, what is pinned first."""
+    first, free = 0, []
+    for pool in problem.pools:
+        free.append(list(range(first, first + pool.count)))
+        first += pool.count
+    found: dict[str, tuple[int, ...]] = {}
+    _assign(problem, tree, free, found)
+    return found
+
+
+def _pinned_in(problem: Problem, tree: Tree) -> set[int]:
+    seats = [seat for stage in tree.stages() for seat in stage.seats]
+    return {i for seat in seats for i in problem.pins.get(seat.worker, Pin()).ids}
+
+
+def _assign(problem: Problem, tree: Tree, free: list[list[int]], found: dict[str, tuple[int, ...]]) -> None:
+    if tree.op in (Op.SERIES, Op.PARALLEL):
+        first, second = tree.halves
+        kept = _pinned_in(problem, second)
+        wanted = _pinned_in(problem, first)
+        mine, rest = [], []
+        for ids, count in zip(free, first.devices):
+            ordered = [i for i in ids if i in wanted] + [i for i in ids if i not in wanted and i not in kept]
+            mine.append(sorted(ordered[:count]))
+            rest.append([i for i in ids if i not in ordered[:count]])
+        _assign(problem, first, mine, found)
+        _assign(problem, second, rest, found)
+        return
+    for half in tree.halves:
+        _assign(problem, half, free, found)
+    left = [list(ids) for ids in free]
+    for seat in tree.seats:
+        kind = next(i for i, pool in enumerate(problem.pools) if pool.kind == seat.kind)
+        pinned = problem.pins.get(seat.worker, Pin()).ids
+        found[seat.worker] = pinned or tuple(left[kind][: seat.devices])
+        if tree.is_apart:
+            left[kind] = [i for i in left[kind] if i not in found[seat.worker]]
+
+
+# --- a search's result in words ---------------------------------------------------------------------------
+
+
+def structure_text(tree: Tree) -> str:
+    if tree.op is Op.STAGE:
+        return tree.nodes[0]
+    inside = ", ".join(structure_text(half) for half in tree.halves)
+    if tree.op is Op.FINER:
+        return f"chunks[{tree.halves[0].chunk}]({inside})"
+    return f"{tree.op.name.lower()}({inside})"
+
+
+def _placed(
+    problem: Problem, tree: Tree, ids: Mapping[str, tuple[int, ...]], basis: Mapping[str, str]
+) -> dict[str, Placed]:
+    swapping = _swapping(tree)
+    placed = {}
+    for stage in tree.stages():
+        for seat in stage.seats:
+            _, option, _ = seat_of(problem, seat)
+            sharing = [w for w in ids if w != seat.worker and set(ids[w]) & set(ids[seat.worker])]
+            items = -(-stage.chunk // seat.replicas)
+            placed[seat.worker] = Placed(
+                devices=ids_text(ids[seat.worker]),
+                kind=seat.kind,
+                parallel=seat.parallel,
+                shares_with=tuple(sharing),
+                swaps=stage.nodes[0] in swapping,
+                chunk=stage.chunk,
+                seconds=stage_seconds(problem, stage),
+                spread=option.work_s.spread(items),
+                memory=stage.memory,
+                basis=basis.get(seat.worker, ""),
+            )
+    return placed
+
+
+def _swapping(tree: Tree) -> set[str]:
+    own = set(tree.nodes) if tree.op is Op.TURNS else set()
+    return own.union(*(_swapping(half) for half in tree.halves))
+
+
+def _meeting(tree: Tree, source: str, target: str) -> Tree:
+    """The node of the tree at which two nodes of the graph part."""
+    for half in tree.halves:
+        if source in half.nodes and target in half.nodes:
+            return _meeting(half, source, target)
+    return tree
+
+
+def _node_of(tree: Tree, worker: str) -> str:
+    for stage in tree.stages():
+        if worker == stage.nodes[0] or worker in stage.nodes[0].split("+"):
+            return stage.nodes[0]
+    raise PlanError(f"the structure does not run {worker}")
+
+
+def _why_it_lost(problem: Problem, best: Found, other: Found | str) -> str:
+    if isinstance(other, str):
+        return other
+    longer = other.step_s / best.step_s - 1 if best.step_s else 0.0
+    stages = sorted(other.tree.stages(), key=lambda stage: -stage_seconds(problem, stage))
+    slowest = stages[0]
+    spent_s = stage_seconds(problem, slowest)
+    text = f"{other.step_s:.4g} s, {longer:.1%} longer: {structure_text(other.tree)}; "
+    if other.tree.mode is Mode.SPLIT:
+        return text + f"{slowest.nodes[0]} on {sum(slowest.devices)} devices sets the pace with {spent_s:.4g} s"
+    worked = sum(stage_seconds(problem, stage) for stage in stages)
+    swaps = max(0.0, other.step_s - worked) if other.tree.mode is Mode.SHARED else 0.0
+    lost = f", {swaps:.3g} s go to swaps and weights" if swaps > 0.001 * other.step_s else ""
+    return text + f"{slowest.nodes[0]} takes {spent_s:.4g} s of it{lost}"
+
+
+# --- the structure's line, read ---------------------------------------------------------------------------
+
+
+def _names_in(structure: str) -> list[str]:
+    words = [word for word, _ in _TOKEN.findall(re.sub(r"chunks\[\d+\]", "", structure)) if word]
+    return [word for word in words if word not in _OPS]
+
+
+@dataclass
+class _Parser:
+    text: str
+    plan: Plan
+    members: Mapping[str, tuple[str, ...]]
+
+    def tree(self, chunk: int) -> Tree:
+        self._tokens = [word or sign for word, sign in _TOKEN.findall(self.text)]
+        self._at = 0
+        tree = self._expression(chunk)
+        if self._at < len(self._tokens):
+            raise PlanError(f"structure {self.text!r}: {self._tokens[self._at]!r} follows the end")
+        return tree
+
+    def _expression(self, chunk: int) -> Tree:
+        word = self._next()
+        if word == "chunks":
+            self._expect("[")
+            smaller = self._next()
+            if not smaller.isdigit() or int(smaller) < 1 or chunk % int(smaller):
+                raise PlanError(f"structure {self.text!r}: chunks of {smaller} do not divide {chunk} items")
+            self._expect("]")
+            self._expect("(")
+            inner = self._expression(int(smaller))
+            self._expect(")")
+            return self._made(Op.FINER, chunk, (inner,))
+        if word in _OPS:
+            self._expect("(")
+            first = self._expression(chunk)
+            self._expect(",")
+            second = self._expression(chunk)
+            self._expect(")")
+            return self._made(_OPS[word], chunk, (first, second))
+        return self._stage(word, chunk)
+
+    def _stage(self, name: str, chunk: int) -> Tree:
+        members = self.members.get(name) or ((name,) if name in self.plan.workers else tuple(name.split("+")))
+        if missing := [member for member in members if member not in self.plan.workers]:
+            raise PlanError(f"structure {self.text!r}: there are no devices for {missing[0]!r}")
+        seats = []
+        for member in members:
+            placed = self.plan.workers[member]
+            replicas = len(placed.ids) // placed.parallel
+            seats.append(Seat(member, 0, placed.kind, placed.parallel, replicas))
+        ids = [set(self.plan.workers[member].ids) for member in members]
+        is_apart = len(members) > 1 and not set.intersection(*ids)
+        return Tree(
+            op=Op.STAGE, nodes=(name,), chunk=chunk, devices=(), latency_s=0.0, interval_s=0.0, memory=0.0,
+            seats=tuple(seats), is_apart=is_apart,
+        )  # fmt: skip
+
+    def _made(self, op: Op, chunk: int, halves: tuple[Tree, ...]) -> Tree:
+        nodes = tuple(name for half in halves for name in half.nodes)
+        return Tree(
+            op=op, nodes=nodes, chunk=chunk, devices=(), latency_s=0.0, interval_s=0.0, memory=0.0, halves=halves
+        )
+
+    def _next(self) -> str:
+        if self._at >= len(self._tokens):
+            raise PlanError(f"structure {self.text!r} ends too early")
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _expect(self, sign: str) -> None:
+        if (got := self._next()) != sign:
+            raise PlanError(f"structure {self.text!r}: {sign!r} expected, got {got!r}")
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """For programs: the plan as plain values."""
+    values: dict[str, Any] = msgspec.to_builtins(plan)
+    return values

@@ -1,0 +1,133 @@
+"""What a given plan costs: the search's formulas applied to one tree, with its devices and chunks as they are.
+
+Called where a plan did not come out of the search just now: a file that a person wrote or edited, and the plan that a run
+follows while `replan` looks for a better one. For a tree that the search found it gives the search's own figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rill.errors import PlanError
+from rill.planning.cost import Option, Pool, Problem, Seat, WorkerCost, call_seconds, memory_share
+from rill.planning.frontier import Op
+from rill.planning.search import Found, Tree
+
+
+def price(problem: Problem, tree: Tree) -> Found:
+    """The tree with the problem's times and memory, and the step. PlanError where it does not fit."""
+    priced, _ = _price(problem, tree)
+    for count, pool in zip(priced.devices, problem.pools):
+        if count > pool.count:
+            raise PlanError(f"the plan needs {count} {pool.kind} devices, there are {pool.count}: make a plan for these")
+    if set(priced.nodes) != {node.name for node in problem.graph.nodes}:
+        raise PlanError(
+            f"the plan runs {', '.join(priced.nodes)}; the workflow has "
+            f"{', '.join(node.name for node in problem.graph.nodes)}: make a plan for it"
+        )
+    return Found(step_s=max(priced.interval_s, priced.latency_s / (problem.lag + 1)), tree=priced)
+
+
+def stage_seconds(problem: Problem, tree: Tree) -> float:
+    """Seconds of a step in which a stage works."""
+    k = problem.graph.batch / tree.chunk
+    return tree.latency_s + (k - 1) * tree.interval_s
+
+
+def seat_of(problem: Problem, seat: Seat) -> tuple[WorkerCost, Option, Pool]:
+    cost = problem.workers.get(seat.worker)
+    if cost is None:
+        raise PlanError(f"the plan places {seat.worker}, which the profile does not know")
+    pool = next((pool for pool in problem.pools if pool.kind == seat.kind), None)
+    if pool is None:
+        raise PlanError(f"the plan places {seat.worker} on {seat.kind}: the devices are of other kinds")
+    for option in cost.options:
+        if (option.kind, option.parallel) == (seat.kind, seat.parallel):
+            return cost, option, pool
+    raise PlanError(f"{seat.worker} was not measured on {seat.kind} with {seat.parallel} devices to a replica")
+
+
+def _price(problem: Problem, tree: Tree) -> tuple[Tree, float]:
+    """The tree with its figures, and its swap seconds."""
+    if tree.op is Op.STAGE:
+        return _stage(problem, tree)
+    priced = [_price(problem, half) for half in tree.halves]
+    if tree.op is Op.FINER:
+        inner, swap = priced[0]
+        k = tree.chunk // inner.chunk
+        latency = inner.latency_s + (k - 1) * inner.interval_s
+        made = replace(
+            inner, op=Op.FINER, chunk=tree.chunk, halves=(inner,), seats=(), latency_s=latency, interval_s=k * inner.interval_s
+        )
+        return made, swap
+    (s, swap_s), (t, swap_t) = priced
+    transfers, apart, local = _crossing(problem, s, t, tree.chunk)
+    share_of_step = tree.chunk / problem.graph.batch
+    memory, swap = max(s.memory, t.memory), 0.0
+    if tree.op in (Op.SERIES, Op.PARALLEL):
+        devices = tuple(a + b for a, b in zip(s.devices, t.devices))
+        latency = s.latency_s + t.latency_s if transfers or apart else max(s.latency_s, t.latency_s)
+        latency += sum(transfers) + apart
+        interval = max([s.interval_s, t.interval_s, *transfers, apart * share_of_step])
+        swap = max(swap_s, swap_t)
+    else:
+        devices = tuple(max(a, b) for a, b in zip(s.devices, t.devices))
+        latency = s.latency_s + t.latency_s + local * share_of_step
+        if tree.op is Op.TURNS:
+            latency += swap_s + swap_t
+        else:
+            memory, swap = s.memory + t.memory, swap_s + swap_t
+        interval = latency
+    if memory > 1.0:
+        raise PlanError(f"{' and '.join((*s.nodes, *t.nodes))} do not fit into a device together ({memory:.0%}): let them take turns")
+    made = replace(tree, halves=(s, t), nodes=tuple(n for n in _order(problem) if n in {*s.nodes, *t.nodes}),
+                   devices=devices, latency_s=latency, interval_s=interval, memory=memory)  # fmt: skip
+    return made, swap
+
+
+def _stage(problem: Problem, tree: Tree) -> tuple[Tree, float]:
+    batch = problem.graph.batch
+    whole, half, steady, memory, swap, rounds = [], [], [], [], [], 1
+    devices = np.zeros((len(tree.seats), len(problem.pools)), np.int64)
+    for row, seat in enumerate(tree.seats):
+        cost, option, pool = seat_of(problem, seat)
+        replicas = np.array([seat.replicas])
+        latency, interval = call_seconds(cost, option, tree.chunk, batch, replicas)
+        whole.append(float(latency[0]))
+        steady.append(float(interval[0]))
+        half.append(2 * float(call_seconds(cost, option, -(-tree.chunk // 2), batch, replicas)[0][0]))
+        memory.append(float(memory_share(cost, option, pool, tree.chunk, batch, replicas)[0]))
+        swap.append(option.swap_s)
+        rounds = max(rounds, cost.rounds)
+        devices[row, problem.pools.index(pool)] = seat.devices
+        if memory[-1] > 1.0:
+            raise PlanError(f"{seat.worker} fills {memory[-1]:.0%} of a {pool.kind} device on {seat.devices} devices: give it more")
+    if len(tree.seats) == 1:
+        seconds, interval_s, used, swap_s = whole[0], steady[0], memory[0], swap[0]
+    elif tree.is_apart:
+        slowest = max(half)
+        seconds = min(sum(whole), slowest + (sum(half) - slowest) / (2 * rounds))
+        interval_s, used, swap_s = seconds, max(memory), max(swap)
+    else:
+        seconds, used, swap_s = sum(whole), sum(memory), sum(swap)
+        interval_s = seconds
+    taken = devices.sum(axis=0) if tree.is_apart else devices.max(axis=0)
+    made = replace(tree, devices=tuple(int(n) for n in taken), latency_s=seconds, interval_s=interval_s, memory=used)
+    return made, swap_s
+
+
+def _crossing(problem: Problem, s: Tree, t: Tree, chunk: int) -> tuple[list[float], float, float]:
+    edges = [e for e in problem.graph.edges if e.source in s.nodes and e.target in t.nodes]
+    weights = sum(
+        sync.bytes
+        for sync in problem.graph.syncs
+        if (sync.source in s.nodes and sync.target in t.nodes) or (sync.target in s.nodes and sync.source in t.nodes)
+    )
+    link, local = problem.link_bytes_per_s, problem.local_bytes_per_s
+    return [e.bytes_per_item * chunk / link for e in edges], weights / link, weights / local
+
+
+def _order(problem: Problem) -> list[str]:
+    return [node.name for node in problem.graph.nodes]

@@ -1,0 +1,256 @@
+"""What was measured of each worker, as a file: readable, editable, mergeable, and importable for hardware not at hand.
+
+    [identity]
+    model = "qwen2.5-7b"
+    machine = "8 x H100-80GB"
+    version = "0.1.0"                  # of rill
+    source = "runs/demo"               # where the points come from
+
+    [devices.gpu]
+    memory_bytes = 8.0e10
+    link_bytes_per_s = 5.0e10
+
+    [workers.rollout]
+    streams = true                     # gives each answer as it ends
+    lengths = [212.0, 431.0, ...]      # of answers, sampled
+
+    [workers.rollout.options.tp2]
+    kind = "gpu"
+    parallel = 2                       # devices to a replica
+    items = [32.0, 64.0, 128.0]        # of one replica; these four columns are points
+    replicas = [1, 1, 1]
+    seconds = [10.1, 17.9, 34.0]
+    memory_bytes = [3.1e10, 3.4e10, 4.0e10]
+    onload_s = 1.5
+    offload_s = 0.9
+
+A profile belongs to a model, a machine and a version of rill. `check` refuses another one; with `is_other_ok` it says in
+words what does not match, and the plan carries those words.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rill.config.toml import dumps
+from rill.errors import PlanError
+from rill.planning.cost import Option, Pool, WorkerCost
+from rill.planning.fit import Curve, constant, fit
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    model: str
+    machine: str
+    version: str
+    source: str = ""
+
+
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    memory_bytes: float = float("inf")
+    link_bytes_per_s: float = float("inf")
+    local_bytes_per_s: float = float("inf")
+
+
+class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A worker on one kind of device at one parallel size. `items`, `replicas`, `seconds` and `memory_bytes` are
+    columns of the same points; memory may be left out."""
+
+    kind: str
+    parallel: int = 1
+    items: tuple[float, ...]
+    replicas: tuple[int, ...]
+    seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...] = ()
+    onload_s: float = 0.0
+    offload_s: float = 0.0
+    tail_s: float = 0.0
+    step_s: float = 0.0
+    sharded_bytes: float = 0.0
+
+
+class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    options: dict[str, Points]
+    lengths: tuple[float, ...] = ()
+    streams: bool = False
+    concurrency: int = 0
+    rounds: int = 1
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    identity: Identity
+    workers: dict[str, WorkerProfile]
+    devices: dict[str, DeviceKind] = {}
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            profile = msgspec.convert(values, cls, strict=False)
+        except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+            raise PlanError(f"cannot read the profile {path}: {error}") from None
+        for name, worker in profile.workers.items():
+            for label, points in worker.options.items():
+                _check_points(f"{path}: {name}.{label}", points)
+        return profile
+
+    def dumps(self) -> str:
+        return dumps(_plain(msgspec.to_builtins(self)))
+
+    def merge(self, other: Profile) -> Profile:
+        """The points of both. They must be of the same model, machine and version."""
+        for field in ("model", "machine", "version"):
+            mine, its = getattr(self.identity, field), getattr(other.identity, field)
+            if mine != its:
+                raise PlanError(f"profiles of another {field} cannot be merged: {mine!r} and {its!r}")
+        workers = dict(self.workers)
+        for name, worker in other.workers.items():
+            workers[name] = _merged_worker(workers[name], worker) if name in workers else worker
+        sources = [s for s in (self.identity.source, other.identity.source) if s]
+        identity = msgspec.structs.replace(self.identity, source=", ".join(dict.fromkeys(sources)))
+        return Profile(identity=identity, workers=workers, devices={**self.devices, **other.devices})
+
+    def check(self, wanted: Mapping[str, str], *, is_other_ok: bool = False) -> list[str]:
+        """What of this profile is of another model, machine or version than `wanted` says. An error, or, where that is
+        allowed, the differences in words."""
+        differences = [
+            f"the profile's {field} is {getattr(self.identity, field)!r}, this is {value!r}"
+            for field, value in wanted.items()
+            if getattr(self.identity, field) != value
+        ]
+        if differences and not is_other_ok:
+            raise PlanError(f"{'; '.join(differences)}: measure again, or say --other-ok to plan with it all the same")
+        return differences
+
+    def costs(self) -> dict[str, WorkerCost]:
+        """Curves through the points, for the search."""
+        return {name: _worker_cost(worker) for name, worker in self.workers.items()}
+
+    def pools(self, counts: Mapping[str, int]) -> tuple[Pool, ...]:
+        measured = {points.kind for worker in self.workers.values() for points in worker.options.values()}
+        if unknown := sorted(counts.keys() - measured - self.devices.keys()):
+            raise PlanError(f"no worker was measured on {', '.join(unknown)}: the profile knows {', '.join(sorted(measured))}")
+        return tuple(
+            Pool(kind=kind, count=count, **msgspec.structs.asdict(self.devices.get(kind, DeviceKind())))
+            for kind, count in counts.items()
+        )
+
+    def kinds(self) -> list[str]:
+        found = {p.kind: None for worker in self.workers.values() for p in worker.options.values()}
+        return list(found)
+
+    def basis(self) -> dict[str, str]:
+        """For each worker, what its predicted times rest on."""
+        return {
+            name: "; ".join(_basis(label, points) for label, points in worker.options.items())
+            for name, worker in self.workers.items()
+        }
+
+
+def merge_all(profiles: Iterable[Profile]) -> Profile:
+    first, *rest = profiles
+    for other in rest:
+        first = first.merge(other)
+    return first
+
+
+def shortened(lengths: Iterable[float], num: int = 64) -> tuple[float, ...]:
+    """So many quantiles of a sample, the longest included: enough for a plan, few enough for a file."""
+    sample = np.asarray(list(lengths), np.float64)
+    if len(sample) <= num:
+        return tuple(float(x) for x in np.sort(sample))
+    return tuple(float(x) for x in np.quantile(sample, np.linspace(0.5 / num, 1.0, num)))
+
+
+def _check_points(where: str, points: Points) -> None:
+    columns = {len(points.items), len(points.replicas), len(points.seconds)}
+    columns |= {len(points.memory_bytes)} if points.memory_bytes else set()
+    if len(columns) != 1 or not points.items:
+        raise PlanError(f"{where}: items, replicas, seconds and memory_bytes are columns of one length: got {columns}")
+    if points.parallel < 1 or min(points.replicas) < 1:
+        raise PlanError(f"{where}: parallel and replicas count from 1")
+
+
+def _merged_worker(mine: WorkerProfile, its: WorkerProfile) -> WorkerProfile:
+    options = dict(mine.options)
+    for label, points in its.options.items():
+        old = options.get(label)
+        if old is None:
+            options[label] = points
+            continue
+        if (old.kind, old.parallel) != (points.kind, points.parallel):
+            raise PlanError(f"option {label} is {old.kind} × {old.parallel} in one profile, "
+                            f"{points.kind} × {points.parallel} in the other: rename one")  # fmt: skip
+        both_know_memory = bool(old.memory_bytes) and bool(points.memory_bytes)
+        options[label] = msgspec.structs.replace(
+            points,
+            items=old.items + points.items,
+            replicas=old.replicas + points.replicas,
+            seconds=old.seconds + points.seconds,
+            memory_bytes=old.memory_bytes + points.memory_bytes if both_know_memory else (),
+        )
+    lengths = shortened(mine.lengths + its.lengths)
+    return msgspec.structs.replace(its, options=options, lengths=lengths)
+
+
+def _worker_cost(worker: WorkerProfile) -> WorkerCost:
+    return WorkerCost(
+        options=tuple(_option(points) for points in worker.options.values()),
+        lengths=worker.lengths,
+        streams=worker.streams,
+        concurrency=worker.concurrency,
+        rounds=worker.rounds,
+    )
+
+
+def _option(points: Points) -> Option:
+    work, exponent = _fit_time(points)
+    return Option(
+        kind=points.kind,
+        parallel=points.parallel,
+        work_s=work,
+        replica_exponent=exponent,
+        tail_s=points.tail_s,
+        step_s=points.step_s,
+        memory_bytes=fit(points.items, points.memory_bytes) if points.memory_bytes else constant(0.0),
+        sharded_bytes=points.sharded_bytes,
+        swap_s=points.onload_s + points.offload_s,
+    )
+
+
+def _fit_time(points: Points) -> tuple[Curve, float]:
+    """Seconds by items, at the fewest replicas that were measured, and how they grow with replicas."""
+    fewest = min(points.replicas)
+    base = [(x, s) for x, r, s in zip(points.items, points.replicas, points.seconds) if r == fewest]
+    curve = fit([x for x, _ in base], [s for _, s in base])
+    more = [
+        (np.log(r / fewest), np.log(max(s, 1e-12) / max(curve.at(x), 1e-12)))
+        for x, r, s in zip(points.items, points.replicas, points.seconds)
+        if r > fewest
+    ]
+    if not more:
+        return curve, 0.0
+    exponent = max(0.0, float(sum(a * b for a, b in more) / sum(a * a for a, _ in more)))
+    return curve.scaled(fewest**-exponent), exponent
+
+
+def _basis(label: str, points: Points) -> str:
+    curve, exponent = _fit_time(points)
+    growth = f", × replicas^{exponent:.2f}" if exponent else ""
+    sizes = len(set(points.items))
+    return (
+        f"{label}: {len(points.items)} points at {sizes} size{'s' if sizes > 1 else ''} "
+        f"({curve.smallest:g} to {curve.largest:g} items a replica), {curve.family}{growth}, "
+        f"held-out error {curve.error:.0%}{' (one size: taken as proportional)' if sizes == 1 else ''}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner not in ((), [], {})}
+    return value

@@ -1,0 +1,511 @@
+"""The best plan for a workflow on given devices: RLinf's Algorithm 1, exact, over frontiers instead of single times.
+
+Algorithm 1 cuts the graph in two along every s–t cut and lets the halves share the devices or split them, recursively.
+It keeps one time for a part and a number of devices. That is too little: a part inside a pipeline matters by two
+figures, the seconds a chunk needs to pass (latency f) and the seconds between chunks (interval i), and the part that is
+fastest alone is not the one that makes the fastest pipeline. So a part at a chunk size b has a frontier of ways, and
+
+    stage                      f, i              what `cost` says, for every number of devices
+    series     devices add     f = f_s + f_t + transfer      i = max(i_s, i_t, transfer)
+    parallel   devices add     f = max(f_s, f_t)             i = max(i_s, i_t)
+    turns      devices max     f = i = f_s + f_t + swap      one in memory at a time
+    together   devices max     f = i = f_s + f_t             if both fit into memory
+    finer      b in k chunks   f = f' + (k − 1)·i'           i = k·i'
+
+`finer` of `series` is the paper's T_critical + (M/m − 1)·T_bottleneck, with a granularity m for every edge of its own.
+A step with lag η lasts max(i, f/(η + 1)) of the whole graph at the whole batch: η + 1 batches are under way at most.
+Synchronous is lag 0.
+
+Why it is fast and still exact:
+- the key is (part, chunk size); devices are a column of the frontier, not a loop;
+- series, parallel and sharing are associative, so only one bracketing of each is built (`_LEFT_OUT`);
+- a first pass over few device counts gives a bound; the second, over all, drops ways that cannot stay below it.
+
+tests/planning/test_search.py holds it against brute force. Called by `rill plan`, `rill simulate` and `replan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+
+from rill.errors import PlanError
+from rill.planning.cost import Pin, Problem, Seat, Stage, why_no_stage
+from rill.planning.frontier import (
+    DEVICES,
+    INTERVAL,
+    LATENCY,
+    MEMORY,
+    MIX,
+    SWAP,
+    Bools,
+    Floats,
+    Frontier,
+    Op,
+    Source,
+    product,
+)
+
+_SPLIT = (Op.SERIES, Op.PARALLEL)
+_SHARE = (Op.TURNS, Op.TOGETHER)
+_LEFT_OUT: dict[Op, tuple[Op, ...]] = {
+    Op.SERIES: (Op.SERIES,),  # (a;b);c is a;(b;c)
+    Op.PARALLEL: (Op.PARALLEL,),
+    Op.TURNS: (Op.TURNS, Op.TOGETHER),
+    Op.TOGETHER: (Op.TOGETHER,),
+}
+"""What may not be the first half of a combination, because another bracketing costs the same or less."""
+
+_SHARES, _SPLITS, _BOTH = 1, 2, 3
+_SLACK = 1 + 1e-9
+_ROUGH = 6
+"""Choices of a stage that the first pass looks at; what it finds bounds the second, which looks at all."""
+
+Stages: TypeAlias = dict[tuple[int, int], Stage]
+"""By node and chunk size."""
+
+
+class Mode(StrEnum):
+    """Which plans are looked at."""
+
+    AUTO = "auto"
+    SHARED = "shared"
+    """All workers take turns on all devices."""
+    SPLIT = "split"
+    """Every worker has devices of its own."""
+    HYBRID = "hybrid"
+    """Some share, some do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """A way to run a part of the graph, as it was put together."""
+
+    op: Op
+    nodes: tuple[str, ...]
+    chunk: int
+    """Items that pass at a time."""
+    devices: tuple[int, ...]
+    """Of each kind."""
+    latency_s: float
+    interval_s: float
+    memory: float
+    """Share of the fullest device."""
+    halves: tuple[Tree, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    """Of a stage: its worker, or the members of a cycle."""
+    is_apart: bool = False
+    """Of a cycle: whether the members have devices of their own."""
+
+    def stages(self) -> Iterator[Tree]:
+        if self.op is Op.STAGE:
+            yield self
+        for half in self.halves:
+            yield from half.stages()
+
+    def ops(self) -> set[Op]:
+        return {self.op}.union(*(half.ops() for half in self.halves))
+
+    @property
+    def mode(self) -> Mode:
+        shares = bool(self.ops() & set(_SHARE))
+        splits = bool(self.ops() & set(_SPLIT)) or any(stage.is_apart for stage in self.stages())
+        if shares and splits:
+            return Mode.HYBRID
+        return Mode.SHARED if shares or not splits else Mode.SPLIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan that the search found, and how long a step takes under it."""
+
+    step_s: float
+    tree: Tree
+
+
+def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
+    """The plan with the shortest step, of all that `mode` allows. PlanError names what makes every plan impossible."""
+    stages = {
+        (i, chunk): problem.stage(i, chunk) for i in range(len(problem.graph.nodes)) for chunk in problem.levels
+    }
+    for bound_s in _first_bounds(problem, mode, stages):
+        for num_choices in (_ROUGH, None):
+            run = _Search(problem, mode, stages, bound_s, num_choices)
+            root = run.root()
+            bound_s = min(bound_s, float(_step_s(problem, root).min(initial=np.inf)))
+        if len(root):
+            row = int(np.argmin(_step_s(problem, root)))
+            tree = run.tree(problem.graph.everything, problem.graph.batch, root, row)
+            return Found(step_s=float(_step_s(problem, root)[row]), tree=tree)
+    raise PlanError(_why_not(problem, mode, stages))
+
+
+def alternatives(problem: Problem, best: Found) -> list[tuple[Mode, Found | str]]:
+    """The best plan of every other mode, or why it has none, for comparison with the winner."""
+    others: list[tuple[Mode, Found | str]] = []
+    for mode in (Mode.SHARED, Mode.SPLIT, Mode.HYBRID):
+        if mode is best.tree.mode or (mode is Mode.HYBRID and _num_workers(problem) < 3):
+            continue
+        try:
+            others.append((mode, search(problem, mode)))
+        except PlanError as error:
+            others.append((mode, str(error)))
+    return others
+
+
+def _num_workers(problem: Problem) -> int:
+    return sum(len(node.members) or 1 for node in problem.graph.nodes)
+
+
+def _step_s(problem: Problem, frontier: Frontier) -> Floats:
+    return np.maximum(frontier.interval, frontier.latency / (problem.lag + 1))
+
+
+def _first_bounds(problem: Problem, mode: Mode, stages: Stages) -> list[float]:
+    """Steps that some plan is expected to stay below, to begin with; the last is one that every plan does."""
+    if mode is Mode.HYBRID:  # twice the best of all is a guess
+        return [2 * search(problem).step_s, np.inf]
+    is_free = not _pinned_pairs(problem) and not any(node.members for node in problem.graph.nodes)
+    if mode is Mode.SPLIT or not is_free:
+        return [np.inf]
+    # All workers in turns on all devices, each as fast as it can be: a plan that there is.
+    wholes = [stages[i, problem.graph.batch].frontier for i in range(len(problem.graph.nodes))]
+    turns = sum(float((way.latency + way.table[:, SWAP]).min(initial=np.inf)) for way in wholes)
+    return [turns + sum(sync.bytes for sync in problem.graph.syncs) / problem.local_bytes_per_s]
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """Of a node, at any chunk size and on any devices."""
+
+    device_s: float
+    """Device-seconds of a step."""
+    latency_s: float
+    """Of one chunk."""
+    batch_s: float
+    """Of all chunks."""
+
+
+class _Search:
+    """One pass over all parts and chunk sizes, with a bound on the step and on the choices looked at of a stage."""
+
+    def __init__(
+        self, problem: Problem, mode: Mode, stages: Stages, bound_s: float, num_choices: int | None
+    ) -> None:
+        self.problem = problem
+        self.graph = problem.graph
+        self.mode = mode
+        self.bound_s = bound_s * _SLACK
+        self._num_choices = num_choices
+        self._index = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        self._memo: dict[tuple[int, int], Frontier] = {}
+        self._operands: dict[tuple[int, int, Op], Frontier] = {}
+        self._chains: dict[int, tuple[float, float]] = {}
+        self._stages = stages
+        self._streaming = sum(
+            1 << i
+            for i, node in enumerate(self.graph.nodes)
+            if any(problem.workers[m].streams for m in node.members or (node.name,))
+        )
+        self._least = [self._least_of(i) for i in range(len(self.graph.nodes))]
+        self._never_fits, self._always_fits = self._memory_matters()
+        self._pairs = _pinned_pairs(problem)
+
+    def root(self) -> Frontier:
+        """The ways to run everything."""
+        root = self.frontier(self.graph.everything, self.graph.batch)
+        return root.rows(root.table[:, MIX] == _BOTH) if self.mode is Mode.HYBRID else root
+
+    def frontier(self, part: int, chunk: int) -> Frontier:
+        """All unbeaten ways to pass `chunk` items through a part: FindSchedule of Algorithm 1."""
+        known = self._memo.get((part, chunk))
+        if known is not None:
+            return known
+        ways: list[Frontier] = []
+        if part & (part - 1) == 0:
+            ways.append(self._stage(part, chunk))
+        for source_side in self.graph.cuts(part):
+            ways += self._combined(source_side, part & ~source_side, chunk)
+        ways += self._finer(part, chunk)
+        ways = [way for way in ways if len(way)]
+        merged = Frontier.union(ways, len(self.problem.pools))
+        found = merged.best() if len(ways) > 1 else merged
+        self._memo[part, chunk] = found
+        return found
+
+    def _stage(self, part: int, chunk: int) -> Frontier:
+        stage = self._stages[part.bit_length() - 1, chunk]
+        ways, is_apart = stage.frontier, np.array(stage.is_apart, np.bool_)
+        is_cycle = bool(self.graph.nodes[part.bit_length() - 1].members)
+        if is_cycle and self.mode in (Mode.SHARED, Mode.SPLIT):
+            ways = ways.rows(is_apart == (self.mode is Mode.SPLIT))
+        table = ways.table.copy()
+        if is_cycle and self.mode is Mode.HYBRID:
+            table[:, MIX] = np.where(is_apart, _SPLITS, _SHARES)
+        if self._never_fits or self._always_fits:
+            table[:, MEMORY] = 0.0  # the answer is known: no need of a column
+        ways = replace(ways, table=table).rows(self._below_bound(part, chunk, table))
+        if self._num_choices is not None and len(ways) > self._num_choices:
+            ways = ways.rows(np.unique(np.geomspace(1, len(ways), self._num_choices).astype(np.int64)) - 1)
+        return ways
+
+    def _combined(self, first: int, second: int, chunk: int) -> Iterator[Frontier]:
+        """The two sides of a cut, put together in every way that is allowed."""
+        transfers_s, sync_apart_s, sync_local_s = self._crossing(first, second, chunk)
+        share_of_step = chunk / self.graph.batch
+        must_share, must_split = self._pinned(first, second)
+        if self.mode is not Mode.SHARED and not must_share:
+            op = Op.SERIES if transfers_s or sync_apart_s else Op.PARALLEL
+            slowest_s = max([*transfers_s, sync_apart_s * share_of_step])
+            yield self._product(op, first, second, chunk, sum(transfers_s) + sync_apart_s, slowest_s)
+        # An engine with all prompts in flight cannot leave its devices between two chunks.
+        takes_turns = chunk == self.graph.batch or not (first | second) & self._streaming
+        if self.mode is not Mode.SPLIT and not must_split and takes_turns:
+            added_s = sync_local_s * share_of_step
+            if not self._always_fits:
+                yield self._product(Op.TURNS, first, second, chunk, added_s, 0.0)
+            if not self._never_fits:
+                yield self._product(Op.TOGETHER, first, second, chunk, added_s, 0.0)
+
+    def _product(
+        self, op: Op, first: int, second: int, chunk: int, added_s: float, slowest_s: float
+    ) -> Frontier:
+        left = self._operand(first, chunk, op).without(*_LEFT_OUT[op])
+        right = self._operand(second, chunk, op)
+        if not len(left) or not len(right):
+            return right.rows(slice(0))
+        limits = self.problem.limits
+
+        def combine(s: Floats, t: Floats) -> tuple[Floats, Bools]:
+            table = np.maximum(s, t)
+            if op is not Op.PARALLEL:
+                table[:, LATENCY] = s[:, LATENCY] + t[:, LATENCY]
+            table[:, LATENCY] += added_s
+            if op in _SPLIT:
+                table[:, DEVICES:] = s[:, DEVICES:] + t[:, DEVICES:]
+                table[:, INTERVAL] = np.maximum(table[:, INTERVAL], slowest_s)
+            elif op is Op.TURNS:
+                table[:, LATENCY] += s[:, SWAP] + t[:, SWAP]
+                table[:, INTERVAL], table[:, SWAP] = table[:, LATENCY], 0.0
+            else:
+                table[:, INTERVAL] = table[:, LATENCY]
+                table[:, MEMORY] = s[:, MEMORY] + t[:, MEMORY]
+                table[:, SWAP] = s[:, SWAP] + t[:, SWAP]
+            if self.mode is Mode.HYBRID:
+                bits = s[:, MIX].astype(np.int64) | t[:, MIX].astype(np.int64)
+                table[:, MIX] = bits | (_SPLITS if op in _SPLIT else _SHARES)
+            self._settle(chunk, table)
+            fits = np.all(table[:, DEVICES:] <= limits, axis=1) & (table[:, MEMORY] <= 1.0)
+            return table, fits & self._below_bound(first | second, chunk, table)
+
+        return product(Source(op, left, right, (first, second), chunk), combine)
+
+    def _operand(self, part: int, chunk: int, op: Op) -> Frontier:
+        key = (part, chunk, op)
+        if key not in self._operands:
+            self._operands[key] = self.frontier(part, chunk).best_for(op)
+        return self._operands[key]
+
+    def _finer(self, part: int, chunk: int) -> Iterator[Frontier]:
+        """A chunk in k smaller ones."""
+        for smaller in self.problem.levels:
+            if smaller < chunk and chunk % smaller == 0:
+                inner = self.frontier(part, smaller).without(Op.FINER)  # smaller ones once: twice is the same
+                if not len(inner):
+                    continue
+                k = chunk // smaller
+                table = inner.table.copy()
+                table[:, LATENCY] += (k - 1) * inner.interval
+                table[:, INTERVAL] *= k
+                self._settle(chunk, table)
+                made = Frontier.of(table, Source(Op.FINER, inner, None, (part, 0), smaller))
+                yield made.rows(self._below_bound(part, chunk, table))
+
+    def _settle(self, chunk: int, table: Floats) -> None:
+        """Nothing follows a whole batch in a synchronous step: the interval is of no use there."""
+        if chunk == self.graph.batch and self.problem.lag == 0:
+            table[:, INTERVAL] = table[:, LATENCY]
+
+    # --- what cannot lead to a step below the bound ---
+
+    def _below_bound(self, part: int, chunk: int, table: Floats) -> Bools:
+        """Three lower bounds of any step that contains such a way. Devices: it holds its own while k chunks pass, the
+        other workers need at least their least device-seconds, and all devices together have N · step. Latency: k
+        chunks must pass here and one through whatever comes before and after; and one must pass here while one of
+        those works through the whole batch."""
+        if not np.isfinite(self.bound_s):
+            return np.ones(len(table), np.bool_)
+        k = self.graph.batch / chunk
+        latency, interval = table[:, LATENCY], table[:, INTERVAL]
+        rest = sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1)
+        held = table[:, DEVICES:].sum(axis=1) * (np.minimum(latency, interval) + (k - 1) * interval)
+        chain, chain_and_batch = self._outside(part)
+        passed = latency + np.maximum((k - 1) * interval + chain, chain_and_batch)
+        longest = np.maximum((held + rest) / self.problem.num_devices, passed / (self.problem.lag + 1))
+        result: Bools = longest <= self.bound_s
+        return result
+
+    def _outside(self, part: int) -> tuple[float, float]:
+        """The longest chain of nodes through the part, without the part: by the least latency of each, and with one of
+        them working through its whole batch."""
+        if part not in self._chains:
+            num, parents = len(self.graph.nodes), self.graph.parents
+            zero = (0.0, 0.0)
+            up, down = [zero] * num, [zero] * num
+            for i in range(num):
+                up[i] = self._longest(part, up, [p for p in range(num) if parents[i] >> p & 1])
+            for i in reversed(range(num)):
+                down[i] = self._longest(part, down, [c for c in range(num) if parents[c] >> i & 1])
+            inside = [i for i in range(num) if part >> i & 1]
+            self._chains[part] = (
+                max(up[i][0] + down[i][0] for i in inside),
+                max(max(up[i][1] + down[i][0], up[i][0] + down[i][1]) for i in inside),
+            )
+        return self._chains[part]
+
+    def _longest(
+        self, part: int, so_far: list[tuple[float, float]], nexts: list[int]
+    ) -> tuple[float, float]:
+        best = (0.0, 0.0)
+        for i in nexts:
+            chunk_s, batch_s = (0.0, 0.0) if part >> i & 1 else (self._least[i].latency_s, self._least[i].batch_s)
+            chain, with_batch = so_far[i]
+            best = (
+                max(best[0], chain + chunk_s),
+                max(best[1], with_batch + chunk_s, chain + batch_s),
+            )
+        return best
+
+    def _least_of(self, node: int) -> _Least:
+        device_s = latency_s = batch_s = np.inf
+        for chunk in self.problem.levels:
+            ways = self._stages[node, chunk].frontier
+            k = self.graph.batch / chunk
+            whole = ways.latency + (k - 1) * ways.interval
+            held = np.minimum(ways.latency, ways.interval) + (k - 1) * ways.interval
+            if chunk == self.graph.batch or not self._streaming >> node & 1:
+                device_s = min(device_s, (ways.devices.sum(axis=1) * held).min(initial=np.inf))
+            latency_s = min(latency_s, ways.latency.min(initial=np.inf))
+            batch_s = min(batch_s, whole.min(initial=np.inf))
+        finite = [0.0 if np.isinf(x) else float(x) for x in (device_s, latency_s, batch_s)]
+        return _Least(*finite)
+
+    def _memory_matters(self) -> tuple[bool, bool]:
+        """Whether no two workers ever fit into a device together, and whether all of them always do."""
+        least, most = [], []
+        for i in range(len(self.graph.nodes)):
+            columns = [self._stages[i, chunk].frontier.memory for chunk in self.problem.levels]
+            least.append(min(float(column.min(initial=np.inf)) for column in columns))
+            most.append(max(float(column.max(initial=0.0)) for column in columns))
+        least.sort()
+        return len(least) > 1 and least[0] + least[1] > 1.0, sum(most) <= 1.0
+
+    # --- cuts ---
+
+    def _crossing(self, first: int, second: int, chunk: int) -> tuple[list[float], float, float]:
+        """Seconds that a cut adds: of each edge, for a chunk; of the weights, for a step, if the sides are apart and
+        if they share devices."""
+
+        def crosses(source: str, target: str) -> bool:
+            return bool(first >> self._index[source] & 1 and second >> self._index[target] & 1)
+
+        edges = [edge for edge in self.graph.edges if crosses(edge.source, edge.target)]
+        syncs = [s for s in self.graph.syncs if crosses(s.source, s.target) or crosses(s.target, s.source)]
+        weights = sum(sync.bytes for sync in syncs)
+        link, local = self.problem.link_bytes_per_s, self.problem.local_bytes_per_s
+        return [edge.bytes_per_item * chunk / link for edge in edges], weights / link, weights / local
+
+    def _pinned(self, first: int, second: int) -> tuple[bool, bool]:
+        """Whether pinned device ids on the two sides say: share, or split."""
+        relations = {
+            is_shared
+            for (a, b), is_shared in self._pairs.items()
+            if (first >> a & 1 and second >> b & 1) or (first >> b & 1 and second >> a & 1)
+        }
+        return True in relations, False in relations
+
+    # --- reading a plan back ---
+
+    def tree(self, part: int, chunk: int, frontier: Frontier, row: int) -> Tree:
+        source = frontier.sources[frontier.source[row]]
+        left, right = int(frontier.left[row]), int(frontier.right[row])
+        halves: tuple[Tree, ...] = ()
+        seats: tuple[Seat, ...] = ()
+        is_apart = False
+        if source.left is None:
+            stage = self._stages[part.bit_length() - 1, chunk]
+            seats, is_apart = stage.choices[left], stage.is_apart[left]
+        elif source.right is None:
+            halves = (self.tree(part, source.chunk, source.left, left),)
+        else:
+            first, second = source.parts
+            halves = (
+                self.tree(first, chunk, source.left, left),
+                self.tree(second, chunk, source.right, right),
+            )
+        latency, interval, memory, _, _, *devices = (float(x) for x in frontier.table[row])
+        return Tree(
+            op=source.op,
+            nodes=tuple(self.graph.names_in(part)),
+            chunk=chunk,
+            devices=tuple(int(n) for n in devices),
+            latency_s=latency,
+            interval_s=interval,
+            memory=memory,
+            halves=halves,
+            seats=seats,
+            is_apart=is_apart,
+        )
+
+
+# --- constraints ------------------------------------------------------------------------------------------
+
+
+def _pinned_pairs(problem: Problem) -> dict[tuple[int, int], bool]:
+    """Nodes whose device ids are pinned: whether the two share. Ids that overlap in part have no plan."""
+    ids: dict[int, frozenset[int]] = {}
+    for index, node in enumerate(problem.graph.nodes):
+        pinned = [set(problem.pins.get(m, Pin()).ids) for m in node.members or (node.name,)]
+        if any(pinned):
+            ids[index] = frozenset(set().union(*pinned))
+    pairs = {}
+    for a, b in itertools.combinations(ids, 2):
+        common = ids[a] & ids[b]
+        if common and ids[a] != ids[b]:
+            names = problem.graph.nodes[a].name, problem.graph.nodes[b].name
+            raise PlanError(
+                f"{names[0]} and {names[1]} are pinned to devices that overlap in part ({_ids_text(common)}): "
+                "give them the same devices, or none in common"
+            )
+        pairs[a, b] = bool(common)
+    return pairs
+
+
+def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
+    """The constraint that no plan can meet, and the smallest change that would help."""
+    for index, node in enumerate(problem.graph.nodes):
+        if not any(len(stages[index, chunk].frontier) for chunk in problem.levels):
+            return why_no_stage(problem, node)
+    least = []
+    for index in range(len(problem.graph.nodes)):
+        ways = [stages[index, chunk].frontier for chunk in problem.levels]
+        least.append(int(min(w.devices.sum(axis=1).min() for w in ways if len(w))))
+    names = [f"{node.name} {num}" for node, num in zip(problem.graph.nodes, least)]
+    missing = sum(least) - problem.num_devices
+    if missing > 0 and mode is not Mode.SHARED:
+        return (
+            f"{mode} needs at least {sum(least)} devices ({', '.join(names)}), there are {problem.num_devices}: "
+            f"add {missing}, or let workers share"
+        )
+    if mode is Mode.HYBRID:
+        return "no plan in which some workers share devices and others do not"
+    return f"no {mode} plan obeys the pins ({', '.join(sorted(problem.pins)) or 'none'}): lift one of them"
+
+
+def _ids_text(ids: Iterable[int]) -> str:
+    return ", ".join(str(i) for i in sorted(ids))

@@ -1,0 +1,89 @@
+"""What the model said, for people: `rollouts/<process>.jsonl` in the run folder, read by the dashboard and `rill runs`.
+
+A record is one group, with the text and the token-level fields of each sample. Only some groups of a step are kept
+(see RolloutConfig.log_groups): this is a window on the run, not its record. docs/telemetry.md lists the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rill.telemetry.jsonl import LineFile, encode_line
+from rill.types import NOT_SAMPLED, Floats, Group, Sample, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLLOUTS_FOLDER = "rollouts"
+MAX_LOGGED_TOKENS = 4096
+DIGITS = 3
+
+
+class RolloutLog:
+    def __init__(
+        self, run_dir: Path, process: str, tokenizer: PreTrainedTokenizerBase, max_groups: int
+    ) -> None:
+        self._file = LineFile(run_dir / ROLLOUTS_FOLDER / f"{process}.jsonl")
+        self._tokenizer = tokenizer
+        self._max_groups = max_groups
+        self._version = -1
+        self._num_logged = 0
+
+    def write(
+        self, group: Group, *, dropped: str | None, trained: Mapping[str, Sample] | None = None
+    ) -> None:
+        """`trained`: what the trainer knows of the group's samples, by trajectory id, where it is known already."""
+        version = max((int(t.versions.max(initial=-1)) for t in group.trajectories), default=-1)
+        if version != self._version:
+            self._version, self._num_logged = version, 0
+        if self._num_logged >= self._max_groups:
+            return
+        self._num_logged += 1
+        record = {
+            "version": version,
+            "group": group.id,
+            "prompt_id": group.prompt.id,
+            "task": group.prompt.task,
+            "answer": group.prompt.answer,
+            "dropped": dropped,
+            "tags": [str(tag) for tag in group.prompt.metadata.get("tags", ())],
+            "samples": [self._sample(t, (trained or {}).get(t.id)) for t in group.trajectories],
+        }
+        self._file.write(encode_line(record))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _sample(self, trajectory: Trajectory, trained: Sample | None) -> dict[str, Any]:
+        ids = trajectory.token_ids[:MAX_LOGGED_TOKENS].tolist()
+        sampled = trajectory.versions[:MAX_LOGGED_TOKENS] != NOT_SAMPLED
+        record = {
+            "id": trajectory.id,
+            "reward": trajectory.reward,
+            "parts": dict(trajectory.reward_parts),
+            "stop": trajectory.stop_reason.value,
+            "error": trajectory.error,
+            "tokens": [self._tokenizer.decode([token]) for token in ids],
+            "logprobs": _rounded(trajectory.logprobs),
+            "sampled": sampled.astype(int).tolist(),
+            "versions": trajectory.versions[:MAX_LOGGED_TOKENS].tolist(),
+            "mask": trajectory.loss_mask[:MAX_LOGGED_TOKENS].astype(int).tolist(),
+            "turns": [{"role": t.role, "start": t.start, "end": t.end} for t in trajectory.turns],
+            "num_tokens": trajectory.num_tokens,
+        }
+        if "media" in trajectory.metadata:
+            record["media"] = trajectory.metadata["media"]
+        if trained is not None:
+            record["advantages"] = _rounded(trained.advantages)
+            if trained.old_logprobs is not None:
+                record["trainer_logprobs"] = _rounded(trained.old_logprobs)
+        return record
+
+
+def _rounded(values: Floats) -> list[float]:
+    rounded: list[float] = np.round(values[:MAX_LOGGED_TOKENS].astype(np.float64), DIGITS).tolist()
+    return rounded

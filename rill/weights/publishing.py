@@ -1,0 +1,162 @@
+"""The trainer's end of weight sync: whoever publishes brings the engines there, without the driver in between.
+
+    train ──▶ publish ──▶ update on every engine at once: pull, prove it ──▶ Synced: who did not come, a few metrics
+
+Manifests, proofs and the engines' answers stay between the trainer's first rank and the engines. The driver learns who
+failed, starts it again (rill.workflows.fleet) and asks for `catch_up`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rill.runtime.context import current
+from rill.runtime.device.lock import groups_in_line
+from rill.runtime.group import WorkerGroup
+from rill.runtime.handle import Handle
+from rill.runtime.worker import Worker
+from rill.types import PolicyVersion
+from rill.weights.base import Publisher
+from rill.weights.manifest import SealedManifest
+from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
+
+
+class Synced(NamedTuple):
+    """How a sync ended, for the driver; a tuple, because there is one at every step."""
+
+    metrics: Mapping[str, float]
+    failed: Mapping[str, str]
+    """Engines that did not come to the version, with the reason."""
+
+
+class PublishingWorker(Worker):
+    """A group whose first rank publishes weights and holds the line to the engines. All ranks gather."""
+
+    publisher: Publisher | None
+    """Rank 0's."""
+    engines: Engines | None = None
+    """Rank 0's, once they have met."""
+
+    @abstractmethod
+    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
+        """Put the weights where engines reach them, inside the caller's turn on the devices. Rank 0 returns what
+        engines must know, with what they must answer to a canary."""
+
+    def meet(self, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool) -> None:
+        """Called once, on rank 0. `timeout_s`: for an engine to take a version; `interrupt`: what it samples goes on
+        under the new one."""
+        assert self.publisher is not None, "rank 0 publishes"
+        self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
+
+    def publish(self, version: PolicyVersion) -> Synced | None:
+        """Bring the engines to the weights as they are."""
+        with self.device_lock():
+            manifest = self._gather(version)
+        return self._bring_engines_to(manifest)
+
+    def _bring_engines_to(self, manifest: SealedManifest | None) -> Synced | None:
+        """Outside a turn on the devices: engines that share them need their own."""
+        if manifest is None:
+            return None
+        with self.timer("sync"):
+            return self._engines().bring_to(manifest)
+
+    def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
+        """Bring one engine, started again, to the version that the others hold, if there is one. `rollout`: where they
+        are now."""
+        self._engines().catch_up(rollout, rank)
+
+    def manifest(self) -> SealedManifest:
+        """The newest weights, as a group that is no engine can pull them by itself."""
+        return self._engines().manifest_for_one()
+
+    def _engines(self) -> Engines:
+        assert self.engines is not None, "rank 0 meets the engines before anything is published"
+        return self.engines
+
+
+class Engines:
+    """The engines of a run, as the publishing rank sees them."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        rollout: WorkerGroup[Any],
+        timeout_s: float,
+        interrupt: bool,
+    ) -> None:
+        self._publisher = publisher
+        self._group = EngineGroup(rollout, interrupt)
+        # No engine need be in service: the driver starts those that are not again, or ends the run.
+        config = WeightSyncConfig(timeout_s=timeout_s, min_in_service=0)
+        self._sync = WeightSync(publisher, self._group, config)
+        self._manifest: SealedManifest | None = None
+
+    def bring_to(self, manifest: SealedManifest) -> Synced:
+        self._manifest = manifest
+        report = self._sync.distribute(manifest)
+        metrics = {
+            "sync/update_s": report.pull_s,
+            "sync/bytes": float(report.num_bytes),
+            "sync/engines": float(len(report.in_service)),
+        }
+        if report.canary:
+            metrics["sync/canary"] = max(report.canary.values())
+        return Synced(metrics, report.failed)
+
+    def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
+        self._group.rollout = rollout
+        if self._manifest is not None:
+            self._sync.catch_up(self._group.names[rank], self.manifest_for_one())
+
+    def manifest_for_one(self) -> SealedManifest:
+        manifest = self._manifest
+        assert manifest is not None, "nothing is published before the loop runs"
+        if not manifest.is_collective:
+            return manifest
+        return manifest.with_content(self._publisher.for_one(manifest.open()))
+
+
+class EngineGroup:
+    """rill.weights.sync.PullTargets: the rollout group."""
+
+    def __init__(self, rollout: WorkerGroup[Any], interrupt: bool) -> None:
+        self.rollout = rollout
+        self.names: Sequence[str] = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
+        self._interrupt = interrupt
+
+    def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
+        if len(names) == len(self.names):
+            return GroupPulls(self.names, self.rollout.update(manifest, self._interrupt))
+        wanted = set(names)
+        ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
+        if not ranks:
+            return GroupPulls([], None)
+        handle = self.rollout.on(*ranks).update(manifest, self._interrupt)
+        return GroupPulls([self.names[rank] for rank in ranks], handle)
+
+
+class GroupPulls:
+    """rill.weights.sync.Pulls of one call on several engines."""
+
+    def __init__(self, names: Sequence[str], handle: Handle | None) -> None:
+        self._names = names
+        self._handle = handle
+
+    def ended(self, timeout_s: float) -> Mapping[str, Pulled | Exception]:
+        """The time of those that wait for devices which others have their turn on (a critic that still trains) does
+        not count: that wait has a deadline of its own, the lock's."""
+        if self._handle is None:
+            return {}
+        if timeout_s > 0:
+            while not self._handle.ended(timeout_s) and self._is_in_line():
+                pass
+        outcomes = zip(self._names, self._handle.so_far(), strict=True)
+        return {name: outcome.error or outcome.value for name, outcome in outcomes if outcome is not None}
+
+    def _is_in_line(self) -> bool:
+        assert self._handle is not None
+        group = self._handle.targets[0].group
+        return group in groups_in_line(current())

@@ -1,0 +1,256 @@
+"""The tables of a recipe that several workflows share. Each is read once, by the part named in its docstring."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rill.config import Config, OneOf, PartConfig
+from rill.config.base import as_table
+from rill.data.base import DATASETS, Split
+from rill.envs.base import ENVIRONMENTS
+from rill.inference.base import ENGINES
+from rill.telemetry.guards import Guard, default_guards
+from rill.telemetry.sinks.base import SINKS
+from rill.types import SamplingParams
+from rill.weights.base import TRANSPORTS
+
+Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+"""Device ids of a group, as rill.runtime.device.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
+
+
+HELD_OUT = "held_out"
+"""The evaluation on the training data's held-out side; its metrics are eval/… without a name."""
+
+MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+"""Largest mean |log π_trainer − log π_engine| of the same tokens and weights, in nats, by the trainer's precision."""
+
+
+def native_unless_named(engine: Any) -> Any:
+    table = as_table(engine)
+    return {"type": "native", **table} if isinstance(table, dict) else engine
+
+
+class RecipeConfig(Config):
+    """What every recipe has, whatever its workflow."""
+
+    workflow: str
+    seed: int = Field(0, ge=0)
+    """Decides the order of the data, sampling and fresh weights; the same seed and plan give the same run."""
+    sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
+    """Trackers that get the metrics too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
+
+    def guards(self) -> list[Guard]:
+        """What is watched while the recipe runs."""
+        return default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
+
+
+class SamplingConfig(Config):
+    """[rollout.sampling]: how completions are sampled."""
+
+    max_new_tokens: int = Field(256, ge=1)
+    """Tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """0: greedy."""
+    top_k: int = Field(0, ge=0)
+    """0: off."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """0: off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion. Empty: off."""
+
+    def params(self, **changes: Any) -> SamplingParams:
+        return SamplingParams(**{**self.model_dump(), **changes})
+
+
+class LoopConfig(Config):
+    """[loop]: read by rill.workflows.loop."""
+
+    steps: int = Field(100, ge=1)
+    """Training steps of the whole run, resumed parts included."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts in a batch; each is answered rollout.group_size times."""
+    max_lag: int = Field(0, ge=0)
+    """Versions that generation may run ahead of training. 0: synchronous. Above 0 set algorithm.correction too, for
+    instance to "tis", which weighs tokens of older policies."""
+    order: Literal["completion", "admission"] = "completion"
+    """Which finished groups make the next batch: the first to finish, or strictly those admitted first. With
+    max_lag 0 both are the same batch."""
+    max_concurrent_prompts: int = Field(0, ge=0)
+    """Prompts in flight over all engines. 0: as many as max_lag admits."""
+    overprovision: float = Field(0.0, ge=0, le=1)
+    """Groups begun beyond a batch, as a share of it, where max_lag is 0. Once the batch is full the slowest are
+    stopped; they keep their tokens and go on, under newer weights, with the next batch. 0: off."""
+    max_resumes: int = Field(8, ge=1)
+    """With overprovision: a group that was stopped so many times is waited for. Bounds the lag of its oldest tokens."""
+    max_refills: int = Field(20, ge=0)
+    """Batches' worth of groups that filters may drop while one batch comes together; then the run ends and says why.
+    0: no limit but step_timeout_s."""
+    interrupt: bool = True
+    """New weights interrupt running sequences, which continue under them (partial rollout). Off: engines finish
+    what runs before they take new weights. Matters only where max_lag > 0."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps. 0: only at the end."""
+    keep_unfinished: bool = True
+    """Where max_lag > 0: a checkpoint stops the engines for a moment and holds what was said of unfinished answers,
+    which a resumed run continues. Episodes of several turns are then run again up to where they stood, with the answers
+    they were given. Off: engines are not stopped, and a resumed run begins unfinished groups anew."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """The newest so many are kept."""
+    step_timeout_s: float = Field(3600.0, gt=0)
+    """A step that takes longer is reported as stuck."""
+    max_relaunches: int = Field(3, ge=0)
+    """Times that each engine may be started again after its process died or it could not take new weights. 0: the
+    first such failure ends the run."""
+
+    @property
+    def largest_lag(self) -> int:
+        """Versions that a token may be behind when it is trained on, where nothing is out of order."""
+        return self.max_lag + (self.max_resumes if self.overprovision else 0)
+
+    @model_validator(mode="after")
+    def _can_be_stopped(self) -> LoopConfig:
+        if self.overprovision and (self.max_lag > 0 or self.order == "admission"):
+            raise ValueError(
+                f"overprovision = {self.overprovision:g} with max_lag = {self.max_lag} and order = {self.order!r}: "
+                "it is for max_lag = 0 and batches by completion; with max_lag > 0 slow groups go on by themselves "
+                "while the trainer trains on others"
+            )
+        return self
+
+
+class EvalSamplingConfig(Config):
+    """How an evaluation asks."""
+
+    num_prompts: int = Field(128, ge=0)
+    """The first of them. 0: none."""
+    samples: int = Field(1, ge=1)
+    """Completions per prompt; pass@k is reported for k up to this."""
+    temperature: float = Field(0.0, ge=0)
+    """0: greedy, which with samples > 1 makes no sense and is refused."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1: off."""
+    max_new_tokens: int = Field(0, ge=0)
+    """0: as in training."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0 would draw the same answer every time: set a "
+                "temperature, or samples = 1"
+            )
+        return self
+
+
+class EvalSetConfig(EvalSamplingConfig):
+    """[[eval.sets]]: a data set that is only evaluated on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Its metrics are eval/<name>/…"""
+    data: Annotated[PartConfig, OneOf(DATASETS)]
+    split: Split = Split.TRAIN
+    """"train": all of its rows but those it holds out, if it does; "held_out": those."""
+    env: Annotated[PartConfig, OneOf(ENVIRONMENTS)] | None = None
+    """Unset: as in training."""
+
+
+class EvalConfig(EvalSamplingConfig):
+    """[eval]: the held-out side of the training data, and any number of other sets; read by the controller."""
+
+    every: int = Field(10, ge=0)
+    """Steps between evaluations. 0: only before the first and after the last step."""
+    sets: tuple[EvalSetConfig, ...] = ()
+
+    def all_sets(self, data: PartConfig) -> dict[str, EvalSetConfig]:
+        """By name; that of the training data's held-out side is HELD_OUT."""
+        own = {**self.model_dump(include=set(EvalSamplingConfig.model_fields)), "split": Split.HELD_OUT}
+        held_out = {HELD_OUT: EvalSetConfig(name=HELD_OUT, data=data, **own)} if self.num_prompts else {}
+        return {**held_out, **{each.name: each for each in self.sets}}
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [each.name for each in self.sets]
+        if len(set(names)) < len(names) or HELD_OUT in names:
+            raise ValueError(
+                f"sets are called {', '.join(names)}: give each a name of its own, not {HELD_OUT!r}"
+            )
+        return self
+
+
+class RolloutConfig(Config):
+    """[rollout]"""
+
+    engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)]
+    """The inference engine. Its model is the recipe's unless it names its own."""
+    env: Annotated[PartConfig, OneOf(ENVIRONMENTS)]
+    """What a prompt is put through, rewards included."""
+    env_workers: int = Field(0, ge=0)
+    """Processes that run environments and rewards, apart from the engines. 0: inside the engines' processes."""
+    sampling: SamplingConfig = SamplingConfig()
+    group_size: int = Field(8, ge=1)
+    """Samples per prompt."""
+    max_concurrent: int = Field(1024, ge=1)
+    """Samples in flight on one engine; further tasks wait where other engines can take them."""
+    log_groups: int = Field(4, ge=0)
+    """Groups per step and process whose text is kept for the rollout viewer. 0: off."""
+
+
+class ClusterConfig(Config):
+    """[cluster]: where worker processes run."""
+
+    type: Literal["local", "ray"] = "local"
+    address: str = "local"
+    """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
+    devices: int = Field(0, ge=0)
+    """Device slots to use. 0: all that are found."""
+    colocate: bool = False
+    """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
+    between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""
+    threads: int = Field(0, ge=0)
+    """Threads of each worker process. 0: cores divided by the device slots. Sums in other numbers of threads round
+    differently: runs on other placements give the same bits only where this is set to the same number."""
+
+
+class SyncConfig(Config):
+    """[sync]: how trained weights reach the engines; read by rill.weights.publishing and the workers at both ends."""
+
+    transport: Annotated[PartConfig, OneOf(TRANSPORTS)] = Field(
+        default_factory=lambda: TRANSPORTS.load("auto").Config()
+    )
+    """How the bytes travel. auto: by placement: tcp between machines, cuda_ipc on one GPU that all share and stay on
+    (cluster.colocate), otherwise shm."""
+    canary: bool = True
+    """After each sync compare engine and trainer log-probabilities on fixed tokens."""
+    canary_tolerance: float = Field(0.0, ge=0)
+    """Largest mean difference allowed, in nats. 0: chosen by the precision of the weights."""
+    timeout_s: float = Field(300.0, gt=0)
+    """An engine that has not taken new weights by then is out of service until it has."""
+
+
+class WarmStartConfig(Config):
+    """[sft]: supervised steps before the first RL step, on the same trainer and data. 0 steps: off."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(64, ge=1)
+    """Examples per step."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Of these steps; RL uses the trainer's own."""
+
+
+class FlowConfig(Config):
+    """[flow]: in what chunks samples move between the groups of a step. Part of the plan: no worker's code knows it."""
+
+    granularity: int = Field(0, ge=0)
+    """Prompts to a chunk. Groups that have devices of their own work on a chunk as soon as it is finished, so that
+    sampling, scoring and training overlap inside a step; those that take turns wait for the whole batch first. With
+    other chunks the gradient is the same up to rounding; the same chunks in the same order give the same bits, on any
+    placement (loop.order = "admission" fixes the order). 0: the whole batch."""
+    edges: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """The granularity of single edges, by the group that consumes them, e.g. { reference = 4 }."""
+
+    def granularity_of(self, consumer: str, batch: int) -> int:
+        return min(self.edges.get(consumer, self.granularity) or batch, batch)

@@ -1,0 +1,330 @@
+"""The controller: a worker that admits prompts, collects what became of them, and announces batches chunk by chunk.
+
+             ┌──────────────── controller (one process) ───────────────┐
+    data ──▶ │ admit ──▶ running ──▶ kept ──▶ batch ──▶ chunks         │ ── Chunk ──▶ every stage (edges.py)
+             └───┬───────────▲──────────────────────────────┬──────────┘
+               tasks      outcomes        (channels)        └── Batch ──▶ driver, once a step
+                 └─▶ episodes ─┘
+
+Two threads. `_run` takes outcomes, admits what they make room for and announces the chunks that they complete, all the
+time, so that generation and the stages go on whatever the driver does. The main thread serves the driver: `select`
+opens the batch of a step and returns when it is full, or when `_run` has failed; `trained` makes room for more. What
+they share is the state machine (staleness.py), under `_changed`.
+
+An epoch of the tasks channel lasts a step where max_lag is 0: `select` opens it, and ends it once the batch is full, so
+that engines let go of their devices. Otherwise it lasts for the run, or until a checkpoint stops it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rill.config import PartConfig
+from rill.data.base import Split, open_dataset, open_indexed
+from rill.data.curriculum import Curriculum, CurriculumConfig
+from rill.data.curriculum_source import CurriculumSource
+from rill.data.loader import LoaderConfig, PromptSource, open_loader
+from rill.errors import CheckpointError, StuckError
+from rill.runtime.worker import Worker, concurrent
+from rill.telemetry.run import write_atomically
+from rill.types import PolicyVersion, Sample
+from rill.workflows.config import EvalSetConfig, LoopConfig
+from rill.workflows.edges import Edge
+from rill.workflows.episodes import Flows
+from rill.workflows.evaluation import read_prompts, summarise_rewards
+from rill.workflows.records import TRAIN, Chunk, Outcome, Task
+from rill.workflows.staleness import Entry, Limits, Since, Staleness, State
+
+STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPlan:
+    """Where prompts come from; opened in the controller's process."""
+
+    data: PartConfig
+    loader: LoaderConfig
+    curriculum: CurriculumConfig | None = None
+
+    def open(self) -> PromptSource:
+        if self.curriculum is None:
+            return open_loader(open_dataset(self.data, Split.TRAIN), self.loader)
+        return CurriculumSource(Curriculum(open_indexed(self.data, Split.TRAIN), self.curriculum))
+
+
+class Batch(NamedTuple):
+    """A batch that is full, as the driver hears of it."""
+
+    num_samples: int
+    num_tokens: int
+    epoch: int
+    """Of the tasks channel: what may be stopped now."""
+    metrics: Mapping[str, float]
+
+
+class Controller(Worker):
+    def __init__(
+        self,
+        *,
+        prompts: PromptPlan,
+        config: LoopConfig,
+        group_size: int,
+        evals: Mapping[str, EvalSetConfig],
+    ) -> None:
+        self.config = config
+        self.evals = {name: (chosen, read_prompts(chosen)) for name, chosen in evals.items()}
+        self.groups = Staleness(limits_of(config), prompts.open(), group_size=group_size)
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._epoch = 0
+        self._failure: Exception | None = None
+        self._edges: dict[str, tuple[Edge, int]] = {}
+        """With the groups of the batch that each was told of."""
+        self._batch: list[Outcome] = []
+        self._evaluated: dict[str, dict[int, Outcome]] = {}
+        self._restored: dict[str, Sample] = {}
+        """Of a checkpoint: they lie in the samples channel again once that is there."""
+
+    def start(self, flows: Flows) -> None:
+        """Take outcomes from now on."""
+        self._flows = flows
+        self._put_samples(self._restored)
+        self._restored = {}
+        threading.Thread(target=self._run, name="controller", daemon=True).start()
+
+    @concurrent
+    def connect(self, edge: Edge) -> None:
+        """Announce every batch to this edge too, from the one that is open now on."""
+        with self._changed:
+            self._edges[edge.name] = (edge, 0)
+            self._announce()
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def select(self, num_trained: int) -> Batch:
+        """Open the batch that follows `num_trained` steps; returns when it is full. StuckError: it did not come
+        together in time."""
+        self.trained(num_trained)
+        timeout_s = self.config.step_timeout_s
+        with self._changed:
+            self._is_open = True
+            self.groups.open_batch()
+            self._advance()
+            if not self._changed.wait_for(lambda: self._failure or self.groups.is_full, timeout_s):
+                raise StuckError(f"after {timeout_s:.0f} s {self.groups.describe()}")
+            if self._failure is not None:
+                raise self._failure
+            batch, since, step = tuple(self._batch), self.groups.since_last_batch(), self.groups.version
+            epoch = self._epoch
+        if self.config.max_lag == 0:
+            self._end_epoch()
+        metrics = summarise(
+            batch, since, PolicyVersion(step + 1)
+        )  # version 0 is what engines load by themselves
+        if isinstance(self.groups.source, CurriculumSource):
+            metrics |= self.groups.source.metrics()
+        lengths = [length for outcome in batch for length in outcome.lengths]
+        return Batch(num_samples=len(lengths), num_tokens=sum(lengths), epoch=epoch, metrics=metrics)
+
+    def trained(self, num_trained: int) -> None:
+        """So many steps are applied, and the engines have their weights: what is admitted now is made with them."""
+        with self._changed:
+            if num_trained == self.groups.version:
+                return
+            assert num_trained == self.groups.version + 1, "steps are applied one by one"
+            if self.config.max_lag == 0:
+                self._wait_for_stopped()
+            self.groups.trained()
+            self._batch = []
+            self._edges = {name: (edge, 0) for name, (edge, _) in self._edges.items()}
+            self._advance()
+
+    def finish(self) -> int:
+        """Admit no more and let the episodes' loops end once they have finished what they hold; the epoch it was."""
+        epoch = self._epoch
+        if self._is_open:
+            self._end_epoch()
+        return epoch
+
+    @concurrent
+    def counts(self) -> dict[str, int]:
+        """Groups by state, and the steps that are applied."""
+        with self._changed:
+            return self.groups.counts()
+
+    def evaluate(self) -> dict[str, float]:
+        """Every evaluation set once, through the same channels as training. Where no epoch is open, this is one."""
+        tasks = [
+            Task(index=n, prompt=prompt, num_samples=chosen.samples, purpose=name, epoch=self._epoch)
+            for name, (chosen, prompts) in self.evals.items()
+            for n, prompt in enumerate(prompts)
+        ]
+        with self._changed:
+            self._evaluated = {name: {} for name in self.evals}
+        if not tasks:
+            return {}
+        self._flows.tasks.put_many(tasks)
+        if not self._is_open:
+            self._end_epoch()
+        timeout_s = self.config.step_timeout_s
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._failure or self._num_evaluated == len(tasks), timeout_s
+            ):
+                raise StuckError(
+                    f"{self._num_evaluated} of {len(tasks)} prompts evaluated after {timeout_s:.0f} s"
+                )
+            if self._failure is not None:
+                raise self._failure
+            found = self._evaluated
+        metrics: dict[str, float] = {}
+        for name, outcomes in found.items():
+            metrics |= summarise_rewards([outcomes[n].rewards for n in sorted(outcomes)], name)
+        return metrics
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Between two steps. The groups' file first: the state names its checksum."""
+        with self._changed:
+            if not self._is_open:
+                self._wait_for_stopped()
+            state, untrained = self.groups.state(), self.groups.untrained()
+        groups = pickle.dumps((untrained, self._copy_samples(untrained)))
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / GROUPS_FILE).write_bytes(groups)
+        write_atomically(place / STATE_FILE, json.dumps({**state, "groups_sha256": _sha256(groups)}))
+
+    def wait_saved(self, timeout_s: float) -> None:
+        """It is when `save` returns."""
+
+    def load(self, folder: str) -> None:
+        place = Path(folder)
+        try:
+            state = json.loads((place / STATE_FILE).read_text(encoding="utf-8"))
+            groups = (place / GROUPS_FILE).read_bytes()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place} cannot be read: {error}") from error
+        if _sha256(groups) != state["groups_sha256"]:
+            raise CheckpointError(
+                f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
+            )
+        untrained, self._restored = pickle.loads(groups)
+        self.groups.load_state(state, untrained)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for outcome in self._flows.outcomes:  # for as long as the process lives
+                with self._changed:
+                    self._collect(outcome)
+                    self._advance()
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001  boundary: handed to whoever waits for a batch
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _collect(self, outcome: Outcome) -> None:
+        if outcome.purpose == TRAIN:
+            self.groups.collect(outcome)
+        else:
+            self._evaluated.setdefault(outcome.purpose, {})[outcome.index] = outcome
+
+    @property
+    def _num_evaluated(self) -> int:
+        return sum(len(outcomes) for outcomes in self._evaluated.values())
+
+    def _advance(self) -> None:
+        """Under the lock: what is kept may join the batch, and what left may make room for more."""
+        self._batch += self.groups.choose()
+        self._announce()
+        if self._is_open and (tasks := self.groups.admit(self._epoch)):
+            self._flows.tasks.put_many(tasks)
+
+    def _announce(self) -> None:
+        """Chunks that are complete, in the order in which their groups joined the batch."""
+        size = self.groups.limits.batch
+        for name, (edge, told) in self._edges.items():
+            while len(self._batch) - told >= min(edge.granularity, size - told) > 0:
+                groups = self._batch[told : told + edge.granularity]
+                number, told = told // edge.granularity, told + len(groups)
+                edge.announce(Chunk.of(groups, step=self.groups.version, number=number, is_last=told == size))
+            self._edges[name] = (edge, told)
+
+    def _copy_samples(self, untrained: Sequence[Entry]) -> dict[str, Sample]:
+        """The samples of groups that wait to be trained on, by key. They are taken out of the channel and put back."""
+        keys = [key for entry in untrained if entry.outcome is not None for key in entry.outcome.keys]
+        if not keys:
+            return {}
+        samples: dict[str, Sample] = dict(zip(keys, self._flows.samples.take(keys=keys), strict=True))
+        self._put_samples(samples)
+        return samples
+
+    def _put_samples(self, samples: Mapping[str, Sample]) -> None:
+        for key, sample in samples.items():
+            self._flows.samples.put(sample, weight=float(sample.num_tokens), key=key)
+
+    def _end_epoch(self) -> None:
+        with self._changed:
+            self._is_open = False
+            self._epoch += 1
+        self._flows.tasks.end()
+
+    def _wait_for_stopped(self) -> None:
+        """Episodes have ended their epoch, so every outcome is on its way here: the next batch begins with what was
+        stopped, and a checkpoint holds it."""
+        timeout_s = self.config.step_timeout_s
+        num_running = self.groups.num(State.RUNNING)
+        if not self._changed.wait_for(
+            lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s
+        ):
+            raise StuckError(f"{num_running} groups were not stopped within {timeout_s:.0f} s")
+
+
+def limits_of(config: LoopConfig) -> Limits:
+    batch, extra = config.prompts_per_step, math.ceil(config.overprovision * config.prompts_per_step)
+    return Limits(
+        batch=batch,
+        max_lag=config.max_lag,
+        max_concurrent=config.max_concurrent_prompts or (config.max_lag + 1) * batch + extra,
+        num_steps=config.steps,
+        extra=extra,
+        in_admission_order=config.order == "admission",
+        max_resumes=config.max_resumes,
+        max_dropped=config.max_refills * batch,
+    )
+
+
+def summarise(batch: Sequence[Outcome], since: Since, version: PolicyVersion) -> dict[str, float]:
+    """Metrics of a batch trained from `version`; each group counts by its number of samples."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for outcome in batch for name in outcome.metrics}):
+        # A group without a reward has none; one without a failure has 0 of them.
+        counted = [o for o in batch if name in o.metrics or not name.startswith("reward/")]
+        rows = [(o.metrics.get(name, 0.0), len(o.lengths)) for o in counted]
+        metrics[name] = sum(value * count for value, count in rows) / max(1, sum(count for _, count in rows))
+    lags = [int(version) - int(o.oldest_version) for o in batch if o.oldest_version is not None] or [0]
+    metrics["lag/mean"] = sum(lags) / len(lags)
+    metrics["lag/max"] = float(max(lags))
+    metrics["groups/kept"] = float(len(batch))
+    metrics["groups/dropped"] = float(len(since.dropped))
+    metrics["groups/resumed"] = float(since.num_stopped)
+    for reason, count in Counter(outcome.dropped for outcome in since.dropped).items():
+        metrics[f"groups/dropped_{reason}"] = float(count)
+    return metrics
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

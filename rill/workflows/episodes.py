@@ -1,0 +1,229 @@
+"""Episodes: a task from prompt to outcome, in whichever process environments run.
+
+    tasks ──▶ lease ──▶ num_samples episodes, coroutines on one event loop ──▶ the workflow's `finish_group` ──▶ samples
+                │                                                                     └──▶ outcomes ──▶ controller
+                └──────── the lease ends together with what came of it ─────────────────────────────┘
+
+Called by the rollout worker (environments beside the engine) and by the environment worker (engines elsewhere); both
+give it a PolicyClient. An episode that fails is data: it is counted, and left out of baselines, filters and training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
+from rill.envs.base import Environment, open_environment
+from rill.envs.episode import run_episode
+from rill.envs.events import MemoryLog
+from rill.inference.base import Completion
+from rill.models.loading import ModelConfig, load_tokenizer
+from rill.runtime.channel import Channel, Lease
+from rill.telemetry.rollout_log import RolloutLog
+from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
+from rill.workflows.config import EvalSetConfig, RolloutConfig
+from rill.workflows.policy import PolicyClient
+from rill.workflows.records import TRAIN, Outcome, Progress, Task, sample_key
+
+
+class FinishedGroup(NamedTuple):
+    """What a workflow makes of a group: whether it is trained on, and what reaches the stages."""
+
+    verdict: Verdict
+    samples: list[Sample]
+
+
+FinishGroup = Callable[[Algorithm, Group, Trajectory | None], FinishedGroup]
+"""(algorithm, group, the greedy answer where the algorithm needs one). A workflow file has it."""
+
+
+class EpisodeSettings(NamedTuple):
+    """What a worker needs to run episodes; travels with its launch."""
+
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+    model: ModelConfig
+    evals: Mapping[str, EvalSetConfig]
+    finish_group: FinishGroup
+    seed: int
+    run_dir: str
+
+
+class Flows(NamedTuple):
+    """The channels of generation."""
+
+    tasks: Channel
+    samples: Channel
+    outcomes: Channel
+
+
+class Episodes:
+    """One process's environments."""
+
+    def __init__(self, settings: EpisodeSettings, process: str) -> None:
+        self._config = settings.rollout
+        self._evals = settings.evals
+        self._finish = settings.finish_group
+        self._algorithm = Algorithm(settings.algorithm)
+        self._seed = settings.seed
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.model)
+        self._environments: dict[str, Environment] = {
+            TRAIN: open_environment(settings.rollout.env, self.tokenizer)
+        }
+        self._log = RolloutLog(Path(settings.run_dir), process, self.tokenizer, settings.rollout.log_groups)
+
+    def close(self) -> None:
+        for environment in set(self._environments.values()):
+            environment.close()
+        self._log.close()
+
+    async def run(self, flows: Flows, policies: Mapping[bool, PolicyClient]) -> int:
+        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups.
+
+        policies: for training (True) and, seeded apart, for evaluation.
+        """
+        room = asyncio.Semaphore(self._config.max_concurrent)
+        num_groups = 0
+        async with asyncio.TaskGroup() as groups:
+            async for lease in flows.tasks.leases():
+                task: Task = lease.value
+                num_groups += 1
+                groups.create_task(self._one(lease, flows, policies[task.purpose == TRAIN], room))
+                for _ in range(min(task.num_samples, self._config.max_concurrent)):
+                    await room.acquire()  # before the next task is taken: another worker may have room for it
+        return num_groups
+
+    async def _one(self, lease: Lease, flows: Flows, policy: PolicyClient, room: asyncio.Semaphore) -> None:
+        task: Task = lease.value
+        outcome, samples = await self.group(task, policy)
+        async with lease:  # all of it, or nothing: and then somebody else does it again
+            for number, sample in enumerate(samples):
+                key = sample_key(task.id, number)
+                await flows.samples.put_async(sample, weight=float(sample.num_tokens), key=key)
+            await flows.outcomes.put_async(outcome)
+        for _ in range(min(task.num_samples, self._config.max_concurrent)):
+            room.release()
+
+    async def group(self, task: Task, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
+        """One task to its end, or to where it was stopped."""
+        answers = dict(task.progress.answers)
+        logs: dict[str, MemoryLog] = {}
+        episodes = await self._episodes(task, policy, answers, logs)
+        if episodes is None:
+            events = {name: log.events for name, log in logs.items()}
+            stopped = Progress(answers=answers, events=events)
+            return self._outcome(task, stopped=stopped), []
+        if task.purpose != TRAIN:
+            rewards = tuple(e.reward if e.failure is None else float("nan") for e in episodes)
+            return self._outcome(task, rewards=rewards, metrics=episode_metrics(episodes)), []
+        greedy = episodes.pop().samples[0] if len(episodes) > task.num_samples else None
+        trajectories = tuple(sample for episode in episodes for sample in episode.samples)
+        group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)
+        verdict, samples = self._finish(self._algorithm, group, greedy)
+        self._log.write(group, dropped=verdict.reason, trained={sample.id: sample for sample in samples})
+        outcome = self._outcome(
+            task,
+            lengths=tuple(sample.num_tokens for sample in samples),
+            dropped=verdict.reason,
+            oldest_version=oldest_version(group),
+            metrics={**group_metrics(group), **episode_metrics(episodes)},
+        )
+        return outcome, samples
+
+    async def _episodes(
+        self,
+        task: Task,
+        policy: PolicyClient,
+        answers: dict[str, Completion],
+        logs: dict[str, MemoryLog],
+    ) -> list[Episode] | None:
+        """All of the group, the greedy one last where the algorithm needs it; None when it was stopped."""
+        environment, sampling = self._setting(task.purpose)
+        wanted = {f"{task.id}/{i}": sampling for i in range(task.num_samples)}
+        if task.purpose == TRAIN and Need.GREEDY_BASELINE in self._algorithm.needs:
+            wanted[f"{task.id}/greedy"] = replace(sampling, temperature=0.0)
+        for name in wanted:
+            logs[name] = MemoryLog(dict(task.progress.events.get(name, {})))
+        ended = await asyncio.gather(
+            *(
+                run_episode(
+                    environment,
+                    task.prompt,
+                    policy.episode(name, answers, task.epoch),
+                    episode_id=name,
+                    group_id=task.id,
+                    sampling=how,
+                    log=logs[name],
+                )
+                for name, how in wanted.items()
+            ),
+            return_exceptions=True,
+        )
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        whole = [episode for episode in ended if isinstance(episode, Episode)]
+        return whole if len(whole) == len(ended) else None
+
+    def _setting(self, purpose: str) -> tuple[Environment, SamplingParams]:
+        """The environment and the sampling of training, or of an evaluation set; its own environment is opened at its
+        first prompt."""
+        sampling = self._config.sampling
+        if purpose == TRAIN:
+            return self._environments[TRAIN], sampling.params()
+        chosen = self._evals[purpose]
+        if purpose not in self._environments:
+            self._environments[purpose] = (
+                self._environments[TRAIN]
+                if chosen.env is None
+                else open_environment(chosen.env, self.tokenizer)
+            )
+        limit = chosen.max_new_tokens or sampling.max_new_tokens
+        params = sampling.params(temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit)
+        return self._environments[purpose], params
+
+    def _outcome(self, task: Task, **known: Any) -> Outcome:
+        return Outcome(index=task.index, purpose=task.purpose, **known)
+
+
+def oldest_version(group: Group) -> PolicyVersion | None:
+    """The oldest policy with a token in the group; None where nothing was sampled (every episode failed early)."""
+    versions = [t.oldest_version for t in group.trajectories if t.oldest_version != NOT_SAMPLED]
+    return min(versions, default=None)
+
+
+def group_metrics(group: Group) -> dict[str, float]:
+    """Means over the group's samples; rewards over those that have one."""
+    trajectories = group.trajectories
+    count = len(trajectories)
+    metrics = {
+        "length/response": sum(t.num_sampled for t in trajectories) / count,
+        "length/total": group.num_tokens / count,
+        "length/truncated": sum(t.is_truncated for t in trajectories) / count,
+        "rollout/errors": sum(t.error is not None for t in trajectories) / count,
+    }
+    scored = [t for t in trajectories if t.error is None]
+    if scored:
+        rewards = np.array([t.reward for t in scored], np.float32)
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        for part in sorted({name for t in scored for name in t.reward_parts}):
+            metrics[f"reward/{part}"] = sum(t.reward_parts.get(part, 0.0) for t in scored) / len(scored)
+    return metrics
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means over the episodes of what environments counted, and the share that failed, by reason."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        metrics[f"rollout/{name}"] = sum(e.metrics.get(name, 0.0) for e in episodes) / len(episodes)
+    for reason in sorted({e.failure.value for e in episodes if e.failure is not None}):
+        failed = sum(e.failure is not None and e.failure.value == reason for e in episodes)
+        metrics[f"rollout/failed_{reason}"] = failed / len(episodes)
+    return metrics

@@ -1,0 +1,181 @@
+"""The flow: what a workflow's `step` writes down, turned into calls that run at the same time.
+
+    answers = flow.sample(self.rollout)             prompts are admitted, as far ahead as the lag allows, and answered
+    batch = flow.select(answers)                    the batch of this step, as it comes together
+    batch = flow.through(self.reference, batch)     a group adds something to every sample
+    flow.update(self.actor, batch)                  train on it; engines come to version + 1
+
+Every line is one call on a group and returns at once. The groups' loops wait for each other through channels: a line's
+`Stream` is the channel that the samples come out of. Where lines meet for the first time, an edge is made (edges.py)
+with the granularity that the plan gives it, and the controller learns of it; after that a step costs the driver one
+call a line. Nothing here knows what the groups compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from rill.runtime.device.placement import resolve
+from rill.runtime.group import WorkerGroup
+from rill.runtime.handle import Handle
+from rill.types import PolicyVersion
+from rill.workflows.actor import TrainedStep
+from rill.workflows.config import FlowConfig, LoopConfig
+from rill.workflows.controller import Batch, Controller
+from rill.workflows.edges import Edge
+from rill.workflows.episodes import Flows
+from rill.workflows.fleet import Engines, Fleet, answer
+
+
+class Stream(NamedTuple):
+    """The samples of a batch on their way."""
+
+    samples: Channel
+    upstream: tuple[str, ...]
+    """Groups that they have passed."""
+
+
+class Seating:
+    """Which groups share devices and cannot be in memory together."""
+
+    def __init__(self, cluster: Cluster, *, colocate: bool) -> None:
+        self._cluster = cluster
+        self._colocate = colocate
+        self._devices: dict[str, frozenset[int]] = {}
+
+    def seat(self, group: str, placement: str) -> None:
+        seats = resolve(placement, self._cluster.devices)
+        self._devices[group] = frozenset(d.id for seat in seats for d in seat.devices)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._devices)
+
+    def take_turns(self, one: str, other: str) -> bool:
+        return not self._colocate and bool(self._devices[one] & self._devices[other])
+
+    def shared(self, one: str, other: str) -> list[int]:
+        return sorted(self._devices[one] & self._devices[other])
+
+
+class Flow:
+    """One run's. `begin` and `end` are the loop's, the rest is for a workflow's `step`."""
+
+    def __init__(
+        self,
+        config: FlowConfig,
+        loop: LoopConfig,
+        controller: WorkerGroup[Controller],
+        fleet: Fleet,
+        seating: Seating,
+        flows: Flows,
+        channel: Callable[[str], Channel],
+    ) -> None:
+        self.fleet = fleet
+        self.version = PolicyVersion(0)
+        """That the step starts from: 1 is the trainer's first; 0 is what engines load by themselves."""
+        self._config = config
+        self._loop = loop
+        self._controller = controller
+        self._seating = seating
+        self._flows = flows
+        self._channel = channel
+        self._edges: dict[str, tuple[Edge, Channel]] = {}
+        self._selected: Handle | None = None
+        self._update: Handle | None = None
+        self._calls: list[Handle] = []
+
+    # --- what a step says ---------------------------------------------------------------------------------
+
+    def sample(self, engines: Engines) -> Stream:
+        """Let prompts be admitted, as far ahead as the lag allows, and answered: episodes run against the engines, and
+        finished groups come out."""
+        if not self.fleet.is_open:
+            self.fleet.open_epoch()
+        return Stream(self._flows.samples, (engines.group.name,))
+
+    def select(self, answers: Stream) -> Stream:
+        """The batch of this step: whole groups that the filter keeps, until it is full."""
+        self._selected = self._controller.select(int(self.version) - 1)
+        return answers
+
+    def through(
+        self, group: WorkerGroup[Any], batch: Stream, method: str = "score", *, follows: bool = False
+    ) -> Stream:
+        """Let every sample pass `group`, which adds something to it. `follows`: under the weights that the step starts
+        from, which the group pulls first."""
+        edge, target = self._edge(group, batch, method)
+        weights = (self.fleet.manifest(),) if follows else ()
+        self._calls.append(group.call(method, edge, target, *weights))
+        return Stream(target, (*batch.upstream, group.name))
+
+    def update(self, group: WorkerGroup[Any], batch: Stream) -> None:
+        """Train on the batch, then bring the engines to version + 1: they pull, flush their caches and prove that they
+        compute what the trainer computes."""
+        edge, _ = self._edge(group, batch, "train")
+        self._update = group.train(edge, self.version)
+
+    # --- the loop's ---------------------------------------------------------------------------------------
+
+    def begin(self, version: PolicyVersion) -> None:
+        """Before a step's lines."""
+        self.version = version
+        self._calls, self._selected, self._update = [], None, None
+
+    def batch(self, poll_s: float) -> Batch:
+        """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
+        call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
+        assert self._selected is not None, "a step selects a batch"
+        while not self._selected.ended(poll_s):
+            self.fleet.tend()
+            self._raise_failed()
+        batch: Batch = answer(self._selected, 2 * self._loop.step_timeout_s)
+        if self._loop.max_lag == 0:
+            if self._loop.overprovision:
+                self.fleet.stop(batch.epoch)
+            self.fleet.end_epoch()
+        return batch
+
+    def end(self) -> TrainedStep:
+        """Wait for the step to be applied; metrics of all its calls together, each the mean of the group's ranks."""
+        assert self._update is not None, "a step updates the policy"
+        timeout_s = self._loop.step_timeout_s
+        metrics: dict[str, float] = {}
+        for call in self._calls:
+            metrics |= mean_of([row for row in call.wait(timeout_s=timeout_s) if row])
+        ranks: list[TrainedStep] = self._update.wait(timeout_s=timeout_s)
+        return ranks[0]._replace(metrics={**metrics, **mean_of([rank.metrics for rank in ranks])})
+
+    def _raise_failed(self) -> None:
+        """A stage that failed will never hand its samples on: nobody need wait for the batch."""
+        for call in (*self._calls, self._update):
+            for outcome in call.so_far() if call is not None else ():
+                if outcome is not None and outcome.error is not None:
+                    raise outcome.error
+
+    def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Edge, Channel]:
+        name = f"{group.name}.{method}"
+        if name not in self._edges:
+            shares = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
+            edge = Edge(
+                name=name,
+                samples=batch.samples,
+                announced=tuple(self._channel(f"{name}[{rank}]") for rank in range(group.size)),
+                num_shares=shares,
+                granularity=self._config.granularity_of(group.name, self._loop.prompts_per_step),
+                is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
+            )
+            self._edges[name] = (edge, self._channel(f"{name} samples"))
+            answer(self._controller.connect(edge), self._loop.step_timeout_s)
+        return self._edges[name]
+
+
+def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of metrics by name, over the ranks of a group."""
+    if len(rows) == 1:
+        return dict(rows[0])
+    return {name: fmean(row[name] for row in rows) for name in (rows[0] if rows else ())}

@@ -1,0 +1,282 @@
+"""Launching a workflow's groups: the cluster, the channels of generation, and a group for every line of `groups`.
+
+    launch = Launcher(config, run, observers, cluster)
+    actor = launch(ActorWorker, "actor", config=…)         a group where the recipe's [placement] puts it
+
+Groups start side by side; `ready` waits for all. Nothing here knows what they compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rill.errors import ConfigError, PlanError
+from rill.journal.checkpoints import whole_checkpoints
+from rill.models.loading import ModelConfig, load_tokenizer, model_folder
+from rill.runtime.channel import Channel
+from rill.runtime.cluster import Cluster
+from rill.runtime.device.accelerator import CUDA
+from rill.runtime.device.placement import resolve
+from rill.runtime.group import WorkerGroup
+from rill.runtime.worker import Worker
+from rill.telemetry.run import Run
+from rill.weights import chosen_transport, seated
+from rill.workflows.actor import ActorWorker
+from rill.workflows.config import ClusterConfig, EvalSetConfig, SyncConfig
+from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.env_worker import EnvWorker
+from rill.workflows.episodes import EpisodeSettings, FinishGroup, Flows
+from rill.workflows.evaluation import read_prompts
+from rill.workflows.fleet import Crew, Engines, Fleet
+from rill.workflows.flow import Seating
+from rill.workflows.loop import Observer, StepReport
+from rill.workflows.rl_config import RLConfig
+from rill.workflows.rollout import RolloutWorker
+
+log = logging.getLogger(__name__)
+
+W = TypeVar("W", bound=Worker)
+
+MAX_TASKS = 1_000_000
+PRELOAD = (
+    "rill.workflows.rollout",
+    "rill.workflows.actor",
+    "rill.workflows.controller",
+    "rill.models.loading",
+    "transformers",
+)
+"""Imported once, by the process that workers are forked from: seconds for every worker after the first."""
+NEVER_S = 1e9
+"""Workers wait for tasks and the controller for outcomes as long as the run lasts; the loop holds the deadline of a
+step."""
+NUM_REPORTS = 20
+"""Of the supervised steps before RL."""
+
+
+class Launcher:
+    """What a workflow's `groups` is given."""
+
+    def __init__(self, config: RLConfig, run: Run, observers: Sequence[Observer], cluster: Cluster) -> None:
+        self.config = config
+        self.folder = run
+        self.cluster = cluster
+        self.evals = checked_evals(config)
+        self.trained: dict[str, WorkerGroup[Any]] = {}
+        """Groups that a checkpoint holds."""
+        self.seating = Seating(cluster, colocate=config.cluster.colocate)
+        # Bounded, so that nobody reads ahead: a task waits where any worker with room can take it.
+        self.flows = Flows(
+            tasks=self.channel("tasks", timeout_s=NEVER_S, capacity_items=MAX_TASKS),
+            samples=self.channel("samples"),
+            outcomes=self.channel("outcomes", timeout_s=NEVER_S),
+        )
+        self._observers = observers
+        self._starting: list[WorkerGroup[Any]] = []
+        self._is_warm = bool(whole_checkpoints(run))
+        if config.model.path and config.cluster.type == "local":
+            model_folder(
+                config.model.path
+            )  # here, where a wrong path is one line and not a worker's traceback
+        self.sync = self._routed(config.sync)
+
+    def __call__(
+        self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
+    ) -> WorkerGroup[W]:
+        """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
+        placement = getattr(self.config.placement, name)
+        self.seating.seat(name, placement)
+        group = worker.launch_async(
+            self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
+        )
+        self._starting.append(group)
+        if is_trained:
+            self.trained[name] = group
+        return group
+
+    def ready(self) -> None:
+        """Wait for everything that was started."""
+        starting, self._starting = self._starting, []
+        for group in starting:
+            group.ready(self.config.loop.step_timeout_s)
+
+    # --- the parts that every RL run has --------------------------------------------------------------------
+
+    def controller(self) -> WorkerGroup[Controller]:
+        config = self.config
+        group = Controller.launch_async(
+            self.cluster,
+            name="controller",
+            placement=[self.cluster.devices[0].id],
+            threads=1,
+            prompts=PromptPlan(data=config.data, loader=config.loader, curriculum=config.curriculum),
+            config=config.loop,
+            group_size=config.rollout.group_size,
+            evals=self.evals,
+        )
+        self._starting.append(group)
+        self.trained["controller"] = group
+        return group
+
+    def rollout(self, finish_group: FinishGroup) -> Engines:
+        """The engines, and the processes of the environments where the recipe wants them apart."""
+        config = self.config
+        settings = EpisodeSettings(
+            rollout=config.rollout,
+            algorithm=config.algorithm,
+            model=config.model,
+            evals=self.evals,
+            finish_group=finish_group,
+            seed=config.seed,
+            run_dir=str(self.folder.path.resolve()),
+        )
+        num_env = config.rollout.env_workers
+        rollout = self(RolloutWorker, "rollout", settings=settings, sync=self.sync, has_episodes=num_env == 0)
+        if num_env == 0:
+            return Engines(rollout)
+        ids = [device.id for device in self.cluster.devices]
+        env = EnvWorker.launch_async(
+            self.cluster,
+            name="env",
+            placement=[ids[n % len(ids)] for n in range(num_env)],
+            threads=1,
+            settings=settings,
+        )
+        self._starting.append(env)
+        return Engines(rollout, env)
+
+    def actor(self, rollout: Engines, *, has_critic: bool = False) -> WorkerGroup[ActorWorker]:
+        """The trainer of the policy. It is warm when this returns: the supervised steps of [sft] are done."""
+        config = self.config
+        transport = seated(self.sync.transport, rank=0, num_receivers=rollout.group.size)
+        self._check_ahead()
+        group = self(
+            ActorWorker,
+            "actor",
+            is_trained=True,
+            config=config.trainer,
+            algorithm=config.algorithm,
+            sync=self.sync.model_copy(update={"transport": transport}),
+            teachers=config.teachers,
+            has_critic=has_critic,
+        )
+        group.ready(config.loop.step_timeout_s)
+        if not self._is_warm:
+            self._warm_start(group)
+        return group
+
+    def initial_model(self, actor: WorkerGroup[ActorWorker]) -> ModelConfig:
+        """The policy as RL begins: the recipe's model, or what [sft] made of it, kept in the run folder."""
+        if self.config.sft.steps == 0:
+            return self.config.model
+        folder = self.folder.path.resolve() / "initial_model"
+        if not (self._is_warm and (folder / "config.json").exists()):
+            actor.export(str(folder)).wait(timeout_s=self.config.loop.step_timeout_s)
+        return ModelConfig(path=str(folder), tokenizer=self.config.model.tokenizer)
+
+    def fleet(self, engines: Engines, actor: WorkerGroup[ActorWorker]) -> Fleet:
+        rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
+        if env is None:
+            crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
+            return Fleet(crew, None, None, actor, self.sync, loop)
+        requests = self.channel("requests", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
+        answers = tuple(self.channel(f"answers[{rank}]", timeout_s=NEVER_S) for rank in range(env.size))
+        crew = Crew(rollout, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches)
+        environments = Crew(
+            env,
+            lambda ranks: env.on(*ranks).run(flows, requests, answers),
+            loop.max_relaunches,
+        )
+        return Fleet(crew, environments, requests, actor, self.sync, loop)
+
+    def channel(
+        self, name: str, *, timeout_s: float | None = None, capacity_items: int | None = None
+    ) -> Channel:
+        """Whoever waits for samples waits as long as a step may last."""
+        limit_s = self.config.loop.step_timeout_s if timeout_s is None else timeout_s
+        return Channel.create(self.cluster, name, timeout_s=limit_s, capacity_items=capacity_items)
+
+    def colocate(self) -> None:
+        """Groups that fit on their devices together need no turns, where the recipe says that they do."""
+        if self.config.cluster.colocate:
+            self.cluster.coreside(*self.seating.names)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.config.cluster, self.cluster)
+
+    def _warm_start(self, actor: WorkerGroup[ActorWorker]) -> None:
+        """[sft], reported like any other step. Nothing when the recipe has none."""
+        config, sft = self.config, self.config.sft
+        chunk = max(1, sft.steps // NUM_REPORTS)
+        for done in range(0, sft.steps, chunk):
+            num_steps = min(chunk, sft.steps - done)
+            call = actor.warm_up(config.data, sft, num_steps, config.seed)
+            metrics = call.wait(timeout_s=config.loop.step_timeout_s)[0]
+            report = StepReport(step=done + num_steps, num_steps=sft.steps, metrics=metrics, phase="warm-up")
+            for observer in self._observers:
+                observer(report)
+
+    def _check_ahead(self) -> None:
+        """Engines that run ahead hold their devices for the whole run: a trainer that shares them never gets a turn."""
+        lag = self.config.loop.max_lag
+        for name in ("actor", "rollout"):
+            self.seating.seat(name, getattr(self.config.placement, name))
+        if lag > 0 and self.seating.take_turns("rollout", "actor"):
+            raise PlanError(
+                f"loop.max_lag = {lag} lets engines sample while the trainer trains, but both are placed on devices "
+                f"{self.seating.shared('rollout', 'actor')}: place them apart (cluster.devices=2 placement.rollout=0 "
+                "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
+            )
+
+    def _routed(self, sync: SyncConfig) -> SyncConfig:
+        """`sync` with the transport that the placement asks for, where the recipe leaves it open."""
+        places, devices = self.config.placement, self.cluster.devices
+        pulling: Iterable[str | None] = (places.rollout, places.inference)
+        publisher = resolve(places.actor, devices)[0]
+        ends = [
+            publisher,
+            *(seat for place in pulling if place is not None for seat in resolve(place, devices)),
+        ]
+        first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
+        stay_on_gpu = self.config.cluster.colocate and self.config.rollout.engine.type == "native"
+        transport = chosen_transport(
+            sync.transport,
+            is_one_machine=len({seat.node_id for seat in ends}) == 1,
+            is_one_gpu=stay_on_gpu and list(first.values()) == [CUDA],
+        )
+        log.info("weights travel by %s", transport.type)
+        return sync.model_copy(update={"transport": transport})
+
+
+def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
+    devices = config.devices or "auto"
+    if config.type == "ray":
+        return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
+    return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
+
+
+def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:
+    """Samples pass between models as tokens: one that reads them otherwise would score nonsense."""
+    if load_tokenizer(policy).get_vocab() != load_tokenizer(other).get_vocab():
+        raise ConfigError(
+            f"the model {other.path or other.tokenizer!r} has another vocabulary than the policy's "
+            f"{policy.path or policy.tokenizer!r}, whose tokens it would have to read: use one of the same family"
+        )
+
+
+def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
+    """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
+    return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
+
+
+def checked_evals(config: RLConfig) -> Mapping[str, EvalSetConfig]:
+    """The evaluation sets; one that cannot be read is an error here, and not after an hour."""
+    sets = config.eval.all_sets(config.data)
+    for chosen in sets.values():
+        read_prompts(chosen)
+    return sets

@@ -1,0 +1,131 @@
+"""Workers that are trained: the critic here, the actor in its own file. What they have in common.
+
+A learner loops over its edge: it adds the gradient of every chunk as it comes, and takes its optimizer step when the
+batch is through. Where the algorithm's advantages need more than a group (a critic's values, a KL penalty in the
+reward, statistics of the batch) they are computed here, once, by `Advantages`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from rill.algorithms import Algorithm, AlgorithmConfig, Scope
+from rill.errors import CheckpointError
+from rill.runtime.channel import Channel
+from rill.runtime.worker import Worker, concurrent
+from rill.telemetry.run import write_atomically
+from rill.training.trainer import Trainer
+from rill.training.value import ValueTrainer
+from rill.types import Sample
+from rill.workflows.edges import Edge, Part, num_shares, put_all
+from rill.workflows.scorers import rendezvous_of, with_column
+
+ALGORITHM_FILE = "algorithm.json"
+
+
+class LearningWorker(Worker):
+    """One rank of a trainer. Every rank takes part in every call, because parameters are sharded over them."""
+
+    trainer: Trainer
+    algorithm: Algorithm
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def num_shares(self) -> int:
+        return num_shares(self.world_size, self.trainer.world)
+
+    def save(self, folder: str) -> None:
+        """Returns when training may go on; the files follow (`wait_saved`)."""
+        with self.device_lock():
+            self.trainer.save(folder)
+        if (
+            self.rank == 0
+        ):  # what the algorithm has learnt by itself, the KL coefficient: the same on every rank
+            write_atomically(Path(folder) / ALGORITHM_FILE, json.dumps(self.algorithm.state_dict()))
+
+    @concurrent
+    def wait_saved(self, timeout_s: float) -> None:
+        self.trainer.wait_saved(timeout_s)
+
+    def load(self, folder: str) -> None:
+        with self.device_lock():
+            self.trainer.load(folder)
+        path = Path(folder) / ALGORITHM_FILE
+        try:
+            self.algorithm.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def _parts(self, source: Edge, turn: ExitStack, *, whole_groups: bool) -> Iterator[Part]:
+        """This rank's parts of a batch. The turn on the devices begins with the first, once it is in hand, and lasts
+        for the step: gradients stay where they are."""
+        parts = source.parts(
+            self, self.trainer.world, whole_groups=whole_groups, cost=self.trainer.cost_model
+        )
+        for part in parts:
+            if part.is_first:
+                turn.enter_context(self.device_lock())
+            yield part
+
+
+class Advantages:
+    """Advantages that could not be computed where the group was made; what needs the whole batch waits for it."""
+
+    def __init__(self, algorithm: Algorithm, trainer: Trainer) -> None:
+        self._algorithm = algorithm
+        self._trainer = trainer
+        self._waiting: list[Sample] = []
+        self.metrics: dict[str, float] = {}
+
+    def add(self, samples: list[Sample], *, is_last: bool) -> list[Sample] | None:
+        """The samples that can be trained on now; None while they wait for the rest of the batch. A collective."""
+        if self._algorithm.scope is Scope.BATCH:
+            self._waiting += samples
+            if not is_last:
+                return None
+            samples, self._waiting = self._waiting, []
+        judged, found = self._algorithm.advantages(samples, reduce=self._trainer.world.sum_over_data)
+        self.metrics |= found
+        return list(judged)
+
+
+class CriticWorker(LearningWorker):
+    """The value function: adds its values and the advantages that follow from them to every sample on its way to the
+    actor, and learns from the same samples."""
+
+    trainer: ValueTrainer
+
+    def __init__(self, *, config: ValueTrainer.Config, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = Algorithm(algorithm)
+        self.trainer = ValueTrainer(
+            config, self.algorithm, rendezvous=rendezvous_of(self), device=self.device
+        )
+
+    def train(self, source: Edge, target: Channel) -> Mapping[str, float]:
+        """One batch. Values are those of the weights before the step, which is taken when all of it is through."""
+        advantages = Advantages(self.algorithm, self.trainer)
+        keys: list[str] = []
+        with ExitStack() as turn:
+            for part in self._parts(source, turn, whole_groups=True):
+                if part.is_first:
+                    self.trainer.begin()
+                samples = part.samples()
+                samples = with_column(samples, "values", self.trainer.values(samples))
+                keys += part.keys
+                judged = advantages.add(samples, is_last=part.chunk.is_last)
+                if judged is None:
+                    continue
+                if self.trainer.world.leads:
+                    put_all(target, keys, judged)
+                keys = []
+                self.trainer.accumulate(judged)
+            metrics = self.trainer.finish()
+        named = {f"critic/{name.removeprefix('value/')}": value for name, value in metrics.items()}
+        return {**advantages.metrics, **named}

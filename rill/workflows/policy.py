@@ -1,0 +1,214 @@
+"""The policy as environments see it: awaitable, seeded, asked in whole chunks, and resumable.
+
+    episode ── generate ──▶ EpisodePolicy ──▶ PolicyClient ──▶ Asked: an EngineGate here, or engines elsewhere
+                                └ answers by request id                 (env_worker.RemoteEngines)
+
+Environments are coroutines on one event loop. All requests that they make in one turn of the loop reach the engine in
+one submit(), so that a chunk of groups is scheduled as a unit: its prefixes are shared, and at lag 0 the batch that an
+engine sees does not depend on timing.
+
+One resumable generation: an engine that is told to stop (EngineGate.stop) answers everything of that epoch as ABORTED,
+with the tokens so far. The episode is then cancelled and keeps what it was told, by request id; taken up again, by any
+worker, it runs from its start: what was answered is answered at once and in the same words, and what was cut off goes
+on behind the tokens it has (answers.py). A request id is made from the episode and the prompt's tokens, so an answer is
+only ever found again for the same prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from rill.errors import RequestError
+from rill.inference.base import Completion, Engine, Request
+from rill.inference.continued import Decode, continued, joined, nothing_said
+from rill.telemetry import trace
+from rill.types import SamplingParams, StopReason, TokenIds
+
+
+class Asked(Protocol):
+    """Whoever answers: never blocks."""
+
+    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]: ...
+
+
+class EngineGate:
+    """An engine that can be told to stop: what runs is aborted, and what is asked later for that epoch is not begun.
+
+    `submit` and `stop` are called by different threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._stopped_through = -1
+        self._running: dict[str, int] = {}
+        """Request id -> epoch."""
+
+    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
+        with self._lock:
+            if epoch <= self._stopped_through:
+                return [_answered(nothing_said(request)) for request in requests]
+            futures = self._engine.submit(requests)
+            self._running.update((request.id, epoch) for request in requests)
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(partial(self._forget, request.id))
+        return futures
+
+    def stop(self, epoch: int) -> None:
+        """Everything of this epoch and those before it."""
+        with self._lock:
+            self._stopped_through = max(self._stopped_through, epoch)
+            stopped = [name for name, begun in self._running.items() if begun <= epoch]
+        if stopped:
+            self._engine.abort(stopped)  # outside: it waits for the engine's thread, which calls `_forget`
+
+    def _forget(self, name: str, _: Future[Completion]) -> None:
+        with self._lock:
+            self._running.pop(name, None)
+
+
+class PolicyClient:
+    """Shared by all episodes of a worker; `episode` gives the view of one."""
+
+    def __init__(self, asked: Asked, *, seed: int, decode: Decode) -> None:
+        """`decode` finds stop strings that lie across the place where an answer was cut."""
+        self._asked = asked
+        self._seed = seed
+        self.decode = decode
+        self._pending: list[tuple[Request, int, asyncio.Future[Completion]]] = []
+        self._num_unanswered = 0
+        self._busy = trace.span("sampling", lane="engine")
+
+    def episode(self, episode_id: str, answers: dict[str, Completion], epoch: int = 0) -> EpisodePolicy:
+        """`answers` holds what the episode was told before, and gets what it is told now."""
+        return EpisodePolicy(self, episode_id, answers, epoch)
+
+    def seed_of(self, request_id: str) -> int:
+        """The same run seed and request give the same tokens, on whichever engine they are made."""
+        digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    async def complete(self, request: Request, epoch: int) -> Completion:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Completion] = loop.create_future()
+        if not self._pending:
+            loop.call_soon(self._flush)
+        self._pending.append((request, epoch, answer))
+        if self._num_unanswered == 0:
+            self._busy = trace.span("sampling", lane="engine")  # while anything is asked of the engine
+            self._busy.__enter__()
+        self._num_unanswered += 1
+        try:
+            return await answer
+        finally:
+            self._num_unanswered -= 1
+            if self._num_unanswered == 0:
+                self._busy.__exit__(None, None, None)
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        for epoch in sorted({epoch for _, epoch, _ in pending}):
+            asked = [(request, answer) for request, of, answer in pending if of == epoch]
+            try:
+                self._submit(asked, epoch)
+            except (
+                RequestError
+            ):  # nothing was taken: whoever asks for the impossible is told so, and nobody else
+                for one in asked:
+                    self._submit_one(one, epoch)
+            except Exception as error:  # noqa: BLE001  boundary: the loop would log it, and the episodes wait for ever
+                for _, answer in asked:
+                    answer.set_exception(error)
+
+    def _submit_one(self, one: tuple[Request, asyncio.Future[Completion]], epoch: int) -> None:
+        try:
+            self._submit([one], epoch)
+        except Exception as error:  # noqa: BLE001  boundary, as above
+            one[1].set_exception(error)
+
+    def _submit(self, asked: Sequence[tuple[Request, asyncio.Future[Completion]]], epoch: int) -> None:
+        futures = self._asked.submit([request for request, _ in asked], epoch)
+        loop = asyncio.get_running_loop()
+        for (_, answer), future in zip(asked, futures, strict=True):
+            future.add_done_callback(partial(_settle_from_thread, loop, answer))
+
+
+class EpisodePolicy:
+    """rill.envs.base.Policy for one episode."""
+
+    def __init__(
+        self, client: PolicyClient, episode_id: str, answers: dict[str, Completion], epoch: int
+    ) -> None:
+        self._client = client
+        self._episode_id = episode_id
+        self._answers = answers
+        self._epoch = epoch
+
+    async def generate(
+        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+    ) -> Completion:
+        """Raises CancelledError where the engine was stopped: the episode ends here and can be taken up again."""
+        request_id = f"{self._episode_id}#{name}"
+        before = self._answers.get(request_id)
+        if before is not None and before.stop_reason is not StopReason.ABORTED:
+            return before
+        completion = await self._ask(request_id, token_ids, sampling, before, model)
+        if completion.stop_reason is StopReason.ABORTED:
+            if len(completion.token_ids) < sampling.max_new_tokens:
+                if len(completion.token_ids):
+                    self._answers[request_id] = completion
+                raise asyncio.CancelledError(f"{request_id} was stopped")
+            completion = replace(completion, stop_reason=StopReason.LENGTH)  # stopped with its last token
+        self._answers[request_id] = completion
+        return completion
+
+    async def _ask(
+        self,
+        request_id: str,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        before: Completion | None,
+        model: str | None,
+    ) -> Completion:
+        # A part of its own seed: an engine may count its draws from the start of a request.
+        part = request_id if before is None else f"{request_id}+{len(before.token_ids)}"
+        if sampling.seed is None and sampling.temperature > 0:
+            sampling = replace(sampling, seed=self._client.seed_of(part))
+        if before is None:
+            request = Request(id=request_id, token_ids=token_ids, sampling=sampling, adapter=model)
+            return await self._client.complete(request, self._epoch)
+        request = replace(continued(before, token_ids, sampling), adapter=model)
+        after = await self._client.complete(request, self._epoch)
+        return joined(before, after, sampling.stop, self._client.decode)
+
+
+def _answered(completion: Completion) -> Future[Completion]:
+    future: Future[Completion] = Future()
+    future.set_result(completion)
+    return future
+
+
+def _settle_from_thread(
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Completion], future: Future[Completion]
+) -> None:
+    """Runs in the engine's thread. A loop that ended early (an episode failed) no longer wants its answers."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, answer, future)
+
+
+def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
+    if answer.cancelled():
+        return
+    error = future.exception()
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(future.result())

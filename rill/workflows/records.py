@@ -1,0 +1,141 @@
+"""The small records that pass between the controller and the workers around it. None of them holds a finished sample.
+
+    controller ── Task ──▶ episodes ── Outcome ──▶ controller ── Chunk ──▶ every stage, every rank
+                              └───── Sample ── (samples channel, by key) ──────▲
+
+A task and an outcome are one group each; a chunk is a part of a batch. None of them reaches the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rill.inference.base import Completion
+from rill.training.balance import CostModel, partition
+from rill.types import Ints, PolicyVersion, Prompt
+
+TRAIN = "train"
+BY_TOKENS = CostModel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What was said and done in a group that was stopped: it goes on from there, on any worker."""
+
+    answers: Mapping[str, Completion] = field(default_factory=dict)
+    """By request id. One with the stop reason ABORTED is to be continued."""
+    events: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By episode: what tools answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt to be answered `num_samples` times."""
+
+    index: int
+    """Position in the order of admission; decides the order inside a batch."""
+    prompt: Prompt
+    num_samples: int
+    purpose: str = TRAIN
+    """TRAIN, or the name of an evaluation set."""
+    epoch: int = 0
+    """Of the tasks channel: what `stop` of that epoch stops."""
+    progress: Progress = Progress()
+    """From an earlier attempt that was stopped."""
+    num_resumes: int = 0
+    """How often it was stopped."""
+
+    @property
+    def id(self) -> str:
+        return group_id(self.index) if self.purpose == TRAIN else f"{self.purpose}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a task: kept, dropped by a filter, or stopped unfinished."""
+
+    index: int
+    purpose: str = TRAIN
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sample that lies in the samples channel; empty unless it is kept."""
+    dropped: str | None = None
+    """Why a filter dropped it; None: not dropped."""
+    stopped: Progress | None = None
+    """How far it came when it was stopped; None: it was finished."""
+    rewards: tuple[float, ...] = ()
+    """Of an evaluation: of each episode; not a number where it failed."""
+    oldest_version: PolicyVersion | None = None
+    """With a token in it; None where nothing was sampled."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_kept(self) -> bool:
+        return self.dropped is None and self.stopped is None
+
+    @property
+    def keys(self) -> list[str]:
+        return [sample_key(group_id(self.index), i) for i in range(len(self.lengths))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some groups of a batch, as columns: every rank of a stage derives the same shares from it.
+
+    Axes: G group, by admission; S sample, group by group.
+    """
+
+    step: int
+    number: int
+    is_last: bool
+    """Of its batch."""
+    indices_G: Ints
+    sizes_G: Ints
+    """Samples of each group."""
+    lengths_S: Ints
+    """Tokens of each sample."""
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome], *, step: int, number: int, is_last: bool) -> Chunk:
+        """By admission, so that a chunk does not depend on which of its groups happened to finish first."""
+        ordered = sorted(outcomes, key=lambda outcome: outcome.index)
+        return Chunk(
+            step=step,
+            number=number,
+            is_last=is_last,
+            indices_G=np.array([outcome.index for outcome in ordered], np.int32),
+            sizes_G=np.array([len(outcome.lengths) for outcome in ordered], np.int32),
+            lengths_S=np.array([n for outcome in ordered for n in outcome.lengths], np.int32),
+        )
+
+    @property
+    def keys_S(self) -> list[str]:
+        """Where the samples lie."""
+        rows = zip(self.indices_G.tolist(), self.sizes_G.tolist(), strict=True)
+        return [sample_key(group_id(index), i) for index, size in rows for i in range(size)]
+
+    def share(self, rank: int, num_ranks: int, *, whole_groups: bool, cost: CostModel) -> list[str]:
+        """The sample keys of one rank: balanced by cost, in batch order. `whole_groups` keeps siblings together."""
+        keys_S = self.keys_S
+        if num_ranks == 1:
+            return keys_S
+        costs_S = cost(self.lengths_S.astype(np.int64))
+        if not whole_groups:
+            return [keys_S[s] for s in sorted(partition(costs_S, num_ranks)[rank])]
+        ends_G = np.cumsum(self.sizes_G)
+        starts_G = ends_G - self.sizes_G
+        part = partition(np.add.reduceat(costs_S, starts_G), num_ranks)[rank]
+        return [key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]]
+
+
+def group_id(index: int) -> str:
+    """The name of a group, in logs, sample keys and seeds."""
+    return f"g{index:08d}"
+
+
+def sample_key(group: str, sample: int) -> str:
+    """Where a sample lies in a channel."""
+    return f"{group}/{sample}"

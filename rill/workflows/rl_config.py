@@ -1,0 +1,210 @@
+"""The recipe of a workflow that learns from its own samples: the tables that all of them have.
+
+What is said once (`model`, `seed`, the temperature) is handed to every part that does not name its own; what cannot
+run is refused here, with one line, before anything is started.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from rill.algorithms import Algorithm, AlgorithmConfig, Need
+from rill.config import Config, OneOf, PartConfig
+from rill.data.base import DATASETS
+from rill.data.curriculum import CurriculumConfig
+from rill.data.loader import LoaderConfig
+from rill.errors import ConfigError
+from rill.models.loading import ModelConfig
+from rill.telemetry.guards import Guard, default_guards
+from rill.training.policy import PolicyTrainer
+from rill.workflows.config import (
+    MISMATCH_LIMITS,
+    ClusterConfig,
+    EvalConfig,
+    FlowConfig,
+    LoopConfig,
+    RecipeConfig,
+    RolloutConfig,
+    Seats,
+    SyncConfig,
+    WarmStartConfig,
+)
+from rill.workflows.scorers import RewardModelConfig, TeacherConfig
+
+
+class PlacementConfig(Config):
+    """[placement]: device ids of each group. Groups that name the same devices share them and take turns."""
+
+    rollout: Seats = "all"
+    actor: Seats = "all"
+    inference: Seats | None = None
+    """Recomputes log π_old where it is needed before the policy's update. Unset: the actor does it itself."""
+    reference: Seats = "all"
+    """Used only where the algorithm has a KL term."""
+    reward: Seats = "all"
+    """Used only with a [reward_model]; a rule or a judge is scored by the environment."""
+    teacher: Seats = "all"
+    """Used only for distillation on the advantage."""
+
+
+class RLConfig(RecipeConfig):
+    """The tables that all RL recipes have. `model` is handed to every part that does not name its own."""
+
+    model: ModelConfig
+    data: Annotated[PartConfig, OneOf(DATASETS)]
+    """Problems to learn from; its held-out side is the evaluation's."""
+    loader: LoaderConfig = LoaderConfig()
+    curriculum: CurriculumConfig | None = None
+    """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
+    rollout: RolloutConfig
+    reward_model: RewardModelConfig | None = None
+    """Scores every answer beside the environment's reward, in a group of its own (placement.reward). Unset: none."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """What on-policy distillation learns from, for an algorithm that has it. Empty: none."""
+    algorithm: AlgorithmConfig
+    trainer: PolicyTrainer.Config
+    loop: LoopConfig = LoopConfig()
+    flow: FlowConfig = FlowConfig()
+    eval: EvalConfig = EvalConfig()
+    sync: SyncConfig = SyncConfig()
+    sft: WarmStartConfig = WarmStartConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+    handed_down = {
+        "model.seed": "seed",
+        "loader.seed": "seed",
+        "curriculum.seed": "seed",
+        "rollout.engine.model": "model",
+        "trainer.model": "model",
+        "trainer.temperature": "rollout.sampling.temperature",
+    }
+    provides: ClassVar[frozenset[Need]] = frozenset(
+        {
+            Need.REF_LOGPROBS,
+            Need.REWARD_LOGPROBS,
+            Need.TEACHER_LOGPROBS,
+            Need.FULL_VOCABULARY_TEACHER,
+            Need.GREEDY_BASELINE,
+        }
+    )
+    """What the workflow's groups can give an algorithm besides what the trainer has by itself."""
+
+    def guards(self) -> list[Guard]:
+        limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
+        return default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return Algorithm(self.algorithm).needs
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps on a batch."""
+        return self.trainer.num_epochs * self.trainer.num_mini_batches
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampled_as_it_is_trained(cls, values: Any) -> Any:
+        """The native engine computes in the trainer's precision unless it is given one of its own."""
+        if not isinstance(values, dict) or not isinstance(values.get("rollout"), dict):
+            return values
+        engine, trainer = values["rollout"].get("engine", {}), values.get("trainer", {})
+        is_native = isinstance(engine, dict) and engine.get("type", "native") == "native"
+        if is_native and isinstance(trainer, dict):
+            engine = {"dtype": trainer.get("compute_dtype", "float32"), **engine}
+            values = {**values, "rollout": {**values["rollout"], "engine": engine}}
+        return values
+
+    @model_validator(mode="after")
+    def _can_run(self) -> Self:
+        """Whatever an algorithm needs there is, and nothing is there that it does not use."""
+        try:
+            Algorithm(self.algorithm).check_run(
+                workflow=self.workflow,
+                provides=self.provides,
+                group_size=self.rollout.group_size,
+                num_steps=self.num_updates,
+                sampling=self.rollout.sampling.params(),
+            )
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    @model_validator(mode="after")
+    def _inference_has_work(self) -> Self:
+        is_needed = Need.REWARD_LOGPROBS in self.needs or self.num_updates > 1
+        if self.placement.inference is not None and not is_needed:
+            raise ValueError(
+                "placement.inference has nothing to do: with one optimizer step per batch (trainer.num_epochs and "
+                "trainer.num_mini_batches are 1) the old log-probabilities are the current ones. Leave it unset"
+            )
+        if self.placement.inference is not None and Need.ENERGIES in self.needs:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} needs more of the policy than log-probabilities, which only the "
+                "actor computes: leave placement.inference unset"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scores_come_in_time(self) -> Self:
+        """What is decided where the episodes run does not know the reward model's scores yet."""
+        if self.reward_model is None:
+            return self
+        filters = self.algorithm.filters
+        if (
+            filters.drop_equal_rewards
+            or filters.min_mean_reward is not None
+            or filters.max_mean_reward is not None
+        ):
+            raise ValueError(
+                "[reward_model] scores groups after algorithm.filters has kept or dropped them by their reward: leave "
+                "drop_equal_rewards, min_mean_reward and max_mean_reward unset"
+            )
+        if Need.GREEDY_BASELINE in self.needs:
+            raise ValueError(
+                f"[reward_model] does not score the greedy answer that {self.algorithm.type!r} compares with: choose "
+                "another algorithm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_teach(self) -> Self:
+        if Need.TEACHER_LOGPROBS in self.needs and len(self.teachers) != 1:
+            raise ValueError(
+                f"distillation on the advantage follows one teacher, the recipe has {len(self.teachers)} [[teachers]]: "
+                "name one or set algorithm.distillation.form = 'full_vocabulary'"
+            )
+        if Need.FULL_VOCABULARY_TEACHER in self.needs and not self.teachers:
+            raise ValueError("distillation over the vocabulary needs [[teachers]]: name at least one")
+        if self.teachers and not self.needs & {Need.TEACHER_LOGPROBS, Need.FULL_VOCABULARY_TEACHER}:
+            raise ValueError(
+                "[[teachers]] have nothing to teach: set algorithm = 'distill', or algorithm.distillation.coefficient"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _temperatures_agree(self) -> Self:
+        sampled, trained = self.rollout.sampling.temperature, self.trainer.temperature
+        if sampled == 0:
+            raise ValueError(
+                "rollout.sampling.temperature = 0 would give the same answer to a prompt every time, and nothing to "
+                "learn from: set it above 0 (evaluations have a temperature of their own, eval.temperature)"
+            )
+        if sampled != trained:
+            raise ValueError(
+                f"rollout.sampling.temperature is {sampled} and trainer.temperature is {trained}: the trainer must "
+                "recompute log-probabilities at the sampler's temperature; leave trainer.temperature unset"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _edges_lead_somewhere(self) -> Self:
+        if unknown := set(self.flow.edges) - set(type(self.placement).model_fields) - {"rollout"}:
+            known = ", ".join(name for name in type(self.placement).model_fields if name != "rollout")
+            raise ValueError(
+                f"flow.edges names {', '.join(sorted(unknown))}: groups that consume samples are {known}"
+            )
+        return self

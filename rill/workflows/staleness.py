@@ -1,0 +1,264 @@
+"""What may be begun, what runs, what makes the next batch: the one controller of staleness. Pure state, no threads.
+
+    source ──▶ RUNNING ──▶ KEPT ──▶ BATCHED ──▶ trained
+                 ▲ │ │
+                 │ │ └──▶ dropped
+                 │ ▼
+               RESUMED
+
+| state   | a group enters it when                                      | and leaves it when                          |
+|---------|-------------------------------------------------------------|---------------------------------------------|
+| RUNNING | it is admitted: there is room, resumed ones first           | an outcome comes: kept, dropped or stopped  |
+| RESUMED | it was stopped unfinished, or a checkpoint holds it         | it is admitted again, behind what was said  |
+| KEPT    | it is finished and the filter keeps it                      | a batch that is open has room for it        |
+| BATCHED | it is chosen: its samples go to the stages, chunk by chunk  | the step is applied                         |
+| dropped | the filter drops it                                         | never: counted, its place is free again     |
+| trained | the step of its batch is applied                            | never: counted                              |
+
+Staleness is bounded by admission, never by throwing samples away:
+
+    room = min( max_concurrent − running,  min((max_lag + 1) · batch + extra,  steps left · batch) − untrained )
+
+`untrained` groups run, are kept or are batched. max_lag 0 is synchronous training: one batch is generated, trained on,
+and only then the next begins. `extra` groups are begun beyond a batch so that the slowest need not be waited for: they
+are stopped when the batch is full and go on with the next. Nothing is counted from the start of the run, so a resumed
+run may have another batch size. Every admitted group is trained on once or dropped once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from rill.data.curriculum_source import CurriculumSource
+from rill.data.loader import PromptSource
+from rill.errors import RunError
+from rill.workflows.records import Outcome, Task
+
+
+class State(StrEnum):
+    RUNNING = "running"
+    RESUMED = "resumed"
+    KEPT = "kept"
+    BATCHED = "batched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the recipe's [loop] says of staleness."""
+
+    batch: int
+    """Groups."""
+    max_lag: int
+    max_concurrent: int
+    num_steps: int
+    extra: int = 0
+    in_admission_order: bool = False
+    max_resumes: int = 0
+    """A group that was stopped so many times is waited for. 0: none is."""
+    max_dropped: int = 0
+    """A batch that is not full when filters have dropped so many is given up. 0: never."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One group that is not trained on yet."""
+
+    task: Task
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Since:
+    """What happened since the batch before."""
+
+    dropped: tuple[Outcome, ...]
+    num_stopped: int
+
+
+class Staleness:
+    def __init__(self, limits: Limits, source: PromptSource, *, group_size: int) -> None:
+        self.limits = limits
+        self.source = source
+        self.version = 0
+        """Steps that are applied."""
+        self._group_size = group_size
+        self._next_index = 0
+        self._groups: dict[State, dict[int, Entry]] = {state: {} for state in State}
+        """In the order in which they came into the state."""
+        self._dropped: list[Outcome] = []
+        self._num_dropped = 0
+        self._num_trained = 0
+        self._num_stopped = 0
+        self._is_batch_open = False
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Groups that may be begun now."""
+        limits, running = self.limits, self.num(State.RUNNING)
+        ahead = (limits.max_lag + 1) * limits.batch + limits.extra
+        left = (limits.num_steps - self.version) * limits.batch
+        untrained = running + self.num(State.KEPT) + self.num(State.BATCHED)
+        return max(0, min(limits.max_concurrent - running, min(ahead, left) - untrained))
+
+    def admit(self, epoch: int) -> list[Task]:
+        """The groups that are begun now: stopped ones first, then new ones, as many as there is room for."""
+        room = self.room
+        if room == 0:
+            return []
+        tasks = []
+        for index in sorted(self._groups[State.RESUMED])[:room]:
+            entry = self._move(index, State.RESUMED, State.RUNNING)
+            entry.task = replace(entry.task, epoch=epoch)
+            tasks.append(entry.task)
+        for prompt in self.source.next(room - len(tasks)):
+            task = Task(index=self._next_index, prompt=prompt, num_samples=self._group_size, epoch=epoch)
+            self._groups[State.RUNNING][task.index] = Entry(task)
+            self._next_index += 1
+            tasks.append(task)
+        if not tasks:
+            raise RunError("the dataset has no more prompts: raise `data.epochs` or lower `loop.steps`")
+        return tasks
+
+    def collect(self, outcome: Outcome) -> None:
+        """Take note of what became of a group."""
+        index = outcome.index
+        assert index in self._groups[State.RUNNING], f"group {index} is not running"
+        if outcome.stopped is not None:
+            entry = self._move(index, State.RUNNING, State.RESUMED)
+            entry.task = replace(entry.task, progress=outcome.stopped, num_resumes=entry.task.num_resumes + 1)
+            self._num_stopped += 1
+            return
+        if isinstance(self.source, CurriculumSource) and "reward/mean" in outcome.metrics:
+            prompt = self._groups[State.RUNNING][index].task.prompt
+            self.source.learn(index, prompt, outcome.metrics["reward/mean"])
+        if outcome.is_kept:
+            self._move(index, State.RUNNING, State.KEPT).outcome = outcome
+        else:
+            del self._groups[State.RUNNING][index]
+            self._dropped.append(outcome)
+            self._num_dropped += 1
+            self._check_dropped()
+
+    # --- batches ------------------------------------------------------------------------------------------
+
+    def open_batch(self) -> None:
+        """The next step wants its batch: kept groups may join it from now on."""
+        assert not self._groups[State.BATCHED], "the batch before is not trained on"
+        self._is_batch_open = True
+
+    def choose(self) -> list[Outcome]:
+        """The groups that join the open batch now, in the order in which they join."""
+        if not self._is_batch_open:
+            return []
+        chosen = self._oldest_first() if self.limits.in_admission_order else self._first_come()
+        outcomes = []
+        for index in chosen[: self.limits.batch - self.num(State.BATCHED)]:
+            outcome = self._move(index, State.KEPT, State.BATCHED).outcome
+            assert outcome is not None, "what is kept has an outcome"
+            outcomes.append(outcome)
+        if self.is_full:
+            self._is_batch_open = False
+        return outcomes
+
+    def _oldest_first(self) -> list[int]:
+        """A group that was admitted earlier may still be running: it is waited for unless a filter drops it."""
+        begun = [*self._groups[State.RUNNING], *self._groups[State.RESUMED]]
+        oldest_begun = min(begun, default=self._next_index)
+        return [index for index in sorted(self._groups[State.KEPT]) if index < oldest_begun]
+
+    def _first_come(self) -> list[int]:
+        """Those that were stopped hold the oldest tokens and go first. Places of the batch are held for those that
+        were stopped too often to be stopped again."""
+        most = self.limits.max_resumes
+        kept, running = self._groups[State.KEPT], self._groups[State.RUNNING]
+        awaited = sum(1 for entry in running.values() if entry.task.num_resumes >= most) if most else 0
+        free = max(0, self.limits.batch - self.num(State.BATCHED) - awaited)
+        return sorted(kept, key=lambda index: -kept[index].task.num_resumes)[:free]
+
+    @property
+    def is_full(self) -> bool:
+        return self.num(State.BATCHED) == self.limits.batch
+
+    def since_last_batch(self) -> Since:
+        """Once a batch."""
+        since = Since(dropped=tuple(self._dropped), num_stopped=self._num_stopped)
+        self._dropped, self._num_stopped = [], 0
+        return since
+
+    def trained(self) -> None:
+        """The step of the batch is applied, and the engines have its weights."""
+        self.version += 1
+        self._num_trained += self.num(State.BATCHED)
+        self._groups[State.BATCHED].clear()
+
+    # --- what is known ------------------------------------------------------------------------------------
+
+    def num(self, state: State) -> int:
+        return len(self._groups[state])
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state, and the steps that are applied."""
+        counts = {state.value: self.num(state) for state in State}
+        return {
+            **counts,
+            "dropped": self._num_dropped,
+            "trained": self._num_trained,
+            "version": self.version,
+        }
+
+    def describe(self) -> str:
+        """For the error of a batch that does not come together."""
+        finished = self.num(State.BATCHED) + self.num(State.KEPT)
+        return (
+            f"only {finished} of {self.limits.batch} groups of step {self.version} are finished "
+            f"({self.num(State.RUNNING)} running, {len(self._dropped)} dropped by filters since the last step)"
+        )
+
+    def untrained(self) -> list[Entry]:
+        """Everything between admission and training, between two steps: what a checkpoint holds besides `state`."""
+        assert not self._groups[State.BATCHED], "a checkpoint is taken between two steps"
+        begun = {**self._groups[State.RUNNING], **self._groups[State.RESUMED]}
+        return [*(begun[index] for index in sorted(begun)), *self._groups[State.KEPT].values()]
+
+    def state(self) -> dict[str, Any]:
+        """What can be written as JSON."""
+        return {
+            "version": self.version,
+            "dropped": self._num_dropped,
+            "trained": self._num_trained,
+            "next_index": self._next_index,
+            "source": self.source.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any], untrained: list[Entry]) -> None:
+        """Before the first admission."""
+        self.version, self._next_index = state["version"], state["next_index"]
+        self._num_dropped, self._num_trained = state["dropped"], state["trained"]
+        self.source.load_state(state["source"])
+        for entry in untrained:
+            place = State.RESUMED if entry.outcome is None else State.KEPT
+            self._groups[place][entry.task.index] = entry
+
+    def _move(self, index: int, old: State, new: State) -> Entry:
+        entry = self._groups[old].pop(index)
+        self._groups[new][index] = entry
+        return entry
+
+    def _check_dropped(self) -> None:
+        most = self.limits.max_dropped
+        finished = self.num(State.KEPT) + self.num(State.BATCHED)
+        if not 0 < most <= len(self._dropped) or finished >= self.limits.batch:
+            return
+        reasons = Counter(outcome.dropped for outcome in self._dropped)
+        said = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+        raise RunError(
+            f"filters dropped {len(self._dropped)} groups ({said}) and kept {finished} of the {self.limits.batch} that "
+            f"step {self.version} needs. The task may be too hard or too easy for this model, or the reward may not "
+            "see the answer: look at the rollouts, loosen algorithm.filters, or raise loop.max_refills"
+        )

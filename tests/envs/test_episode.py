@@ -1,0 +1,321 @@
+"""From task to samples, whatever the environment does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
+from rill.errors import EngineError, TooLongError
+from rill.models.tokenizer import build_char_tokenizer
+from rill.types import Failure, Message, Prompt, SamplingParams, StopReason
+from tests.envs.scripted import QUESTION, Scripted, environment, play, playing
+
+
+async def test_an_answer_is_rewarded_and_masked_token_by_token() -> None:
+    policy = Scripted("85")
+    episode = await play(environment(), policy)
+    (sample,) = episode.samples
+    assert episode.reward == sample.reward == 1.0 and sample.reward_parts == {"exact": 1.0}
+    assert episode.failure is None and sample.error is None
+    assert policy.seen == [sample.token_ids[:6].tolist()]
+    assert sample.loss_mask.tolist() == [False] * 6 + [True] * 3
+    assert sample.versions.tolist() == [-1] * 6 + [3] * 3
+    assert sample.logprobs.tolist() == [0.0] * 6 + [-0.5] * 3
+    assert sample.turn_ids.tolist() == [0] * 6 + [1] * 3
+    assert sample.stop_reason is StopReason.EOS
+    assert (sample.prompt_id, sample.group_id, sample.id, sample.episode_id) == ("p", "g", "e", "e")
+    assert episode.metrics["turns"] == 1
+
+
+async def test_chat_prompts_use_the_template() -> None:
+    policy = Scripted("4")
+    prompt = Prompt(id="p", messages=(Message(role="user", content="2+2?"),), answer="4")
+    episode = await play(environment(), policy, prompt)
+    assert policy.tokenizer.decode(policy.seen[0]) == "<user>2+2?<assistant>"
+    assert episode.reward == 1.0
+
+
+class TestFailures:
+    """Data, with every token that was sampled, and never a sample to be trained on."""
+
+    async def fails(self, env: Environment, policy: Any = None) -> Any:
+        episode = await play(env, policy or Scripted("85"))
+        (sample,) = episode.samples
+        assert not sample.loss_mask.any() and sample.error == episode.error
+        assert sample.stop_reason is StopReason.ERROR and episode.rewards == {}
+        return episode
+
+    async def test_what_an_environment_raises_keeps_the_tokens_and_says_where(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            await agents.policy.generate(task)
+            raise ConnectionError("the tool server said 503")
+
+        episode = await self.fails(playing(run))
+        assert episode.failure is Failure.ENVIRONMENT
+        assert "ConnectionError: the tool server said 503" in episode.error
+        assert f"test_episode.py:{run.__code__.co_firstlineno + 2} in run" in episode.error
+        assert episode.samples[0].num_sampled == 3
+
+    async def test_before_anything_was_asked_the_prompt_is_there(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            raise ValueError("at once")
+
+        episode = await self.fails(playing(run))
+        assert episode.samples[0].num_tokens == 6 and episode.samples[0].num_sampled == 0
+
+    async def test_a_hanging_environment_is_ended_and_its_place_named(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            await agents.policy.generate(task)
+            await asyncio.sleep(3600)
+
+        episode = await self.fails(playing(run, limits={"episode_timeout_s": 0.1}))
+        assert episode.failure is Failure.TIMEOUT
+        assert f"test_episode.py:{run.__code__.co_firstlineno + 2} in run" in episode.error
+        assert episode.samples[0].num_sampled == 3
+
+    async def test_one_that_does_not_heed_its_cancellation_is_left_behind(self) -> None:
+        going_on = asyncio.Event()
+
+        async def run(task: Prompt, agents: Agents) -> None:
+            while not going_on.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.02)
+
+        episode = await self.fails(
+            playing(run, limits={"episode_timeout_s": 0.05, "teardown_timeout_s": 0.05})
+        )
+        going_on.set()
+        assert episode.failure is Failure.TIMEOUT
+
+    async def test_a_policy_that_does_not_answer_costs_the_turn(self) -> None:
+        class Silent(Scripted):
+            async def generate(self, *_: Any, **__: Any) -> Any:
+                await asyncio.sleep(3600)
+
+        episode = await self.fails(environment(limits={"turn_timeout_s": 0.05}), Silent())
+        assert episode.failure is Failure.TIMEOUT and "no answer within 0.05 s" in episode.error
+
+    async def test_a_prompt_that_does_not_fit_costs_its_episode(self) -> None:
+        class Full(Scripted):
+            async def generate(self, *_: Any, **__: Any) -> Any:
+                raise TooLongError("407 tokens, and at most 127 fit here")
+
+        episode = await self.fails(environment(), Full())
+        assert episode.failure is Failure.TOO_LONG and "at most 127" in episode.error
+
+    async def test_a_reward_that_fails_is_no_zero(self) -> None:
+        env = environment(reward={"type": "numeric"})
+        episode = await play(env, Scripted("4"), Prompt(id="p", text="q", answer="not a number"))
+        assert episode.failure is Failure.REWARD and "reward numeric" in str(episode.error)
+        assert not episode.samples[0].loss_mask.any() and episode.samples[0].num_sampled == 2
+
+    async def test_an_environment_without_a_reward_says_so(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> None:
+            await agents.policy.generate(task)
+
+        episode = await self.fails(playing(run))
+        assert episode.failure is Failure.NO_REWARD and "return a number" in episode.error
+
+    @pytest.mark.parametrize("value", ["much", float("nan"), object()])
+    async def test_a_reward_that_is_no_number_is_told(self, value: object) -> None:
+        async def run(task: Prompt, agents: Agents) -> Any:
+            await agents.policy.generate(task)
+            return value
+
+        episode = await self.fails(playing(run))
+        assert episode.failure is Failure.REWARD
+
+    async def test_a_failed_engine_and_a_cancelled_episode_pass(self) -> None:
+        async def broken(task: Prompt, agents: Agents) -> None:
+            raise EngineError("out of memory")
+
+        async def cancelled(task: Prompt, agents: Agents) -> None:
+            raise asyncio.CancelledError
+
+        with pytest.raises(EngineError):
+            await play(playing(broken), Scripted())
+        with pytest.raises(asyncio.CancelledError):
+            await play(playing(cancelled), Scripted())
+
+
+class TestBudgets:
+    """Running out of a budget is no failure: the episode is cut off, scored, and can be left out by its stop reason."""
+
+    async def forever(self, task: Prompt, agents: Agents) -> float:
+        reply = await agents.policy.generate(task)
+        while True:
+            reply = await agents.policy.generate(reply.then("again"))
+
+    async def test_of_turns(self) -> None:
+        policy = Scripted(*["x"] * 9)
+        episode = await play(playing(self.forever, limits={"max_turns": 3}), policy)
+        assert episode.failure is None and episode.reward == 0.0 and len(policy.seen) == 3
+        assert episode.samples[0].is_truncated and episode.samples[0].loss_mask.sum() == 6
+
+    async def test_of_tokens(self) -> None:
+        policy = Scripted(*["x"] * 9)
+        episode = await play(playing(self.forever, limits={"max_tokens": 20}), policy)
+        assert episode.samples[0].is_truncated and episode.samples[0].num_tokens <= 20
+        assert policy.sampling[-1].max_new_tokens <= 20
+
+    async def test_of_the_engines_context(self) -> None:
+        class Small(Scripted):
+            async def generate(self, token_ids: Any, *args: Any, **named: Any) -> Any:
+                if len(token_ids) > 10:
+                    raise TooLongError("10 fit")
+                return await super().generate(token_ids, *args, **named)
+
+        episode = await play(playing(self.forever), Small(*["x"] * 9))
+        assert episode.failure is None and episode.samples[0].is_truncated
+
+
+class Session(Environment):
+    """Notes what becomes of its sessions."""
+
+    def __init__(self, **how: Any) -> None:
+        limits = {"setup_timeout_s": 0.1, "teardown_timeout_s": 0.1}
+        super().__init__(
+            self.Config.model_validate({"type": "x:Session", "limits": limits}), build_char_tokenizer()
+        )
+        self.how = how
+        self.events: list[str] = []
+
+    @asynccontextmanager
+    async def session(self, task: Prompt) -> AsyncIterator[str]:
+        if "setup" in self.how:
+            await self.how["setup"]()
+        self.events.append("open")
+        try:
+            yield "a sandbox"
+        finally:
+            self.events.append("close")
+            if "teardown" in self.how:
+                await self.how["teardown"]()
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        assert agents.session == "a sandbox"
+        await agents.policy.generate(task)
+        if "run" in self.how:
+            await self.how["run"]()
+        return 1.0
+
+
+class TestSessions:
+    async def test_is_there_while_the_episode_runs(self) -> None:
+        env = Session()
+        assert (await play(env, Scripted("85"))).reward == 1.0
+        assert env.events == ["open", "close"]
+
+    async def test_is_given_back_also_after_a_failure(self) -> None:
+        async def raises() -> None:
+            raise ValueError("in run")
+
+        env = Session(run=raises)
+        assert (await play(env, Scripted("85"))).failure is Failure.ENVIRONMENT
+        assert env.events == ["open", "close"]
+
+    async def test_that_cannot_be_made_fails_the_episode(self) -> None:
+        async def hangs() -> None:
+            await asyncio.sleep(3600)
+
+        episode = await play(Session(setup=hangs), Scripted())
+        assert episode.failure is Failure.SETUP and "not finished within 0.1 s" in str(episode.error)
+
+    async def test_that_hangs_when_it_is_given_back_costs_nothing(self) -> None:
+        async def hangs() -> None:
+            await asyncio.sleep(3600)
+
+        episode = await play(Session(teardown=hangs), Scripted("85"))
+        assert episode.failure is None and episode.reward == 1.0
+
+
+class TestSeveralSamples:
+    async def test_two_agents_are_two_samples_with_rewards_of_their_own(self) -> None:
+        async def debate(task: Prompt, agents: Agents) -> None:
+            await asyncio.gather(agents["pro"].generate(task), agents["contra"].generate(task))
+            agents["pro"].reward(1.0)
+            agents["contra"].reward(-1.0)
+
+        episode = await play(playing(debate), Scripted(lambda _: "so"))
+        pro, contra = episode.samples
+        assert (pro.agent, pro.reward, contra.agent, contra.reward) == ("pro", 1.0, "contra", -1.0)
+        assert dict(episode.rewards) == {"pro": 1.0, "contra": -1.0}
+        assert pro.id != contra.id and pro.episode_id == contra.episode_id == "e"
+
+    async def test_an_agent_that_is_not_trained_has_its_model_and_no_sample(self) -> None:
+        async def asked(task: Prompt, agents: Agents) -> float:
+            hint = await agents["helper"].generate(task)
+            await agents.policy.generate(task)
+            return float(hint.text == "hint")
+
+        policy = Scripted("hint", "85")
+        agents = {"helper": {"model": "big", "is_trained": False, "temperature": 0.0}}
+        episode = await play(playing(asked, agents=agents), policy)
+        assert [sample.agent for sample in episode.samples] == ["policy"] and episode.reward == 1.0
+        assert policy.models == ["big", None] and policy.sampling[0].temperature == 0.0
+
+    async def test_parallel_calls_are_named_by_what_they_continue(self) -> None:
+        async def run(task: Prompt, agents: Agents) -> float:
+            first = await agents.policy.generate(task)
+            await asyncio.gather(*(agents.policy.generate(first.then(tail)) for tail in tails))
+            return 1.0
+
+        tails: list[str] = []
+        names = []
+        for order in ("aab", "baa"):
+            tails[:] = order
+            policy = Scripted(lambda _: "x")
+            episode = await play(playing(run), policy)
+            assert len(episode.samples) == 3 and sum(s.loss_mask.sum() for s in episode.samples) == 8
+            names.append(dict(zip(policy.names, policy.seen, strict=True)))
+        assert names[0] == names[1], "whatever their order, the same name means the same tokens"
+        assert len(names[0]) == 4
+
+
+async def test_rewards_by_turn_reach_the_tokens() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        reply = await agents.policy.generate(task)
+        agents.policy.reward(0.5)
+        await agents.policy.generate(reply.then("ok"))
+        return 1.0
+
+    episode = await play(playing(run), Scripted("1", "2"))
+    (sample,) = episode.samples
+    assert sample.reward == 1.5 and sample.rewards is not None
+    assert np.flatnonzero(sample.rewards).tolist() == [7, 11] and sample.rewards.sum() == 1.5
+
+
+async def test_a_function_is_an_environment() -> None:
+    env = environment("function", function="examples.own_environment:second_try")
+    episode = await play(env, Scripted("84", "85"))
+    assert episode.reward == 0.5 and "wrong, again" in episode.samples[0].turns[2].text
+
+
+def test_a_function_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="not an `async def`"):
+        environment("function", function="rill.envs.tools:shown")
+    with pytest.raises(ValueError, match=r"cannot be called with \(task, agents\)"):
+        environment("function", function="tests.envs.test_episode:takes_one")
+
+
+async def test_sampling_can_be_changed_but_not_beyond_the_runs_length() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        await agents.policy.generate(task, stop=["</a>"], temperature=0.5, max_new_tokens=999)
+        return 1.0
+
+    policy = Scripted("x")
+    await play(playing(run), policy, QUESTION, sampling=SamplingParams(max_new_tokens=7, stop=("!",)))
+    assert policy.sampling[0].stop == ("!", "</a>") and policy.sampling[0].max_new_tokens == 7
+    assert policy.sampling[0].temperature == 0.5
+
+
+async def takes_one(task: Prompt) -> float:
+    return 0.0

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rill.envs.mcp import McpEnvironment, ServerConfig
+from rill.types import Episode, Failure, Message, Prompt
+from tests.data.templates import HERMES, tokenizer_for
+from tests.envs.scripted import Scripted, play
+
+pytest.importorskip("mcp")
+
+TASK = Prompt(id="p", messages=(Message(role="user", content="What is tea?"),), answer="42")
+OBJECT = {"object": "tests.envs.mcp_server:server"}
+STDIO = {"command": [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]}
+
+
+def call(name: str = "price", **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+async def played(server: dict[str, Any], *replies: str) -> Episode:
+    config = McpEnvironment.Config.model_validate({"servers": {"shop": server}})
+    tokenizer = tokenizer_for(HERMES)
+    env = McpEnvironment(config, tokenizer)
+    return await play(env, Scripted(*replies, tokenizer=tokenizer, ends="<|im_end|>"), TASK)
+
+
+def told(episode: Episode) -> list[str]:
+    return [turn.text for turn in episode.samples[0].turns if turn.role == "tool"]
+
+
+@pytest.mark.parametrize("server", [OBJECT, STDIO], ids=["object", "stdio"])
+async def test_a_servers_tools_are_offered_and_called(server: dict[str, Any]) -> None:
+    episode = await played(server, call(item="tea"), "42")
+    assert told(episode) == ["42"] and episode.reward == 1.0
+    shown = tokenizer_for(HERMES).decode(episode.samples[0].token_ids.tolist())
+    assert '"name": "price"' in shown and "What an item costs." in shown
+
+
+async def test_a_tool_that_fails_is_told_to_the_model() -> None:
+    episode = await played(OBJECT, call(item="milk"), call(price="tea"), "none")
+    assert all(text.startswith("error: RuntimeError") for text in told(episode)) and len(told(episode)) == 2
+    assert episode.failure is None
+
+
+async def test_a_server_that_dies_costs_its_call_and_is_started_again() -> None:
+    episode = await played(STDIO, call("die"), call(item="tea"), "42")
+    first, second = told(episode)
+    assert "the MCP server shop is gone" in first and second == "42" and episode.reward == 1.0
+
+
+async def test_a_server_that_does_not_start_fails_the_episode_and_says_why() -> None:
+    episode = await played({"command": ["/no/such/program"]}, "x")
+    assert episode.failure is Failure.ENVIRONMENT
+    assert "the MCP server shop does not start" in str(episode.error)
+
+
+def test_a_server_has_one_place() -> None:
+    with pytest.raises(ValueError, match="exactly one of"):
+        ServerConfig()
+    with pytest.raises(ValueError, match="exactly one of"):
+        ServerConfig(url="http://x", object="y:z")

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import re
+
+from rill.data.base import DATASETS, open_indexed
+from rill.data.tasks.vault import look_up
+from rill.types import Prompt
+from tests.envs.scripted import Scripted, environment, play
+
+
+def task(worked: float = 1.0) -> Prompt:
+    return open_indexed(DATASETS.load("vault").Config(worked=worked, size=4))[0]
+
+
+async def test_asking_for_every_key_gives_the_answer() -> None:
+    prompt = task()
+    vault, first = re.fullmatch(r"(\w+):(\w+)\?", prompt.text or "").groups()  # type: ignore[union-attr]
+
+    def solver(seen: str) -> str:
+        found = re.findall(r"\[(\w+)\]", seen)
+        if len(found) == 2:
+            return f"={found[-1]}"
+        return f">{'<get>'}{found[-1] if found else first}</get>"
+
+    episode = await play(environment("vault"), Scripted(solver), prompt)
+    assert episode.reward == 1.0 and episode.metrics["tool_calls"] == 2 and episode.metrics["turns"] == 3
+    told = [turn.text for turn in episode.samples[0].turns if turn.role == "tool"]
+    assert told[0] == f"[{look_up(vault, first, is_last=False)}]" and told[1] == f"[{prompt.answer}]"
+    (blind,) = (await play(environment("vault", max_calls=0), Scripted(solver), prompt)).samples
+    assert blind.reward == 0.0
+
+
+async def test_a_guess_is_one_turn_and_what_the_warm_up_shows_is_what_the_tool_says() -> None:
+    prompt = task()
+    assert (await play(environment("vault"), Scripted(">=99"), prompt)).reward in (0.0, 1.0)
+    assert task(worked=0.0).metadata["solution"] == f">={prompt.answer}"
+    said = prompt.metadata["solution"]
+    assert re.fullmatch(r"><get>\w\d</get>\[\w\d\]<get>\w\d</get>\[\d\d\]=\d\d", said), said
+    assert said.endswith(f"[{prompt.answer}]={prompt.answer}")

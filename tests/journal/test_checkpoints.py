@@ -1,0 +1,145 @@
+"""Checkpoints of a whole run: whole or not at all; damaged ones are passed over by name."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rill.errors import CheckpointError, WorkerError
+from rill.journal.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
+from rill.runtime.handle import Outcome
+from rill.telemetry.run import Run
+
+
+class Done:
+    """A handle whose call is over."""
+
+    def __init__(self, error: WorkerError | None = None) -> None:
+        self._error = error
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        return [None]
+
+    def done(self) -> bool:
+        return True
+
+    def outcomes(self, timeout_s: float) -> list[Outcome]:
+        return [Outcome(None, self._error, 0.0, {})]
+
+
+class OneNumber:
+    """A group of one worker whose state is a number in a file."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def save(self, folder: str) -> Done:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "number").write_text(str(self.number))
+        return Done()
+
+    def wait_saved(self, timeout_s: float) -> Done:
+        return Done()
+
+    def load(self, folder: str) -> Done:
+        try:
+            self.number = int((Path(folder) / "number").read_text())
+        except (OSError, ValueError) as error:
+            failure = WorkerError("no number", group="one", rank=0, remote_traceback="")
+            failure.__cause__ = CheckpointError(f"{folder} cannot be read: {error}")
+            return Done(failure)
+        return Done()
+
+
+def saved(root: Path, *steps: int) -> tuple[Run, RunCheckpoints, OneNumber]:
+    run, group = Run.create("r", root=root), OneNumber()
+    checkpoints = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
+    for step in steps:
+        group.number = 10 * step
+        checkpoints.save(step)
+    checkpoints.settle()
+    return run, checkpoints, group
+
+
+def test_one_that_cannot_be_written_is_named_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, checkpoints, group = saved(tmp_path, 2)
+
+    def full(folder: str) -> Done:
+        Path(folder).mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(group, "save", full)
+    with pytest.raises(
+        CheckpointError, match=r"step 4 could not.* MB free .*No space left.*of step 2 is whole"
+    ):
+        checkpoints.save(4)
+    assert [path.name for path in run.checkpoints_dir.iterdir()] == ["step-000002"]
+    assert checkpoints.load_latest() == 2
+
+
+def test_the_newest_whole_one_is_loaded_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    run, checkpoints, group = saved(tmp_path, 1, 2, 3, 4)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 3, 4]
+    (whole_checkpoints(run)[-1] / MANIFEST).unlink()
+    assert checkpoints.load_latest() == 3
+    assert group.number == 30
+
+
+def test_one_that_a_group_cannot_read_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, checkpoints, group = saved(tmp_path, 1, 2)
+    (whole_checkpoints(run)[-1] / "one" / "number").write_text("?")
+    with caplog.at_level(logging.WARNING, "rill"):
+        assert checkpoints.load_latest() == 1
+    assert group.number == 10
+    assert "step-000002" in caplog.text and "passed over" in caplog.text
+
+
+def test_nothing_but_damaged_ones_is_an_error_and_none_at_all_is_none(tmp_path: Path) -> None:
+    run, checkpoints, _ = saved(tmp_path, 1)
+    (whole_checkpoints(run)[-1] / "one" / "number").unlink()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints .* the newest: .*cannot be read"):
+        checkpoints.load_latest()
+    fresh = RunCheckpoints(Run.create("fresh", root=tmp_path), {}, 1, 1.0)
+    assert fresh.load_latest() is None
+
+
+def test_what_is_saved_is_not_written_a_second_time(tmp_path: Path) -> None:
+    """A kill in between would lose it, and with it perhaps the only one."""
+    _, checkpoints, group = saved(tmp_path, 2)
+    group.number = -1
+    checkpoints.save(2)
+    run = checkpoints._run
+    number = run.checkpoints_dir / "step-000002" / "one" / "number"
+    assert number.read_text() == "20"
+    again = RunCheckpoints(run, {"one": group}, 3, 1.0)  # type: ignore[dict-item]
+    assert again.load_latest() == 2
+    group.number = -1
+    again.save(2)
+    assert number.read_text() == "20"
+
+
+def test_what_is_saved_after_a_damaged_one_was_passed_over_is_the_newest(tmp_path: Path) -> None:
+    run, _, group = saved(tmp_path, 10, 20)
+    (run.checkpoints_dir / "step-000020" / "one" / "number").write_text("torn")
+    keeps_one = RunCheckpoints(run, {"one": group}, 1, 1.0)  # type: ignore[dict-item]
+    assert keeps_one.load_latest() == 10
+    group.number = 120
+    keeps_one.save(12)
+    keeps_one.settle()
+    assert RunCheckpoints(run, {"one": group}, 1, 1.0).load_latest() == 12 and group.number == 120  # type: ignore[dict-item]
+
+
+def test_a_checkpoint_counts_once_its_files_are_written_behind_training(tmp_path: Path) -> None:
+    run, checkpoints, group = saved(tmp_path, 1)
+    group.number = 20
+    checkpoints.save(2)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [1]
+    checkpoints.settle_if_done()
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [1, 2]
