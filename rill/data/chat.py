@@ -83,8 +83,8 @@ class PromptEncoder:
     def encode_messages(
         self, messages: Sequence[Message], tools: Tools = (), *, key: bytes | None = None
     ) -> TokenIds:
-        """A whole conversation, up to where the model starts to write. `key` stands for it: the members of a group begin
-        alike, and share one array, which is not to be changed."""
+        """A whole conversation, up to where the model starts to write. `key` stands for it: the members of a group
+        begin alike, and share one array, which is not to be changed."""
         if key is not None and key in self._begun:
             return self._begun[key]
         ids = self.encode_text(self.render(messages, tools, add_generation_prompt=True), special=False)

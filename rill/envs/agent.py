@@ -169,6 +169,8 @@ class Agent:
         rewritten begins a branch.
         """
         conversation = [as_message(message) for message in messages]
+        if not conversation:
+            raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
         schemas, start = self._offer(tools)
         chains = [start]
         for message in conversation:
