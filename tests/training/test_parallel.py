@@ -36,8 +36,8 @@ def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dic
     result = {"gradients": gradients, "metrics": metrics, "weights": weights, "logprobs": logprobs}
     if "save" in arguments:
         t.save(arguments["save"])
+        t.update(share)  # while the files are written
         t.wait_saved()
-        t.update(share)
         result["later"] = {name: w.float().numpy() for name, w in t.named_weights()}
     if "export" in arguments:
         t.export(arguments["export"])
