@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rill.dashboard.index_state import load_state
+from rill.dashboard.index_state import STATE_FILE, load_state
 from rill.dashboard.log_reader import size_of
 from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
 from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
@@ -92,6 +92,8 @@ class RunIndexer:
 
     def _update_log(self, kind: str, log: Path, should_go_on: Callable[[], bool]) -> bool:
         indexer = self._indexers.get(log)
+        if indexer is not None and indexer.state.read_to and not (indexer.folder / STATE_FILE).exists():
+            indexer = None  # somebody has deleted the index
         try:
             if indexer is None:
                 maker = TraceIndexer if kind == TRACE else RolloutIndexer
