@@ -57,6 +57,8 @@ class TraceState(IndexState, kw_only=True):
     origin_ns: int = 0
     """Where the first bin begins; 0: nothing is written yet."""
     shift: int = FIRST_SHIFT
+    first_ns: int = 0
+    """When the process began; 0: not on file."""
     last_ns: int = 0
     open: list[tuple[int, int, int]] = []
     """Spans that have not ended: (pair, start, offset)."""
@@ -125,6 +127,7 @@ class TraceIndexer:
             elif kind == "process":
                 rows += self._end_open_spans()
                 state.process = record.process or state.process
+                state.first_ns = state.first_ns or record.at_ns
             elif kind == "open":
                 self._open[self._pair_code(record.lane, record.name), record.at_ns] = offset
                 state.last_ns = max(state.last_ns, record.at_ns)
