@@ -35,6 +35,8 @@ BLOCK_ROWS = 4096
 NUM_BINS = 32_768
 FIRST_SHIFT = 20
 """Bins begin at about a millisecond."""
+MAX_NS = 1 << 62
+"""A time beyond this is damage, and would stretch the timeline to nothing."""
 MAX_NESTED = 8192
 """Spans of a lane that may still turn out to lie inside one that has not ended."""
 INSTANT, UNFINISHED, CHUNK = 1, 2, 4
@@ -118,6 +120,8 @@ class TraceIndexer:
             try:
                 record = decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            if not 0 <= record.at_ns <= record.at_ns + record.duration_ns < MAX_NS:
                 continue
             kind = record.kind
             if kind == "span":
