@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.errors import PlanError
+from rill.planning import cost
 from rill.planning.cost import Option, Pin, Pool, Problem, WorkerCost
 from rill.planning.fit import Curve, constant, line
 from rill.planning.frontier import Op
@@ -17,6 +19,15 @@ from rill.planning.graph import Edge, Graph, Node, Sync
 from rill.planning.price import price
 from rill.planning.search import Mode, alternatives, search
 from tests.planning.brute import best_step_s
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_paces() -> Iterator[None]:
+    """Trying every plan takes long where a stream has many paces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "PACES", (0.5, 1.0, 2.0))
+        yield
+
 
 seconds = st.floats(0.0, 4.0).map(lambda x: round(x, 2))
 
@@ -72,7 +83,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problem=problems(), mode=st.sampled_from(Mode))
 def test_the_search_finds_what_trying_every_plan_finds(problem: Problem, mode: Mode) -> None:
     best = best_step_s(problem, mode)

@@ -48,7 +48,7 @@ def long_tailed(devices: int, tail_s: float = 0.01) -> Problem:
 def test_with_a_long_tail_the_price_stays_close_to_the_simulation(mode: Mode, devices: int) -> None:
     problem = long_tailed(devices)
     found = search(problem, mode)
-    assert simulate(problem, found.tree, steps=20).mean_step_s == pytest.approx(found.step_s, rel=0.1)
+    assert simulate(problem, found.tree, steps=20).mean_step_s == pytest.approx(found.step_s, rel=0.15)
 
 
 def test_the_tail_does_not_shrink_with_more_devices() -> None:
