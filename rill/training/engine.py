@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from rill.errors import TrainingError
-from rill.models.attention_packed import compile_layer
-from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
+from rill.models.train.attention_packed import compile_layer
+from rill.models.train.products import sum_in_float32
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
@@ -151,7 +151,7 @@ class TrainEngine:
             slot.template.grad = None
 
     def sum_of(self, weight: Tensor) -> tuple[Tensor, bool] | None:
-        """Where fused kernels add up a weight's float32 gradient, and whether there is some already: GradientSums."""
+        """Where 16-bit products add up a weight's float32 gradient, and whether there is some already: GradientSums."""
         slot = self._by_template.get(id(weight)) if self._has_copies else None
         if slot is None:
             return None
@@ -262,8 +262,8 @@ class TrainEngine:
         """Cut, checkpoint, compile and shard the module, in the order these compose."""
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
-        elif self._can_fuse():
-            fuse_decoder(self.module.lm, self)
+        elif self.device.type == "cpu" and not self.config.compile:
+            sum_in_float32(self.module.lm, self)
             self.module.sums = self
         if self.config.compile:
             import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
@@ -282,14 +282,6 @@ class TrainEngine:
                 compute_dtype=self.compute_dtype,
                 reshard=self.config.reshard_after_forward,
             )
-
-    def _can_fuse(self) -> bool:
-        """Fused kernels are for the CPU; compiled code and selective checkpointing look inside the modules."""
-        return (
-            self.device.type == "cpu"
-            and not self.config.compile
-            and self.config.activation_checkpointing != "selective"
-        )
 
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""

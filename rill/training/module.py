@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
-from rill.models import attention_packed
-from rill.models.cpu_training import GradientSums
-from rill.models.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
 from rill.models.loading import ModelConfig, load_model
-from rill.models.packed_layout import can_use_flash
+from rill.models.train import attention_packed
+from rill.models.train.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
+from rill.models.train.packed_layout import can_use_flash
+from rill.models.train.products import GradientSums
 from rill.models.value_head import ValueHead, hidden_width
 from rill.training.packing import Pack
 

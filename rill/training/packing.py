@@ -1,7 +1,7 @@
 """From sequences to packs: what one forward pass of the trainer sees.
 
 Callers: the trainers of this room. A pack is one row of tokens with position resets (see
-rill.models.packed_layout) plus, for every token whose log-probability is wanted, the hidden state that predicts
+rill.models.train.packed_layout) plus, for every token whose log-probability is wanted, the hidden state that predicts
 it. Guarantees, held by tests: no token attends across a boundary, and neither the way sequences are dealt into
 packs nor sharing a prefix changes a gradient.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rill.errors import InvalidSampleError
-from rill.models.packed_layout import PackedLayout, Segment, build_layout, copy_in
+from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, copy_in
 from rill.types import Bits, TokenIds
 
 Indices = npt.NDArray[np.int64]

@@ -29,8 +29,8 @@ from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
-from rill.models.packed_layout import copy_in
-from rill.models.packed_scorer import PackedScorer
+from rill.models.decode.packed_scorer import PackedScorer
+from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits

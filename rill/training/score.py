@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rill.config import Config
 from rill.errors import WeightSyncError
-from rill.models.attention_packed import compile_layer
-from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
+from rill.models.train.attention_packed import compile_layer
+from rill.models.train.products import sum_in_float32
 from rill.training.batching import Batcher
 from rill.training.engine_config import Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -45,7 +45,7 @@ class FrozenModel:
         self.module = make(lm)
         self.module.requires_grad_(False)
         if device.type == "cpu" and not config.compile:
-            fuse_decoder(lm)
+            sum_in_float32(lm)
         if config.compile:
             for layer in self.module.layers:
                 compile_layer(layer)

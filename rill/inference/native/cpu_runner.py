@@ -16,11 +16,11 @@ from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
 from rill.inference.native.sampler import apply_edits
-from rill.models.cpu_build import load_libraries
-from rill.models.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
-from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
-from rill.models.decoder import build_decoder
-from rill.models.invariant import invariant_linear
+from rill.models.decode.decoder import build_decoder
+from rill.models.ops.cpu_build import load_libraries
+from rill.models.ops.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
+from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
+from rill.models.ops.invariant import invariant_linear
 from rill.types import Floats
 
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.inference.native.upload import NUM_STAGING, Array, Upload
-from rill.models.attention_paged import PagedBatch
-from rill.models.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
-from rill.models.decoder import build_decoder
-from rill.models.invariant import invariant_linear
-from rill.models.low_rank import NO_ADAPTER, LowRankBank
-from rill.models.skinny_decoder import MAX_ROWS, SkinnyDecoder
-from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
-from rill.models.triton_logprob import token_logprobs
+from rill.models.decode.attention_paged import PagedBatch
+from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
+from rill.models.decode.decoder import build_decoder
+from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.decode.skinny_decoder import MAX_ROWS, SkinnyDecoder
+from rill.models.ops.invariant import invariant_linear
+from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
+from rill.models.ops.triton_logprob import token_logprobs
 from rill.types import Floats
 
 if TYPE_CHECKING:

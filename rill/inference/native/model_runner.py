@@ -21,7 +21,7 @@ from rill.errors import ModelError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.sampler import sample
-from rill.models.attention_paged import (
+from rill.models.decode.attention_paged import (
     KVCache,
     PagedBatch,
     PagedContext,
@@ -29,7 +29,7 @@ from rill.models.attention_paged import (
     TorchKernels,
     paged_context,
 )
-from rill.models.decoder import FastPath
+from rill.models.decode.decoder import FastPath
 from rill.types import Floats
 
 if TYPE_CHECKING:

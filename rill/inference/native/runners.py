@@ -10,7 +10,7 @@ import torch
 from rill.errors import ConfigError
 from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.model_runner import ModelRunner
-from rill.models.attention_paged import register_paged_attention
+from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.loading import DTYPES, load_model
 
 if TYPE_CHECKING:
