@@ -30,6 +30,7 @@ from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.decode.packed_scorer import PackedScorer
+from rill.models.routing import Routing
 from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
@@ -60,6 +61,9 @@ class PolicyTrainer(Trainer):
         """The sampler's. Log-probabilities are of logits / temperature."""
         batch_invariant: bool = False
         """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
+        routing_replay: bool = False
+        """Send every token to the experts that the engine chose for it (R3). The engine must record them: for the
+        native one set routed_experts = true. Needs a model with experts."""
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class PolicyTrainer(Trainer):
         self.algorithm = algorithm
         self._scorer: PackedScorer | None = None
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
+        if config.routing_replay:
+            self.engine.module.routing = Routing(self.engine.module.lm, is_compiled=config.compile)
         if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
             raise ConfigError(
                 f"batch_invariant reads whole weights without adapters, got {self.world.size} ranks and lora "
@@ -126,7 +132,8 @@ class PolicyTrainer(Trainer):
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with everything accumulated, divided by its global denominator."""
-        return finish_metrics(self._apply())
+        routing = self.engine.module.routing
+        return finish_metrics(self._apply()) | ({} if routing is None else routing.metrics())
 
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, trained_only: bool = False
@@ -146,7 +153,7 @@ class PolicyTrainer(Trainer):
     # --- inside -------------------------------------------------------------------------------------------
 
     def _accumulate(self, samples: Sequence[Sample], version: PolicyVersion, *, has_old: bool) -> None:
-        sequences = [_sequence(s, None) for s in samples]
+        sequences = [_sequence(s, None, self.config.routing_replay) for s in samples]
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
             raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
         passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
@@ -264,7 +271,8 @@ class PolicyTrainer(Trainer):
     def _recompute(
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
     ) -> list[Floats]:
-        sequences = [_sequence(s, None if trained_only else False) for s in samples]
+        replays = self.config.routing_replay
+        sequences = [_sequence(s, None if trained_only else False, replays) for s in samples]
         return self.batcher.per_token(
             sequences, lambda pack: self.engine.module(pack, temperature).logprobs_K
         )
@@ -309,12 +317,17 @@ def _wanted(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return mask
 
 
-def _sequence(sample: Sample, wanted: bool | None) -> PackSequence:
-    """`wanted` None: trained tokens. False: every token but the first."""
+def _sequence(sample: Sample, wanted: bool | None, replays: bool) -> PackSequence:
+    """`wanted` None: trained tokens. False: every token but the first. `replays`: the engine's choice of experts."""
     trajectory = sample.trajectory
     if wanted is None:
         mask = _wanted(sample)
     else:
         mask = np.ones(trajectory.num_tokens, dtype=np.bool_)
         mask[:1] = False
-    return PackSequence(token_ids=trajectory.token_ids, wanted=mask, share_key=trajectory.group_id)
+    return PackSequence(
+        token_ids=trajectory.token_ids,
+        wanted=mask,
+        share_key=trajectory.group_id,
+        routed_experts=trajectory.routed_experts if replays else None,
+    )

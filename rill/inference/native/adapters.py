@@ -1,9 +1,9 @@
 """LoRA adapters served beside the base model: each request picks one, or none.
 
 An adapter is PEFT's state dict: for every adapted Linear, A [rank, in] and B [out, rank], adding scale · B A x to
-its output. On CUDA's fast path they are arranged as rill.models.decode.low_rank. Elsewhere, steps in which any request uses
-an adapter run through the modules' own forward methods; a hook on each adapted Linear adds every adapter's part to the
-rows that asked for it. Other steps are not touched.
+its output. On CUDA's fast path they are arranged as rill.models.decode.low_rank. Elsewhere, steps in which any
+request uses an adapter run through the modules' own forward methods; a hook on each adapted Linear adds every
+adapter's part to the rows that asked for it. Other steps are not touched.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 from rill.errors import ModelError
 from rill.inference.base import ADAPTER_FILES
-from rill.models.decode.decoder import Layer
 from rill.models.decode.low_rank import LowRankBank
+from rill.models.decode.structure import Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

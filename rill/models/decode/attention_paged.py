@@ -8,8 +8,7 @@ keys and values into their slots and attends each sequence to its own blocks:
         model(input_ids=ids_1N, position_ids=positions_1N, use_cache=False)
 
 All of a layer's writes come before its reads, so sequences of one batch may share blocks that the batch itself
-writes. The arithmetic is behind `PagedKernels`; the functions here are the plain-torch reference that the
-compiled kernels are tested against, and what runs where they cannot be built.
+writes. The arithmetic is behind `PagedKernels` (rill.models.ops).
 
 Axes: N token of the flat batch, B sequence, H query head, K key/value head, D head dimension, S block slot,
 M block-table column.
@@ -57,7 +56,7 @@ class KVCache:
 
 
 class PagedKernels(Protocol):
-    """What a device must provide."""
+    """What a device must provide. Keys and values of a layer have one width."""
 
     def attend(
         self,
@@ -69,8 +68,9 @@ class PagedKernels(Protocol):
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[N, H, D]. window 0 and softcap 0 are off."""
+        """[N, H, D]. window 0, softcap 0 and sinks None are off. A sink is a score that has no value."""
         ...
 
 
@@ -90,6 +90,7 @@ class FlatKernels(Protocol):
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`query`: rows of query_stride numbers that begin with num_heads queries."""
 
@@ -103,12 +104,14 @@ class FlatKernels(Protocol):
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query = query_NHD.contiguous()
         heads, dim = query.shape[1:]
         return self.attend_flat(
-            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap
-        )
+            query, heads * dim, heads, keys, values, batch, scale=scale, window=window, softcap=softcap,
+            sinks_H=sinks_H,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -136,16 +139,23 @@ def paged_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+    """transformers' attention interface: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
+
+    Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
+    """
     context: PagedContext = _ACTIVE.context
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = context.cache.keys[layer], context.cache.values[layer]
+    value_dim = value.shape[-1]
+    if value_dim < values.shape[-1]:  # narrower than keys, as in multi-head latent attention
+        value = torch.nn.functional.pad(value, (0, values.shape[-1] - value_dim))
     keys.view(-1, *keys.shape[2:]).index_copy_(0, context.batch.slots_N, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, context.batch.slots_N, value[0].transpose(0, 1))
     out_NHD = context.kernels.attend(
@@ -156,8 +166,9 @@ def paged_attention_forward(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
+        sinks_H=s_aux,
     )
-    return out_NHD.unsqueeze(0), None
+    return out_NHD[None, ..., :value_dim], None
 
 
 def register_paged_attention() -> str:
@@ -166,60 +177,3 @@ def register_paged_attention() -> str:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
     return ATTENTION_NAME
-
-
-class TorchKernels:
-    """The reference: one sequence at a time, gathered from its blocks."""
-
-    def attend(
-        self,
-        query_NHD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> torch.Tensor:
-        out = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
-        starts, lengths = batch.query_starts_B1.tolist(), batch.context_lens_B.tolist()
-        block_size = keys.shape[1]
-        for row, length in enumerate(lengths):
-            start, end = starts[row], starts[row + 1]
-            if end == start:
-                continue
-            table = batch.block_tables_BM[row, : -(-length // block_size)]
-            key_TKD = keys[table].flatten(0, 1)[:length]
-            value_TKD = values[table].flatten(0, 1)[:length]
-            out[start:end] = attend_one(query_NHD[start:end], key_TKD, value_TKD, scale, window, softcap)
-        return out
-
-
-def attend_one(
-    query_QHD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """Causal attention of the last Q of T tokens of one sequence, softmax in fp32:
-
-    out[q] = Σ_t softmax_t(cap(scale · q·k_t)) v_t  over  max(0, p − window + 1) ≤ t ≤ p,  p = T − Q + q.
-    """
-    num_queries, num_heads, _ = query_QHD.shape
-    num_keys, num_kv_heads, _ = key_TKD.shape
-    key = key_TKD.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    value = value_TKD.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores_HQT = torch.einsum("qhd,thd->hqt", query_QHD.float(), key.float()) * scale
-    if softcap:
-        scores_HQT = softcap * torch.tanh(scores_HQT / softcap)
-    at_Q = torch.arange(num_keys - num_queries, num_keys, device=query_QHD.device)[:, None]
-    at_T = torch.arange(num_keys, device=query_QHD.device)[None, :]
-    hidden = at_T > at_Q
-    if window:
-        hidden = hidden | (at_T <= at_Q - window)
-    scores_HQT = scores_HQT.masked_fill(hidden, float("-inf"))
-    probs_HQT = scores_HQT.softmax(dim=-1)
-    return torch.einsum("hqt,thd->qhd", probs_HQT, value.float()).to(query_QHD.dtype)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rill.models.decode.decoder import Layer, Projection
+from rill.models.decode.structure import Layer, Projection
 
 NO_ADAPTER = 0
 
@@ -47,7 +47,7 @@ class LowRankBank:
         self._pairs: dict[int, _Pair] = {}
         taken: set[str] = set()
         for layer in layers:
-            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            for projection in layer.projections:
                 members = [names[module] for module in projection.modules]
                 taken.update(members)
                 pair = self._pair(projection, members, adapters)

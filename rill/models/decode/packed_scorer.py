@@ -22,8 +22,9 @@ import torch
 from rill.errors import UnsupportedError
 from rill.models.decode.attention_paged import KVCache, PagedBatch
 from rill.models.decode.decode_work import Array, DecodeWork, work_in_runs
-from rill.models.decode.decoder import Architecture, FastPath, build_decoder, known_architecture
-from rill.models.ops.cpu_decoder import FusedDecoder, load_fused_kernels
+from rill.models.decode.decoder import Decoder
+from rill.models.decode.structure import read_structure
+from rill.models.eager import LogitRule, Probe, probe_model
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.invariant import invariant_linear
 
@@ -38,23 +39,19 @@ ROWS_AT_ONCE = 256
 class PackedScorer:
     def __init__(self, model: PreTrainedModel, *, max_len: int) -> None:
         """max_len: tokens of the longest sequence that will be scored."""
-        arch = known_architecture(model)
-        decoder = None if arch is None else _build(model, arch, max_len)
-        if arch is None or decoder is None:
+        self._probe = probe_model(model)
+        decoder = _build(model, self._probe, max_len)
+        if decoder is None:
             raise UnsupportedError(
                 f"no batch-invariant path for {model.config.model_type!r} in {model.dtype} on {model.device.type}"
             )
-        self._arch, self._decoder = arch, decoder
+        self._decoder = decoder
         self._head: Any = model.get_output_embeddings()
-        self._num_layers = int(model.config.num_hidden_layers)
-        self._num_kv_heads = int(model.config.num_key_value_heads)
-        self._softcap: float = model.config.to_dict().get("final_logit_softcapping") or 0.0
+        self._rule = LogitRule.of(model.config)
 
     @torch.no_grad()
     def __call__(self, sequences: Sequence[torch.Tensor], temperature: float = 1.0) -> list[torch.Tensor]:
         """One float32 tensor per sequence: log p of each token given those before it, 0 at position 0."""
-        if isinstance(self._decoder, FusedDecoder):
-            self._decoder.rebind()  # the trainer may have moved its parameters since the last call
         lengths = [len(s) for s in sequences]
         ids_N = torch.cat([s.to(self._device, torch.int64) for s in sequences])
         hidden_NE = self._hidden(ids_N, lengths)
@@ -72,9 +69,7 @@ class PackedScorer:
         return device
 
     def _logprobs(self, hidden_SE: torch.Tensor, targets_S: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits_SV = invariant_linear(hidden_SE, self._head.weight)
-        if self._softcap:
-            logits_SV = torch.tanh(logits_SV.float() / self._softcap) * self._softcap
+        logits_SV = self._rule(invariant_linear(hidden_SE, self._head.weight, self._head.bias))
         temperature_S = torch.full((len(targets_S),), temperature, device=logits_SV.device)
         if logits_SV.device.type == "cuda":
             from rill.models.ops.triton_logprob import token_logprobs
@@ -90,12 +85,13 @@ class PackedScorer:
         positions_N = np.concatenate([np.arange(n) for n in lengths])
         slots_N = np.repeat(firsts[:-1].astype(np.int64) * BLOCK_SIZE, lengths) + positions_N
         tables = (firsts[:-1, None] + np.arange(max(counts), dtype=np.int32)).astype(np.int32)
-        size = (int(firsts[-1]), BLOCK_SIZE, self._num_kv_heads, self._arch.head_dim)
+        calls = self._probe.calls
+        size = (int(firsts[-1]), BLOCK_SIZE, calls[0].num_kv_heads, calls[0].key_dim)
         # Zeros, not garbage: a masked score of NaN is still NaN. One layer's are read before the next one's are made.
         keys, values = (
             torch.zeros(size, dtype=self._head.weight.dtype, device=self._device) for _ in range(2)
         )
-        cache = KVCache([keys] * self._num_layers, [values] * self._num_layers)
+        cache = KVCache([keys] * len(calls), [values] * len(calls))
         slots, on_device = torch.from_numpy(slots_N), torch.from_numpy(tables).to(self._device)
         if self._device.type == "cuda":
             batch = _rows(lengths, positions_N.astype(np.int32), slots.to(self._device), on_device)
@@ -104,23 +100,28 @@ class PackedScorer:
         return self._decoder(ids_N, torch.from_numpy(positions_N).to(self._device), batch, cache)
 
 
-def _build(model: PreTrainedModel, arch: Architecture, max_len: int) -> FastPath | None:
+def _build(model: PreTrainedModel, probe: Probe, max_len: int) -> Decoder | None:
+    if len({(call.num_heads, call.num_kv_heads, call.key_dim) for call in probe.calls}) > 1:
+        return None
+    structure = read_structure(model, probe, fuse=False, max_len=max_len)
+    if structure is None:
+        return None
+    call = probe.calls[0]
     if model.device.type == "cuda":
         from rill.models.ops.triton_kernels import TritonKernels
 
         kernels = TritonKernels(
-            num_heads=arch.num_heads,
-            num_kv_heads=int(model.config.num_key_value_heads),
-            head_dim=arch.head_dim,
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.key_dim,
             max_num_seqs=ROWS_AT_ONCE,
             device=model.device,
         )
-        return build_decoder(model, kernels, fuse=False, max_len=max_len, linear=invariant_linear)
-    fused, plain = load_fused_kernels(), load_cpu_kernels()
-    decoder = fused.decoder(model, max_len=max_len) if fused is not None else None
-    if decoder is None and plain is not None and CpuKernels.supports(model.dtype, arch.head_dim):
-        return build_decoder(model, plain, fuse=False, max_len=max_len, linear=invariant_linear)
-    return decoder
+        return Decoder(structure, kernels, invariant_linear)
+    plain = load_cpu_kernels()
+    if plain is None or not CpuKernels.supports(model.dtype, call.key_dim):
+        return None
+    return Decoder(structure, plain, invariant_linear)
 
 
 def _prompts(lengths: list[int], slots_N: torch.Tensor, tables: torch.Tensor) -> PagedBatch:

@@ -1,4 +1,4 @@
-// Attention over a paged KV cache, for the engine. (cpu_attention.cpp is the trainer's, over packed sequences.)
+// Attention over a paged KV cache, for the engine.
 //
 //     tables[s] = 7, 2, …            block 7                         block 2
 //                                    | pos 0 | pos 1 | … | pos 15 |  | pos 16 | …
@@ -153,7 +153,7 @@ struct BlockAttention {
 template <class T, int NV>
 void attend_block(const QueryBlock& block, const T* query, int64_t query_stride, const T* keys, const T* values,
                   const int32_t* table, int64_t block_size, int64_t kv_stride, int group, int64_t dim, float scale,
-                  int64_t window, float cap, T* out, int64_t out_stride) {
+                  int64_t window, float cap, const T* sinks, T* out, int64_t out_stride) {
     BlockAttention<T, NV> a;
     a.num_kv = block.num_kv;
     a.per_kv = static_cast<int>(block.count) * block.num_heads;
@@ -166,8 +166,8 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
     auto first = [&](int i) { return window > 0 && last(i) - window + 1 > 0 ? last(i) - window + 1 : 0; };
     for (int i = 0; i < queries; i++) {
         const T* source = query + (block.token + token(i)) * query_stride + head(i) * dim;
-        top[i] = MASKED;
-        total[i] = 0.f;
+        top[i] = sinks ? load(sinks + head(i)) : MASKED;  // a sink is a key that was seen before all others
+        total[i] = sinks ? 1.f : 0.f;
         for (int64_t d = 0; d < dim; d++) {
             a.q[i][d] = load(source + d) * scale;
             a.acc[i][d] = 0.f;
@@ -203,11 +203,11 @@ void attend_block(const QueryBlock& block, const T* query, int64_t query_stride,
     }
 }
 
-// omp for. query [tokens, query_stride], out [tokens, heads * dim].
+// omp for. query [tokens, query_stride], out [tokens, heads * dim], sinks [heads] or null.
 template <class T>
 void attend(const std::vector<QueryBlock>& blocks, const T* query, int64_t query_stride, const T* keys,
             const T* values, const int32_t* tables, int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t dim,
-            int64_t block_size, float scale, int64_t window, float cap, T* out) {
+            int64_t block_size, float scale, int64_t window, float cap, const T* sinks, T* out) {
     auto run = dim == 64    ? attend_block<T, 4>
                : dim == 128 ? attend_block<T, 8>
                : dim == 32  ? attend_block<T, 2>
@@ -219,7 +219,7 @@ void attend(const std::vector<QueryBlock>& blocks, const T* query, int64_t query
     for (int64_t item = 0; item < static_cast<int64_t>(blocks.size()); item++) {
         const QueryBlock& block = blocks[item];
         run(block, query, query_stride, keys, values, tables + block.seq * table_stride, block_size, kv_heads * dim,
-            group, dim, scale, window, cap, out, heads * dim);
+            group, dim, scale, window, cap, sinks, out, heads * dim);
     }
 }
 

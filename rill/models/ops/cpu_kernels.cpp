@@ -1,10 +1,11 @@
-// CPU kernels for decoding, one for each stage between torch's products. Built by cpu_build.py; called by cpu_kernels.py
+// CPU kernels for decoding, one for each stage. Built by cpu_build.py; called by cpu_kernels.py
 // with plain pointers. Rows lie one after the other:
 //
 //     h, x, out  [n, size]             add_norm: h += x, out = norm(h) · w
 //     gate_up    [n, 2 · size]         act_mul: out = act(gate) · up
 //     qkv        [n, (H + 2K) · D]     rope_store: q and k rotated in place, k and v written to slots of the cache
 //     logits     [n, vocabulary]       sample: token and log-probability of each row
+//     x          [n, k]                linear: x @ weight.T + bias (cpu_product.h)
 //
 // Every output row is computed by one thread, in an order that depends on that row's own data alone. A row is
 // therefore bit-identical whatever else is in the batch and however many threads there are.
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "cpu_attention_paged.h"
+#include "cpu_product.h"
 #include "cpu_vector.h"
 
 namespace {
@@ -55,12 +57,12 @@ void rope_store(T* qkv, const T* cs, const T* sn, const int64_t* positions, cons
 template <class T>
 void attend_all(const T* query, int64_t query_stride, const T* keys, const T* values, const int32_t* tables,
                 int64_t table_stride, const int32_t* starts, const int32_t* lengths, int64_t num_seqs, int64_t heads,
-                int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window, float cap, T* out,
-                int threads) {
+                int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window, float cap,
+                const T* sinks, T* out, int threads) {
     const auto blocks = query_blocks(starts, lengths, num_seqs, heads, kv_heads, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1 && starts[num_seqs] * heads > 8)
     attend(blocks, query, query_stride, keys, values, tables, table_stride, heads, kv_heads, dim, block_size, scale,
-           window, cap, out);
+           window, cap, sinks, out);
 }
 
 // One row: token by inverse CDF in vocabulary order, and its log-probability. temperature 0 is greedy. Where no logit is
@@ -259,9 +261,9 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
                                     const int32_t* tables, int64_t table_stride, const int32_t* starts,               \
                                     const int32_t* lengths, int64_t num_seqs, int64_t heads, int64_t kv_heads,        \
                                     int64_t dim, int64_t block_size, float scale, int64_t window, float cap,          \
-                                    void* out, int threads) {                                                         \
+                                    const void* sinks, void* out, int threads) {                                      \
         attend_all((const T*)query, query_stride, (const T*)keys, (const T*)values, tables, table_stride, starts, lengths, \
-               num_seqs, heads, kv_heads, dim, block_size, scale, window, cap, (T*)out, threads);                     \
+               num_seqs, heads, kv_heads, dim, block_size, scale, window, cap, (const T*)sinks, (T*)out, threads);    \
     }                                                                                                                  \
     extern "C" void sample_##SUFFIX(const void* logits, int64_t n, int64_t vocab, const float* temperature,            \
                                     const int32_t* top_k, const float* top_p, const float* min_p,                     \
@@ -275,3 +277,16 @@ void sample(const T* logits, int64_t n, int64_t vocab, const float* temperature,
 
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
+
+#ifdef RILL_PRODUCTS
+extern "C" int64_t panel_bytes(int64_t rows, int64_t k) { return panel_words(rows, k) * 4; }
+#define EXPORT_LINEAR(SUFFIX, T)                                                                                       \
+    extern "C" void linear_##SUFFIX(const void* x, int64_t rows, int64_t k, const void* weight, const void* bias,      \
+                                    int64_t n, void* out, void* panel, int threads) {                                  \
+        linear((const T*)x, rows, k, (const T*)weight, (const T*)bias, n, (T*)out, (float*)panel, threads);            \
+    }
+EXPORT_LINEAR(f32, float)
+EXPORT_LINEAR(bf16, bf16)
+#else
+extern "C" int64_t panel_bytes(int64_t, int64_t) { return -1; }  // no products here
+#endif

@@ -1,4 +1,4 @@
-"""Typed calls into cpu_kernels.cpp: attention, norms, rotary embedding, activation and sampling on the CPU.
+"""Typed calls into cpu_kernels.cpp: products, attention, norms, rotary embedding, activation, sampling on the CPU.
 
 Where there is no compiler `load_cpu_kernels` returns None and callers use torch. Rows are bit-identical whatever the
 batch and the number of threads; rill.models.ops.invariant relies on it.
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.decode.attention_paged import PagedBatch
 from rill.models.ops.cpu_build import load_library
+from rill.models.ops.torch_kernels import TorchKernels
 
 _SIGNATURES: dict[str, list[Any]] = {
     "add_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int, c_int],
@@ -22,10 +23,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rope_store": [c_void_p] * 7 + [c_float] + [c_void_p] * 2 + [c_int64] * 4 + [c_int],
     "attend": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
     + [c_int64] * 5
-    + [c_float, c_int64, c_float, c_void_p, c_int],
+    + [c_float, c_int64, c_float, c_void_p, c_void_p, c_int],
     "score": [c_void_p] * 2 + [c_int64] * 2 + [c_void_p, c_void_p, c_int],
     "sample": [c_void_p] + [c_int64] * 2 + [c_void_p] * 7 + [c_int],
 }
+PRODUCT_DTYPES = (torch.float32, torch.bfloat16)
+_LINEAR: list[Any] = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
 
 
 @functools.cache
@@ -35,7 +38,7 @@ def load_cpu_kernels() -> CpuKernels | None:
     return None if library is None else CpuKernels(library)
 
 
-class CpuKernels(FlatKernels):
+class CpuKernels(TorchKernels):
     """Typed calls into the library. Tensors are contiguous unless a stride is passed; dtype float32 or bfloat16."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -45,11 +48,37 @@ class CpuKernels(FlatKernels):
                 call = library[f"{name}_{suffix}"]
                 call.argtypes, call.restype = arguments, None
                 self._calls[name, dtype] = call
+        self._panel_bytes = library["panel_bytes"]
+        self._panel_bytes.argtypes, self._panel_bytes.restype = [c_int64, c_int64], c_int64
+        self.has_products: bool = self._panel_bytes(1, 1) > 0
+        """Whether linear() is here: it needs AVX-512."""
+        if self.has_products:
+            for suffix, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+                call = library[f"linear_{suffix}"]
+                call.argtypes, call.restype = _LINEAR, None
+                self._calls["linear", dtype] = call
         self.num_threads = torch.get_num_threads()
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int) -> bool:
         return dtype in (torch.float32, torch.bfloat16) and head_dim <= 256
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight.T + bias for x [N, in], with sums in float32; torch's where has_products is false.
+
+        Weights are read where they lie: nothing is packed or copied, so new values in place need no further word.
+        """
+        if not self.has_products:
+            return super().linear(x, weight, bias)
+        x, weight = x.contiguous(), weight.contiguous()
+        rows, k = x.shape
+        out = x.new_empty(rows, weight.shape[0])
+        panel = torch.empty(self._panel_bytes(rows, k), dtype=torch.uint8)
+        self._calls["linear", x.dtype](
+            x.data_ptr(), rows, k, weight.data_ptr(), None if bias is None else bias.data_ptr(), weight.shape[0],
+            out.data_ptr(), panel.data_ptr(), self.num_threads,
+        )  # fmt: skip
+        return out
 
     def add_norm(
         self,
@@ -110,15 +139,18 @@ class CpuKernels(FlatKernels):
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`query` may be the leading part of wider rows, `query_stride` elements apart. Returns [N, H, D]."""
         _, block_size, kv_heads, dim = keys.shape
         out = query.new_empty(query.shape[0], num_heads, dim)
         tables = batch.block_tables_BM
+        sinks = None if sinks_H is None else sinks_H.to(query.dtype).contiguous()
         self._calls["attend", query.dtype](
             query.data_ptr(), query_stride, keys.data_ptr(), values.data_ptr(), tables.data_ptr(), tables.stride(0),
             batch.query_starts_B1.data_ptr(), batch.context_lens_B.data_ptr(), tables.shape[0], num_heads, kv_heads,
-            dim, block_size, scale, window, softcap, out.data_ptr(), self.num_threads,
+            dim, block_size, scale, window, softcap, None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(), self.num_threads,
         )  # fmt: skip
         return out
 

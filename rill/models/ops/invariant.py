@@ -5,13 +5,14 @@ a batch of 3 and in one of 40. Everything else in a decoder (norms, rotary embed
 sampling) is computed row by row in fixed order by rill.models.ops.cpu_kernels and its Triton twin; what is left is the
 products, and `invariant_linear` makes those fixed too:
 
-    CPU   the fused path's own products, which sum every element in one order (cpu_product.h); where the processor
-          lacks what they need, rows are padded to one of a few sizes, and a size is used only if a one-time check
-          on this machine has shown that it gives every row the same bits as the largest one
+    CPU   products that sum every element in one order (cpu_product.h); where the processor lacks what they need,
+          rows are padded to one of a few sizes, and a size is used only if a one-time check on this machine has shown
+          that it gives every row the same bits as the largest one
     CUDA  a Triton product with one tile shape and no split along the summed axis
 
 The engine runs on these with batch_invariant=true. A trainer that wants the very same numbers scores with
-rill.models.decode.packed_scorer; one that wants them inside autograd calls `invariant_linear`, whose backward is ordinary.
+rill.models.decode.packed_scorer; one that wants them inside autograd calls `invariant_linear`, whose backward is
+ordinary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from rill.errors import UnsupportedError
-from rill.models.ops.cpu_decoder import load_fused_kernels
+from rill.models.ops.cpu_kernels import PRODUCT_DTYPES, load_cpu_kernels
 
 ROW_SIZES = (16, 32, 64, 128, 256)
 """Rows of one product on the CPU. The last is always allowed: a product of one constant shape."""
@@ -61,9 +62,9 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
         out = invariant_matmul(flat, weight, bias)
     else:
-        fused = load_fused_kernels()
-        if fused is not None and fused.supports(x.dtype) and weight.dtype == x.dtype:
-            out = fused.linear(flat, weight, bias)
+        kernels = load_cpu_kernels()
+        if kernels is not None and kernels.has_products and weight.dtype == x.dtype in PRODUCT_DTYPES:
+            out = kernels.linear(flat, weight, bias)
         else:
             out = _padded_product(flat, weight)
             if bias is not None:

@@ -1,8 +1,8 @@
 """Decode attention over the paged cache, in one launch: one query per row, every key/value head read once.
 
-There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. The program that
-finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch. The
-list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
+There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. The program
+that finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch.
+The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
 Axes: B row, H query head, K key/value head, D head dimension.
 """
@@ -57,10 +57,11 @@ def _join(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["first_entry", "first_row"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, out_ptr,
-    part_ptr, stat_ptr, count_ptr, scale, window, cap,
+    part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // K
     kv = tl.program_id(0) % K
@@ -85,6 +86,10 @@ def _decode(  # type: ignore[no-untyped-def]
         )
         top = tl.full([GP], -1e30, tl.float32)
         total = tl.zeros([GP], tl.float32)
+        if HAS_SINKS:  # a key that was seen before all others, without a value: of the first piece
+            sink = tl.load(sinks_ptr + head, mask=g < G, other=0.0).to(tl.float32)
+            top = tl.where(piece == 0, sink, top)
+            total = tl.where(piece == 0, 1.0, total)
         acc = tl.zeros([GP, DP], tl.float32)
         # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
         lo = tl.maximum(begin, first // TILE * TILE)
@@ -154,6 +159,7 @@ class DecodeAttention:
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> None:
         """The rows of `out` that the work names."""
         group = self._heads // self._kv_heads
@@ -162,11 +168,12 @@ class DecodeAttention:
             "GP": max(16, power_of_2(group)), "GJ": max(2, power_of_2(group)),
             "BLOCK_SIZE": keys.shape[1],
             "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
-            "HAS_CAP": softcap > 0, "PRECISION": precision(query.dtype), "num_warps": self.num_warps,
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "PRECISION": precision(query.dtype),
+            "num_warps": self.num_warps,
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
         for first_row, first_entry, num_entries in work.runs:
             _decode[(num_entries * self._kv_heads,)](
                 query, query_stride, keys, values, tables, tables.stride(0), work.entries, first_entry, first_row, out,
-                self._part, self._stat, self._count, scale, window, softcap, **options,
+                self._part, self._stat, self._count, sinks_H, scale, window, softcap, **options,
             )  # fmt: skip

@@ -127,9 +127,9 @@ def _rope_store(  # type: ignore[no-untyped-def]
 @triton.jit
 def _prefill(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, rows_ptr, starts_ptr, lens_ptr, tiles_ptr, out_ptr,
-    scale, window, cap, heads, kv_heads,
+    sinks_ptr, scale, window, cap, heads, kv_heads,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles_ptr + tile * 2)
@@ -147,6 +147,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + q_at[:, None] * q_stride + head * D + d[None, :], mask=inside_q, other=0.0)
     top = tl.full([TILE_M], -1e30, tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
+    if HAS_SINKS:  # a key that was seen before all others, without a value
+        top = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32)
+        total = tl.full([TILE_M], 1.0, tl.float32)
     acc = tl.zeros([TILE_M, DP], tl.float32)
     end = tl.minimum(length, length - count + offset + TILE_M)
     lo = 0
@@ -237,6 +240,9 @@ class TritonKernels(FlatKernels):
             device=device,
         )
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
     def add_norm(
         self,
         hidden: torch.Tensor,
@@ -297,6 +303,7 @@ class TritonKernels(FlatKernels):
         scale: float,
         window: int,
         softcap: float,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, block_size, kv_heads, dim = keys.shape
         out = torch.empty(query.shape[0], num_heads, dim, dtype=query.dtype, device=query.device)
@@ -306,13 +313,14 @@ class TritonKernels(FlatKernels):
             assert batch.decode_work is not None
             self._decode(
                 query, query_stride, keys, values, tables, batch.decode_work, out,
-                scale=scale, window=window, softcap=softcap,
+                scale=scale, window=window, softcap=softcap, sinks_H=sinks_H,
             )  # fmt: skip
         if batch.prefill_tiles is not None:
             _prefill[(batch.prefill_tiles.shape[0], num_heads)](
                 query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
-                batch.prefill_tiles, out, scale, window, softcap, num_heads, kv_heads, D=dim, DP=self._dim_padded,
-                BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0,
-                PRECISION=precision(query.dtype), num_warps=4, num_stages=2,
+                batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
+                DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, PRECISION=precision(query.dtype), num_warps=4,
+                num_stages=2,
             )  # fmt: skip
         return out

@@ -1,7 +1,7 @@
 """Causal attention over the segments of a packed row, forward and backward, in Triton: CUDA in 16 bits.
 
-Callers: rill.models.train.attention_packed. A segment's queries see the keys of that segment only; the last query sees the
-last key (there may be more keys than queries: a shared prefix). Guarantees: results do not depend on how other
+Callers: rill.models.train.attention_packed. A segment's queries see the keys of that segment only; the last query
+sees the last key (there may be more keys than queries: a shared prefix). Guarantees: results do not depend on how other
 segments lie in the row, nothing is added atomically, so a step has the same bits each time it is run.
 
 Work is a list of tiles made once per pack and used by every layer, dearest first: a row of log-normal lengths then

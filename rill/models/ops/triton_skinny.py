@@ -5,10 +5,10 @@ what was cut along the summed axis is added up, always in the same order, by the
 
     product ─► parts [P, B, N] float32 ─► turn and store │ add and norm
 
-Launches overlap (rill.models.ops.triton_language.await_inputs): a product asks for its weights while the kernel before it
-still runs, so that the small kernels between two products cost memory no time.
+Launches overlap (rill.models.ops.triton_language.await_inputs): a product asks for its weights while the kernel before
+it still runs, so that the small kernels between two products cost memory no time.
 
-Called by rill.models.decode.skinny_decoder, captured in its graphs.
+Called by rill.models.decode.skinny, captured in its graphs.
 
 Axes: B row, N output, K input, P part of the summed axis, H query head, G key/value head, D head dimension.
 """

@@ -29,9 +29,6 @@ ATTENTION_NAME = "rill_packed"
 _TRITON_WIDTHS = (32, 64, 128)
 """Head widths of rill.models.ops.triton_segments; others take FlashAttention's kernel."""
 
-_UNKNOWN = ("position_bias", "head_mask")
-"""Arguments by which some of transformers' models change attention scores, and which no route here computes."""
-
 
 class _Scores(NamedTuple):
     """How one layer turns products of queries and keys into probabilities."""
@@ -49,7 +46,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     packed: PackedLayout | None = None,
@@ -58,25 +55,30 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface; s_aux are sinks."""
+    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface; s_aux are sinks.
+
+    Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
+    """
     assert packed is not None, "a model loaded with rill_packed attention must be called with packed=…"
-    unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
-    if dropout or unknown:
-        raise UnsupportedError(
-            f"packed attention has no {', '.join(unknown) or 'dropout'}: this architecture cannot be trained here"
-        )
+    if dropout:
+        raise UnsupportedError("packed attention has no dropout: a policy is trained as it samples")
     if packed.context_group is not None:
         key, value = gather_row(key, value, packed.context_group)
     if packed.groups:
         return _attend(query, key, value, packed, _Scores(scaling, sliding_window, softcap, s_aux)), None
     assert softcap is None and s_aux is None, "a model of changes_scores() takes layouts without use_flash"
-    return _flash_attention(query, key, value, packed, scaling, sliding_window), None
+    width = value.shape[-1]
+    if (
+        width < key.shape[-1]
+    ):  # narrower than keys, as in multi-head latent attention; the kernels know one width
+        value = functional.pad(value, (0, key.shape[-1] - width))
+    return _flash_attention(query, key, value, packed, scaling, sliding_window)[..., :width], None
 
 
 def changes_scores(model: nn.Module) -> bool:
     """Whether a model's attention is more than causal softmax: capped scores, as Gemma 2's, or sinks, as gpt-oss's."""
     values = model.config.get_text_config().to_dict()  # type: ignore[union-attr, operator]
-    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    has_sinks = any("sink" in name for name, _ in model.named_parameters())
     return has_sinks or bool(values.get("attn_logit_softcapping"))
 
 

@@ -2,7 +2,8 @@
 
 Callers: rill.training.engine and rill.training.score replace the forward of every nn.Linear (`sum_in_float32`);
 rill.models.train.head multiplies with `product`. What torch does with a bfloat16 product depends on the processor, and
-without instructions for it takes several times as long as in float32. Here the numbers are the same on every machine, up to the order of a float32 sum.
+without instructions for it takes several times as long as in float32. Here the numbers are the
+same on every machine, up to the order of a float32 sum.
 
 Weight gradients may be added up in float32 beside the weights (`GradientSums`), so that several micro-batches are as
 good as one. On CUDA nothing is replaced: its products are summed in float32 by the hardware.
@@ -63,7 +64,8 @@ def sum_in_float32(model: nn.Module, sums: GradientSums | None = None) -> None:
     """Replace the forward of `model`'s linear layers; in float32 they go on as before."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = functools.wraps(module.forward)(_Forward(module, sums))  # type: ignore[method-assign]
+            layer: Any = module
+            layer.forward = functools.wraps(layer.forward)(_Forward(module, sums))
 
 
 class _Forward:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rill.models.decode.decoder import Layer, Projection
 from rill.models.decode.low_rank import LowRankBank
+from rill.models.decode.structure import MLP, Layer, Projection
+from rill.models.eager import AttentionCall
 
 
 def make_layer(generator: torch.Generator) -> tuple[Layer, dict[nn.Module, str]]:
@@ -25,7 +26,24 @@ def make_layer(generator: torch.Generator) -> tuple[Layer, dict[nn.Module, str]]
         members = [modules[name] for name in names]
         return Projection(members, torch.cat([m.weight for m in members]), None)
 
-    layer = Layer(0, joined("q", "k", "v"), joined("o"), joined("g", "u"), joined("d"), None, None, None, 0)
+    call = AttentionCall(
+        num_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, scale=0.5, window=0, softcap=0.0, sinks_H=None
+    )
+    layer = Layer(
+        index=0,
+        call=call,
+        qkv=joined("q", "k", "v"),
+        out=joined("o"),
+        q_norm=None,
+        k_norm=None,
+        rope=0,
+        mlp=MLP(joined("g", "u"), joined("d"), is_gelu=False),
+        before_attention=None,
+        after_attention=None,
+        before_mlp=None,
+        after_mlp=None,
+        residual_scale=1.0,
+    )
     return layer, {module: name for name, module in modules.items()}
 
 
@@ -49,7 +67,7 @@ def test_rows_with_different_adapters_and_with_none_share_a_batch() -> None:
     assert bank.covers_all
     chosen = ["a", None, "b", "a"]
     rows = bank.rows(torch.tensor([bank.number(n) if n else 0 for n in chosen], dtype=torch.int32))
-    for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+    for projection in layer.projections:
         x = randn(4, projection.modules[0].in_features)
         found = rows.add_to(projection(x, nn.functional.linear), projection, x)
         for row, adapter in enumerate(chosen):

@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from rill.inference.native import cpu_runner
 from rill.models.ops import cpu_build
-from rill.models.ops.cpu_decoder import FusedKernels
 from rill.models.ops.cpu_kernels import CpuKernels
 from tests.inference.native_models import greedy_tokens, make_engine, prompts, reference, request
 
@@ -33,10 +31,11 @@ def test_without_a_compiler_that_works_the_answer_is_none_and_a_warning(
 
 
 PROCESSORS = {
-    "x86-64-v2": set(),  # SSE only
-    "x86-64-v3": set(),  # AVX2
-    "skylake-avx512": {torch.float32},  # AVX-512 without AMX
+    "x86-64-v2": False,  # SSE only
+    "x86-64-v3": False,  # AVX2
+    "skylake-avx512": True,
 }
+"""Whether they have products of their own."""
 
 
 @pytest.mark.slow
@@ -51,12 +50,8 @@ def test_on_an_older_processor_less_is_compiled_and_the_tokens_are_the_same(
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("RILL_CACHE", str(tmp_path))
     monkeypatch.setattr(cpu_build, "_processor_flag", lambda: f"-march={processor}")
-    fused = FusedKernels(ctypes.CDLL(str(cpu_build._build(compiler, "cpu_decoder"))))
     kernels = CpuKernels(ctypes.CDLL(str(cpu_build._build(compiler, "cpu_kernels"))))
-    assert {dtype for dtype in (torch.float32, torch.bfloat16) if fused.supports(dtype)} == PROCESSORS[
-        processor
-    ]
-    monkeypatch.setattr(cpu_runner, "load_fused_kernels", lambda: fused)
+    assert kernels.has_products == PROCESSORS[processor]
     monkeypatch.setattr(cpu_runner, "load_cpu_kernels", lambda: kernels)
     inputs = prompts((5, 33, 1))
     for dtype in ("float32", "bfloat16"):

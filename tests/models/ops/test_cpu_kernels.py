@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rill.inference.native.sampler import SamplingBatch, sample
-from rill.models.decode.attention_paged import PagedBatch, TorchKernels
+from rill.models.decode.attention_paged import PagedBatch
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
+from rill.models.ops.torch_kernels import TorchKernels, attend_one
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -23,9 +24,18 @@ def kernels() -> CpuKernels:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 128), (20, 1, 16), (6, 2, 40)])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (11, 0.0), (0, 5.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(0, 0.0, False), (11, 0.0, False), (0, 5.0, False), (11, 0.0, True)]
+)
 def test_attention_over_pages_equals_attention_over_gathered_keys(
-    kernels: CpuKernels, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int, softcap: float
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    softcap: float,
+    has_sinks: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(20, 8, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
@@ -42,9 +52,44 @@ def test_attention_over_pages_equals_attention_over_gathered_keys(
         max_context_len=70,
     )
     query = torch.randn(sum(query_lens), heads, dim, generator=generator).to(dtype)
-    expected = TorchKernels().attend(query, keys, values, batch, scale=0.2, window=window, softcap=softcap)
-    found = kernels.attend(query, keys, values, batch, scale=0.2, window=window, softcap=softcap)
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    sinks = torch.randn(heads, generator=generator).to(dtype) if has_sinks else None
+    rows = []
+    for row, (length, count) in enumerate(zip(lengths, query_lens, strict=True)):
+        key, value = (x[tables[row].long()].flatten(0, 1)[:length] for x in (keys, values))
+        one = query[starts[row] : starts[row] + count]
+        rows.append(attend_one(one, key, value, 0.2, window, softcap, sinks))
+    for ops in (TorchKernels(), kernels):
+        found = ops.attend(
+            query, keys, values, batch, scale=0.2, window=window, softcap=softcap, sinks_H=sinks
+        )
+        torch.testing.assert_close(found, torch.cat(rows), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_activation_and_rotation_are_those_of_torch(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(dtype)
+
+    hidden, addend, weight, gate_up = randn(5, 48), randn(5, 48), randn(48), randn(5, 32)
+    heads, kv_heads, dim = 4, 2, 16
+    qkv, q_norm, k_norm, cos, sin = randn(5, 8 * dim), randn(dim), randn(dim), randn(9, dim), randn(9, dim)
+    positions, slots = torch.tensor([3, 0, 8, 1, 2]), torch.tensor([4, 9, 2, 0, 7])
+    results = []
+    for ops in (TorchKernels(), kernels):
+        stream, turned = hidden.clone(), qkv.clone()
+        keys, values = (
+            torch.zeros(3, 4, kv_heads, dim, dtype=dtype),
+            torch.zeros(3, 4, kv_heads, dim, dtype=dtype),
+        )
+        normed = [ops.add_norm(stream, addend, weight, 1e-5, gemma=gemma) for gemma in (False, True)]
+        activated = [ops.act_mul(gate_up, gelu=gelu) for gelu in (False, True)]
+        ops.rope_store(turned, cos, sin, positions, slots, q_norm, k_norm, 1e-5, keys, values, heads)
+        query = turned[:, : heads * dim]
+        results.append([stream, *normed, *activated, query, keys, values])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
 
 
 def test_sampling_follows_the_distribution(kernels: CpuKernels) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rill.models.decode.attention_paged import attend_one
 from rill.models.decode.decode_work import DecodeWork, work_in_runs
+from rill.models.ops.torch_kernels import attend_one
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +21,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap", "max_rows"), [(0, 0.0, 16), (40, 0.0, 16), (0, 5.0, 3)])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @torch.no_grad()
 def test_decode_attention_of_unequal_lengths(
-    dtype: torch.dtype, window: int, softcap: float, max_rows: int
+    dtype: torch.dtype, window: int, softcap: float, max_rows: int, has_sinks: bool
 ) -> None:
     from rill.models.ops.triton_decode import DecodeAttention
 
@@ -42,6 +43,7 @@ def test_decode_attention_of_unequal_lengths(
     for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
         tables[row, :count] = order[end - count : end]
     query = randn(len(lengths), (heads + 2 * kv_heads) * dim)
+    sinks = randn(heads) if has_sinks else None
     attend = DecodeAttention(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=max_rows, device=torch.device("cuda")
     )
@@ -62,6 +64,7 @@ def test_decode_attention_of_unequal_lengths(
             scale=dim**-0.5,
             window=window,
             softcap=softcap,
+            sinks_H=sinks,
         )
         found.append(out)
     assert torch.equal(*found)
@@ -69,5 +72,5 @@ def test_decode_attention_of_unequal_lengths(
         blocks = tables[row, :count].long()
         key, value = (c[blocks].flatten(0, 1)[:length].double() for c in (keys, values))
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
-        expected = attend_one(one, key, value, dim**-0.5, window, softcap)[0]
+        expected = attend_one(one, key, value, dim**-0.5, window, softcap, sinks)[0]
         assert error(found[0][row], expected) < TOLERANCE[dtype], (row, length)
