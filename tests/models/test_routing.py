@@ -59,7 +59,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def make_engine(name: str, **options: Any) -> NativeEngine:
     shape = SHAPES[name] | {"model_type": name}
-    values = {"num_kv_blocks": 64, "max_num_seqs": 4, "routed_experts": True, "max_batched_tokens": 32} | options
+    values = {
+        "num_kv_blocks": 64,
+        "max_num_seqs": 4,
+        "routed_experts": True,
+        "max_batched_tokens": 32,
+    } | options
     return NativeEngine(NativeEngine.Config(model=ModelConfig(shape=shape), device="cpu", **values))
 
 

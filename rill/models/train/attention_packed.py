@@ -59,7 +59,8 @@ def packed_attention(
 
     Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
     """
-    assert packed is not None, "a model loaded with rill_packed attention must be called with packed=…"
+    if packed is None:
+        raise UnsupportedError("the model's layers do not hand their arguments down to attention")
     if dropout:
         raise UnsupportedError("packed attention has no dropout: a policy is trained as it samples")
     if packed.context_group is not None:
