@@ -14,7 +14,7 @@ from rill.workflows.loop import StepReport
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 PROMISED = {
-    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora",
+    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gym", "grpo_lora", "grpo_moe",
     "grpo_qwen2.5_1.5b_h200", "grpo_smollm2", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "sft_arithmetic",
     "sft_then_grpo",
 }  # fmt: skip
@@ -26,6 +26,7 @@ SMALL = {
     "demo": SMALL_RL,
     "grpo_arithmetic": (*SMALL_RL, "curriculum.index_limit=200"),
     "grpo_async": SMALL_RL,
+    "grpo_moe": SMALL_RL,
     "ppo_arithmetic": SMALL_RL,
     "sft_arithmetic": SMALL_SUPERVISED,
 }

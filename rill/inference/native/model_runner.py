@@ -216,8 +216,11 @@ class ModelRunner:
     def build_decoder(
         self, ops: DecoderOps, *, fuse: bool, max_len: int, linear: LinearFn | None = None
     ) -> Decoder | None:
+        """`linear`: batch-invariant products, which a model with experts cannot have throughout."""
         structure = read_structure(self.model, self.probe, fuse=fuse, max_len=max_len)
-        return None if structure is None else Decoder(structure, ops, linear)
+        if structure is None or (linear is not None and not structure.is_dense):
+            return None
+        return Decoder(structure, ops, linear)
 
     def use_modules(self) -> None:
         """Never the decoder: what it computes is not what the modules do."""

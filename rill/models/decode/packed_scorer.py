@@ -104,7 +104,7 @@ def _build(model: PreTrainedModel, probe: Probe, max_len: int) -> Decoder | None
     if len({(call.num_heads, call.num_kv_heads, call.key_dim) for call in probe.calls}) > 1:
         return None
     structure = read_structure(model, probe, fuse=False, max_len=max_len)
-    if structure is None:
+    if structure is None or not structure.is_dense:
         return None
     call = probe.calls[0]
     if model.device.type == "cuda":

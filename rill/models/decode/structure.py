@@ -109,6 +109,11 @@ class Structure:
     ropes: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosines and sines [max_len, D] in the model's precision."""
 
+    @property
+    def is_dense(self) -> bool:
+        """No layer calls a module, whose sums may depend on the batch."""
+        return all(isinstance(layer.mlp, MLP) for layer in self.layers)
+
 
 @torch.no_grad()
 def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len: int) -> Structure | None:
