@@ -118,8 +118,8 @@ def check_interface(model_class: Any, model_type: str) -> None:
     """Another attention can be put into models of transformers' attention interface only."""
     if model_class is not None and not model_class._supports_attention_backend:
         raise UnsupportedError(
-            f"transformers computes the attention of {model_type!r} inside the model, so it can neither be packed nor "
-            "paged: the vllm or sglang engine may serve it"
+            f"transformers computes the attention of {model_type!r} inside the model and not through its attention "
+            "interface, so it can neither be packed nor paged: the vllm or sglang engine may serve it"
         )
 
 

@@ -302,8 +302,8 @@ class CudaRunner(ModelRunner):
         lens, slots, num_decodes = batch.context_lens_B, batch.slots_B, batch.num_decodes
         if self.batch_invariant:
             # One kernel for all: a prompt's token attends like a generated one, or its bits would tell which it was.
-            starts, per_seq = batch.query_starts_B1[:-1], np.diff(batch.query_starts_B1)
-            before = np.repeat(lens - per_seq - starts, per_seq)
+            firsts, per_seq = batch.query_starts_B1[:-1], np.diff(batch.query_starts_B1)
+            before = np.repeat(lens - per_seq - firsts, per_seq)
             lens = (before + np.arange(batch.num_tokens) + 1).astype(np.int32)
             slots = np.repeat(slots, per_seq)
             num_decodes = batch.num_tokens

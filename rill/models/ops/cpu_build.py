@@ -28,7 +28,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rill.models.packaged import cache_folder
@@ -61,12 +60,6 @@ def load_library(name: str) -> ctypes.CDLL | None:
             message += error.stderr.decode(errors="replace")[-800:]
         logger.warning("%s could not be built, so torch operations are used: %s", name, message)
         return None
-
-
-def load_libraries(*names: str) -> list[ctypes.CDLL | None]:
-    """Several at once: what has to be built is built side by side."""
-    with ThreadPoolExecutor(len(names)) as pool:
-        return list(pool.map(load_library, names))
 
 
 @functools.cache
