@@ -135,6 +135,18 @@ def test_tensor_parallel_ranks_hold_slices_of_matrices(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
+    "model_type", ["qwen3", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "glm4"]
+)
+def test_tensor_parallel_carries_out_the_plan_of_every_family(tmp_path: Path, model_type: str) -> None:
+    """Norms of single heads among them, whose gradient is a sum over the ranks."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "query_pre_attn_scalar": 16}
+    shape = {**SHAPE, **special, "model_type": model_type}
+    check(tmp_path, 2, {"config": {"tensor_parallel": 2, "model": {"shape": shape}}})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
     "values",
     [
         {},
