@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, lag: int, seed: int, root: Path) -> dict[str, 
         "rollout_idle_in": {
             part: round(idle_during(spans, part, start, end), 4) for part in ("wait for rollouts", "train")
         },
-        "actor_busy": busy(spans, "actor.train", start, end),
+        "actor_busy": busy(spans, "actor.accumulate", start, end) + busy(spans, "actor.finish", start, end),
         **{
             f"{part}_s": sum(r.metrics[f"time/{part}_s"] for r in steps) / len(steps)
             for part in ("rollout_wait", "train", "sync")

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
 from rill.envs.base import Endpoint, Environment, Policy
+from rill.envs.endpoint import HttpEndpoint
 from rill.envs.events import EventLog, MemoryLog
 from rill.envs.places import described, place_of_task
 from rill.envs.rewards.base import as_score
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED = 20
 """Failures whose traceback goes to the log, per process; all of them are counted."""
 _num_logged = 0
+_ENDPOINT = HttpEndpoint()
+"""Starts a server when an agent is first asked for its base_url."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,11 @@ async def run_episode(
     log: EventLog | None = None,
     endpoint: Endpoint | None = None,
 ) -> Episode:
-    """From set-up to the reward. `log`: that of an earlier attempt, whose tools are then not called again."""
+    """From set-up to the reward.
+
+    `log`: that of an earlier attempt, whose tools are then not called again. `endpoint`: serves agents by HTTP; None: a
+    small server in this process.
+    """
     started = time.monotonic()
     setting = Setting(
         environment=environment,
@@ -67,7 +74,7 @@ async def run_episode(
         log=MemoryLog() if log is None else log,
         episode_id=episode_id,
         group_id=group_id,
-        endpoint=endpoint,
+        endpoint=_ENDPOINT if endpoint is None else endpoint,
     )
     agents, outcome = Agents(setting), _Outcome()
     try:
@@ -130,17 +137,23 @@ async def _run(
     environment: Environment, prompt: Prompt, agents: Agents, outcome: _Outcome
 ) -> Exception | None:
     """Environment.run; what it raised, where that is the episode's own failure."""
-    limits = environment.config.limits
+    limits, setting = environment.config.limits, agents.setting
+    setting.running = asyncio.ensure_future(environment.run(prompt, agents))
     try:
         outcome.returned = await _within(
-            limits.episode_timeout_s, environment.run(prompt, agents), grace_s=limits.teardown_timeout_s
+            limits.episode_timeout_s, setting.running, grace_s=limits.teardown_timeout_s
         )
-    except EpisodeOver:
-        agents.setting.counts.is_cut_off = True
-    except Exception as error:  # noqa: BLE001  boundary, as above
-        _raise_if_ours(error)
-        _blame(error, outcome)
-        return error
+    except BaseException as error:  # noqa: BLE001  boundary, as above; what is not the episode's own is raised again
+        if setting.interrupted is None and isinstance(error, EpisodeOver):
+            setting.counts.is_cut_off = True
+            return None
+        if setting.interrupted is None and isinstance(error, Exception):
+            _raise_if_ours(error)
+            _blame(error, outcome)
+            return error
+        raise setting.interrupted or error from None
+    if setting.interrupted is not None:
+        raise setting.interrupted
     return None
 
 
@@ -175,7 +188,7 @@ class _Late(Exception):
     """Something was not finished in its time."""
 
 
-async def _within(timeout_s: float, work: Coroutine[Any, Any, Any], *, grace_s: float = 5.0) -> Any:
+async def _within(timeout_s: float, work: Awaitable[Any], *, grace_s: float = 5.0) -> Any:
     """The result, or _Late. In a task of its own: one that does not heed its cancellation is left behind."""
     task = asyncio.ensure_future(work)
     try:

@@ -8,6 +8,7 @@ failed, starts it again (rill.workflows.fleet) and asks for `catch_up`.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from rill.runtime.context import current
 from rill.runtime.device.lock import groups_in_line
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
-from rill.runtime.worker import Worker
+from rill.runtime.worker import Worker, concurrent
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher
 from rill.weights.manifest import SealedManifest
@@ -63,11 +64,13 @@ class PublishingWorker(Worker):
         with self.timer("sync"):
             return self._engines().bring_to(manifest)
 
+    @concurrent
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         """Bring one engine, started again, to the version that the others hold, if there is one. `rollout`: where they
         are now."""
         self._engines().catch_up(rollout, rank)
 
+    @concurrent
     def manifest(self) -> SealedManifest:
         """The newest weights, as a group that is no engine can pull them by itself."""
         return self._engines().manifest_for_one()
@@ -93,10 +96,13 @@ class Engines:
         config = WeightSyncConfig(timeout_s=timeout_s, min_in_service=0)
         self._sync = WeightSync(publisher, self._group, config)
         self._manifest: SealedManifest | None = None
+        self._lock = threading.Lock()
+        """An engine may be brought back while the trainer waits for samples, or publishes."""
 
     def bring_to(self, manifest: SealedManifest) -> Synced:
-        self._manifest = manifest
-        report = self._sync.distribute(manifest)
+        with self._lock:
+            self._manifest = manifest
+            report = self._sync.distribute(manifest)
         metrics = {
             "sync/update_s": report.pull_s,
             "sync/bytes": float(report.num_bytes),
@@ -107,9 +113,10 @@ class Engines:
         return Synced(metrics, report.failed)
 
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
-        self._group.rollout = rollout
-        if self._manifest is not None:
-            self._sync.catch_up(self._group.names[rank], self.manifest_for_one())
+        with self._lock:
+            self._group.rollout = rollout
+            if self._manifest is not None:
+                self._sync.catch_up(self._group.names[rank], self.manifest_for_one())
 
     def manifest_for_one(self) -> SealedManifest:
         manifest = self._manifest

@@ -6,7 +6,6 @@ step, which brings what it made to the engines (publishing.py), and `save` now a
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,16 +15,11 @@ import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import PartConfig
-from rill.data.base import Split, open_dataset
-from rill.data.chat import PromptEncoder
-from rill.data.loader import LoaderConfig, open_loader
-from rill.data.sft import SFTEncoder
-from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
-from rill.training.sft import SFTTrainer
+from rill.training.warm_start import WarmStart
 from rill.types import NOT_SAMPLED, Floats, PolicyVersion, Sample, TokenIds, Trajectory
 from rill.weights import (
     Canary,
@@ -79,7 +73,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
         self.judges = not (has_critic or self.algorithm.is_group_scoped)
         self.sync = sync
         self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
-        self._warm_start: SupervisedSteps | None = None
+        self._warm_start: WarmStart | None = None
 
     def onload(self) -> None:
         super().onload()
@@ -104,7 +98,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
         """The next `num_steps` supervised steps; the metrics of the last."""
         with self.device_lock():
             if self._warm_start is None:
-                self._warm_start = SupervisedSteps(self.trainer, data, config, seed)
+                self._warm_start = WarmStart(self.trainer, data, **config.model_dump(), seed=seed)
             metrics = self._warm_start.run(num_steps)
             if self._warm_start.is_over:
                 self._warm_start.trainer.finish()
@@ -189,39 +183,3 @@ def _as_sample(token_ids: TokenIds) -> Sample:
         turn_ids=np.zeros(length, np.int32),
     )
     return Sample(trajectory=trajectory, advantages=np.zeros(length, np.float32))
-
-
-class SupervisedSteps:
-    """[sft] on the actor's own engine. Each rank reads its own part of the data; the rate falls along a cosine."""
-
-    def __init__(self, trainer: PolicyTrainer, data: PartConfig, config: WarmStartConfig, seed: int) -> None:
-        self.trainer = SFTTrainer.sharing(trainer, learning_rate=config.learning_rate)
-        self._config = config
-        encoder = PromptEncoder(load_tokenizer(trainer.config.model))
-        limit = trainer.config.micro_batch_tokens if trainer.config.on_too_long == "error" else None
-        self._encoder = SFTEncoder(encoder, max_tokens=limit)
-        dataset = open_dataset(data, Split.TRAIN)
-        rank, size = trainer.world.data_rank, trainer.world.data_size
-        self._loader = open_loader(dataset, LoaderConfig(seed=seed), rank=rank, world=size)
-        self._batch_size = max(1, config.batch_size // size)
-        self._step = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._step == self._config.steps
-
-    def run(self, num_steps: int) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for _ in range(num_steps):
-            self.trainer.set_learning_rate(self._rate())
-            metrics = self.trainer.update(
-                [self._encoder.encode(p) for p in self._loader.next(self._batch_size)]
-            )
-            self._step += 1
-        return {"sft/loss": metrics["loss"], "sft/train_tokens_per_s": metrics["train_tokens_per_s"]}
-
-    def _rate(self) -> float:
-        config = self._config
-        rising = min(1.0, (self._step + 1) / max(1, min(50, config.steps // 10)))
-        falling = 0.5 * (1.0 + math.cos(math.pi * self._step / config.steps))
-        return config.learning_rate * rising * falling

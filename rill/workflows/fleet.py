@@ -162,8 +162,8 @@ class Fleet:
     def end_epoch(self) -> None:
         """After the tasks channel was told that its epoch ends: wait until everybody has finished it."""
         self._is_open = False
-        deadline_s = time.monotonic() + self._loop.step_timeout_s
         for crew in self._crews:
+            deadline_s = time.monotonic() + self._loop.step_timeout_s
             if crew is self._engines and self._requests is not None:
                 self._requests.end()  # nobody is left who could ask
             while call := crew.unfinished():

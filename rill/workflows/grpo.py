@@ -69,12 +69,11 @@ class GRPO(Workflow):
     def step(self, flow: Flow) -> None:
         answers = flow.sample(self.rollout)  # prompts, as far ahead as the lag allows; episodes with rewards
         batch = flow.select(answers)  # whole groups with advantages, filtered, until the batch is full
-        flow.update(
-            self.actor, self.scored(flow, batch)
-        )  # gradients chunk by chunk; engines come to version + 1
+        scored = self.scored(flow, batch)  # what the algorithm needs of other models
+        flow.update(self.actor, scored)  # gradients chunk by chunk; engines come to version + 1
 
     def scored(self, flow: Flow, batch: Stream) -> Stream:
-        """With what the algorithm needs of other models."""
+        """The batch on its way past them."""
         if self.reward is not None:
             batch = flow.through(self.reward, batch)
         if self.inference is not None:

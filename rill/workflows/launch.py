@@ -13,12 +13,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import ConfigError, PlanError
+from rill.errors import ConfigError, PeerDiedError, PlanError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
+from rill.runtime.device.device import Device
 from rill.runtime.device.placement import resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
@@ -77,10 +78,15 @@ class Launcher:
         self._starting: list[WorkerGroup[Any]] = []
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
-            model_folder(
-                config.model.path
-            )  # here, where a wrong path is one line and not a worker's traceback
-        self.sync = self._routed(config.sync)
+            # Here, where a wrong path is one line and not a worker's traceback.
+            model_folder(config.model.path)
+        self.sync = routed(
+            config.sync,
+            cluster.devices,
+            actor=config.placement.actor,
+            pulling=(config.placement.rollout, config.placement.inference),
+            stay_on_gpu=config.cluster.colocate and config.rollout.engine.type == "native",
+        )
 
     def __call__(
         self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
@@ -97,10 +103,20 @@ class Launcher:
         return group
 
     def ready(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
+        trainer's ranks wait for each other, and the run ends with the first that is lost."""
         starting, self._starting = self._starting, []
+        timeout_s = self.config.loop.step_timeout_s
         for group in starting:
-            group.ready(self.config.loop.step_timeout_s)
+            try:
+                group.ready(timeout_s)
+            except PeerDiedError as death:
+                if group.name not in ("rollout", "env") or self.config.loop.max_relaunches == 0:
+                    raise
+                log.warning("%s: started again", str(death).splitlines()[0])
+                for rank in group.lost():
+                    group.relaunch(rank, timeout_s=timeout_s)
+                group.ready(timeout_s)
 
     # --- the parts that every RL run has --------------------------------------------------------------------
 
@@ -233,31 +249,37 @@ class Launcher:
                 "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
             )
 
-    def _routed(self, sync: SyncConfig) -> SyncConfig:
-        """`sync` with the transport that the placement asks for, where the recipe leaves it open."""
-        places, devices = self.config.placement, self.cluster.devices
-        pulling: Iterable[str | None] = (places.rollout, places.inference)
-        publisher = resolve(places.actor, devices)[0]
-        ends = [
-            publisher,
-            *(seat for place in pulling if place is not None for seat in resolve(place, devices)),
-        ]
-        first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
-        stay_on_gpu = self.config.cluster.colocate and self.config.rollout.engine.type == "native"
-        transport = chosen_transport(
-            sync.transport,
-            is_one_machine=len({seat.node_id for seat in ends}) == 1,
-            is_one_gpu=stay_on_gpu and list(first.values()) == [CUDA],
-        )
-        log.info("weights travel by %s", transport.type)
-        return sync.model_copy(update={"transport": transport})
-
 
 def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
     devices = config.devices or "auto"
     if config.type == "ray":
         return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
     return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
+
+
+def routed(
+    sync: SyncConfig,
+    devices: Sequence[Device],
+    *,
+    actor: str,
+    pulling: Iterable[str | None],
+    stay_on_gpu: bool,
+) -> SyncConfig:
+    """`sync` with the transport that the placement asks for, where the recipe leaves it open.
+
+    pulling: the placements of the groups that take the weights; None: a group that is not there.
+    stay_on_gpu: groups that share a GPU keep their memory on it, and their engines can read weights from it.
+    """
+    publisher = resolve(actor, devices)[0]
+    ends = [publisher, *(seat for place in pulling if place is not None for seat in resolve(place, devices))]
+    first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
+    transport = chosen_transport(
+        sync.transport,
+        is_one_machine=len({seat.node_id for seat in ends}) == 1,
+        is_one_gpu=stay_on_gpu and list(first.values()) == [CUDA],
+    )
+    log.info("weights travel by %s", transport.type)
+    return sync.model_copy(update={"transport": transport})
 
 
 def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:

@@ -43,6 +43,7 @@ class LearningWorker(Worker):
 
     def save(self, folder: str) -> None:
         """Returns when training may go on; the files follow (`wait_saved`)."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with self.device_lock():
             self.trainer.save(folder)
         if (

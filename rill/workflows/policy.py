@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,8 +26,8 @@ from functools import partial
 from typing import Protocol
 
 from rill.errors import RequestError
-from rill.inference.base import Completion, Engine, Request
-from rill.inference.continued import Decode, continued, joined, nothing_said
+from rill.inference.base import Completion, Request
+from rill.inference.continued import Decode, continued, joined
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
 
@@ -37,42 +36,6 @@ class Asked(Protocol):
     """Whoever answers: never blocks."""
 
     def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]: ...
-
-
-class EngineGate:
-    """An engine that can be told to stop: what runs is aborted, and what is asked later for that epoch is not begun.
-
-    `submit` and `stop` are called by different threads.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._stopped_through = -1
-        self._running: dict[str, int] = {}
-        """Request id -> epoch."""
-
-    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
-        with self._lock:
-            if epoch <= self._stopped_through:
-                return [_answered(nothing_said(request)) for request in requests]
-            futures = self._engine.submit(requests)
-            self._running.update((request.id, epoch) for request in requests)
-        for request, future in zip(requests, futures, strict=True):
-            future.add_done_callback(partial(self._forget, request.id))
-        return futures
-
-    def stop(self, epoch: int) -> None:
-        """Everything of this epoch and those before it."""
-        with self._lock:
-            self._stopped_through = max(self._stopped_through, epoch)
-            stopped = [name for name, begun in self._running.items() if begun <= epoch]
-        if stopped:
-            self._engine.abort(stopped)  # outside: it waits for the engine's thread, which calls `_forget`
-
-    def _forget(self, name: str, _: Future[Completion]) -> None:
-        with self._lock:
-            self._running.pop(name, None)
 
 
 class PolicyClient:
@@ -188,12 +151,6 @@ class EpisodePolicy:
         request = replace(continued(before, token_ids, sampling), adapter=model)
         after = await self._client.complete(request, self._epoch)
         return joined(before, after, sampling.stop, self._client.decode)
-
-
-def _answered(completion: Completion) -> Future[Completion]:
-    future: Future[Completion] = Future()
-    future.set_result(completion)
-    return future
 
 
 def _settle_from_thread(

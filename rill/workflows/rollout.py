@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
+from rill.inference.gate import EngineGate
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
 from rill.workflows.episodes import Episodes, EpisodeSettings, Flows
-from rill.workflows.policy import EngineGate, PolicyClient
+from rill.workflows.policy import PolicyClient
 
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which

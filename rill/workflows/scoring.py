@@ -14,6 +14,7 @@ from rill.envs.base import ENVIRONMENTS, Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
+from rill.inference.gate import EngineGate
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Prompt, SamplingParams, TokenIds
 from rill.workflows.config import (
@@ -24,7 +25,7 @@ from rill.workflows.config import (
     native_unless_named,
 )
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.policy import EngineGate, PolicyClient
+from rill.workflows.policy import PolicyClient
 
 
 class ScoringConfig(EvalSamplingConfig):

@@ -123,6 +123,7 @@ class SupervisedWorker(Worker):
         return self._evaluate(self.held_out) if self.held_out else {}
 
     def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         self.trainer.save(folder)
         if self.trainer.world.leads:
             path = Path(folder) / f"{self.trainer.world.data_rank}-{LOADER_FILE}"

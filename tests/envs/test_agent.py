@@ -12,7 +12,6 @@ import pytest
 from rill.envs.agent import Agents
 from rill.envs.events import BEGUN, MemoryLog
 from rill.envs.tools import as_tool
-from rill.errors import ConfigError
 from rill.types import Episode, Failure, Message, Prompt
 from tests.data.templates import FORGETFUL, HERMES, tokenizer_for
 from tests.envs.scripted import Scripted, play, playing
@@ -257,12 +256,3 @@ class TestBaseUrl:
         endpoint = Endpoint()
         await episode_of(run, hermes("a"), endpoint=endpoint)
         assert endpoint.events == ["open policy", "close policy"]
-
-    async def test_without_a_server_it_says_so(self) -> None:
-        async def run(task: Prompt, agents: Agents) -> float:
-            with pytest.raises(ConfigError, match="has no base_url here"):
-                _ = agents.policy.base_url
-            await agents.policy.generate(task)
-            return 1.0
-
-        assert (await episode_of(run, hermes("a"))).reward == 1.0

@@ -57,7 +57,7 @@ MODEL = ModelConfig(
     tokenizer="chars",
 )
 SEED = 7
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 def parity(prompt: Prompt, text: str, trajectory: Trajectory) -> float:

@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from rill.data.tasks.arithmetic import ArithmeticDataset
+from rill.telemetry.pass_at_k import pass_at_k, pass_counts
 from rill.workflows.config import HELD_OUT, EvalConfig
-from rill.workflows.evaluation import pass_at_k, pass_counts, read_prompts, summarise_rewards
+from rill.workflows.evaluation import read_prompts, summarise_rewards
 
 
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:

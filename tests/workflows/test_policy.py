@@ -11,8 +11,9 @@ import pytest
 
 from rill.errors import TooLongError
 from rill.inference.base import Completion, Request
+from rill.inference.gate import EngineGate
 from rill.types import SamplingParams, StopReason
-from rill.workflows.policy import EngineGate, PolicyClient
+from rill.workflows.policy import PolicyClient
 
 PROMPT = np.array([1, 2, 3], np.int32)
 

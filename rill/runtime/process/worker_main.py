@@ -52,7 +52,6 @@ class WorkerSpec:
     seating: Seating
     gpus: tuple[int, ...]
     """The GPUs that this process sees, by their numbers on the node, its own first."""
-    own_gpus: frozenset[int]
     incarnation: int
     num_threads: int
     main: MainModule
@@ -199,6 +198,5 @@ def _make_context(spec: WorkerSpec) -> RuntimeContext:
         mailbox,
         Calls(mailbox, address),
         torch_device=seating.device,
-        own_gpus=spec.own_gpus,
         registration=registration,
     )

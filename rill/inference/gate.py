@@ -1,0 +1,56 @@
+"""An engine that can be told to stop and goes on later: how rollout workers see theirs.
+
+What is stopped is answered as ABORTED with the tokens so far, and can be continued (rill.inference.continued).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from rill.inference.base import Completion, Engine, Request
+from rill.inference.continued import nothing_said
+
+
+class EngineGate:
+    """An engine that can be told to stop: what runs is aborted, and what is asked later for that epoch is not begun.
+
+    `submit` and `stop` are called by different threads.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._stopped_through = -1
+        self._running: dict[str, int] = {}
+        """Request id -> epoch."""
+
+    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
+        with self._lock:
+            if epoch <= self._stopped_through:
+                return [_answered(nothing_said(request)) for request in requests]
+            futures = self._engine.submit(requests)
+            self._running.update((request.id, epoch) for request in requests)
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(partial(self._forget, request.id))
+        return futures
+
+    def stop(self, epoch: int) -> None:
+        """Everything of this epoch and those before it."""
+        with self._lock:
+            self._stopped_through = max(self._stopped_through, epoch)
+            stopped = [name for name, begun in self._running.items() if begun <= epoch]
+        if stopped:
+            self._engine.abort(stopped)  # outside: it waits for the engine's thread, which calls `_forget`
+
+    def _forget(self, name: str, _: Future[Completion]) -> None:
+        with self._lock:
+            self._running.pop(name, None)
+
+
+def _answered(completion: Completion) -> Future[Completion]:
+    future: Future[Completion] = Future()
+    future.set_result(completion)
+    return future

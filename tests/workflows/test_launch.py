@@ -1,0 +1,91 @@
+"""Before anything runs: what cannot is refused, and the placement decides how weights travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rill.config import load_recipe, resolve
+from rill.errors import ConfigError, PlanError
+from rill.models.loading import ModelConfig
+from rill.runtime.cluster import Cluster
+from rill.runtime.device.accelerator import CPU, CUDA
+from rill.runtime.device.device import Device
+from rill.telemetry.run import Run
+from rill.weights import TransportConfig
+from rill.workflows import recipe_schema
+from rill.workflows.config import SyncConfig
+from rill.workflows.grpo import GRPO, finish_group
+from rill.workflows.launch import Launcher, require_same_tokenizer, routed
+from tests.workflows.scene import MODEL
+
+
+def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path: Path) -> None:
+    values = load_recipe("demo", ["loop.max_lag=1", "sft.steps=0"])
+    config = resolve(GRPO.Config, values.values, values.provenance)
+    run = Run.create("r", root=tmp_path)
+    with Cluster(devices="cpu:1") as cluster:
+        launch = Launcher(config, run, [], cluster)
+        with pytest.raises(PlanError, match="place them apart"):
+            launch.actor(launch.rollout(finish_group))
+    run.close()
+
+
+@pytest.mark.parametrize("recipe", ["demo", "ppo_arithmetic", "sft_arithmetic"])
+def test_the_seed_of_a_recipe_decides_the_fresh_weights_of_every_part(recipe: str) -> None:
+    def weights_seeds(*changes: str) -> set[int]:
+        values = load_recipe(recipe, list(changes))
+        config = resolve(recipe_schema(values.values, recipe), values.values, values.provenance)
+        tables = config.model_dump()
+        engine = [tables["rollout"]["engine"]] if "rollout" in tables else []
+        return {part["model"]["seed"] for part in (tables, tables["trainer"], *engine)}
+
+    assert weights_seeds("seed=3") == {3}
+    assert weights_seeds("seed=3", "model.seed=5") == {5}
+
+
+def test_a_critic_may_be_another_model_than_the_policy() -> None:
+    changes = ["critic.model.path=models/critic"]
+    values = load_recipe("ppo_arithmetic", changes)
+    config = resolve(recipe_schema(values.values, "ppo"), values.values, values.provenance).model_dump()
+    assert config["critic"]["model"]["path"] == "models/critic" != config["trainer"]["model"]["path"]
+
+
+def test_a_model_that_reads_other_tokens_is_refused_by_name(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0, "yes": 1}, "[UNK]")))
+    other.save_pretrained(tmp_path)
+    require_same_tokenizer(MODEL, MODEL)
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        require_same_tokenizer(MODEL, ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "stay", "rollout", "actor", "expected"),
+    [
+        ("aa", CPU, False, "0", "1", "shm"),
+        ("ab", CPU, False, "1", "0", "tcp"),
+        ("aa", CUDA, True, "0", "0", "cuda_ipc"),
+        ("aa", CUDA, False, "0", "0", "shm"),
+        ("aa", CUDA, True, "1", "0", "shm"),
+        ("aa", CUDA, True, "0,1", "0", "shm"),
+        ("aa", CPU, True, "0", "0", "shm"),
+    ],
+)
+def test_the_placement_decides_how_weights_travel(
+    nodes: str, kind: str, stay: bool, rollout: str, actor: str, expected: str
+) -> None:
+    devices = [Device(kind=kind, index=i, id=i, node_id=node) for i, node in enumerate(nodes)]
+
+    def route(**transport: str) -> tuple[str, str]:
+        sync = SyncConfig.model_validate({"transport": transport})
+        found = routed(sync, devices, actor=actor, pulling=(rollout, None), stay_on_gpu=stay).transport
+        assert isinstance(found, TransportConfig)
+        return found.type, found.verify.value
+
+    assert route(type="auto", verify="off") == (expected, "off")
+    assert route(type="disk") == ("disk", "full")
