@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-import rill
+from rill import __version__
 from rill.cli.console import say, say_json, say_table
 from rill.config.files import load_recipe
 from rill.config.recipes import list_recipes
@@ -130,7 +130,7 @@ def read_problem(
         raise UserError(f"{target} is no run in {root}/: give a profile (--profile FILE), or run it first")
     used = merge_all(_profile(source, root) for source in (profiles or [target]))
     graph, model = _graph_of(target, run, used, batch)
-    wanted = {"version": rill.__version__} | ({"model": model} if model else {})
+    wanted = {"version": __version__} | ({"model": model} if model else {})
     notes = used.check(wanted, is_other_ok=is_other_ok)
     problem = Problem(
         graph=graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 
 from rill.errors import UnsupportedError
 from rill.inference.native.engine import NativeEngine
-from rill.models.loading import ModelConfig
+from rill.models.loading import ModelConfig, load_model
 from rill.models.routing import UNKNOWN, Routing, expert_blocks
 from rill.training.policy import PolicyTrainer
-from rill.types import Sample, Trajectory
+from rill.types import PolicyVersion, Sample, Trajectory
 from tests.inference.native_models import prompts, request
 from tests.training.tiny import algorithm
 
@@ -184,3 +185,26 @@ def test_the_busiest_expert_shows() -> None:
         routing.choose(layer, scores, torch.tensor([[0, 1]] * 6))  # 12 choices on 2 of 8 experts
     assert routing.metrics()["router/max_violation"] == pytest.approx(3.0)
     assert routing.metrics() == {}
+
+
+def test_the_bias_of_a_router_travels_with_the_weights(tmp_path: Path) -> None:
+    """It is a buffer, not a parameter: published, exported, and part of a checkpoint."""
+    trainer = make_trainer("deepseek_v3")
+    (block,) = expert_blocks(trainer.engine.module.lm)
+    block.gate.e_score_correction_bias.copy_(torch.linspace(-1, 1, 8))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(dict(trainer.named_weights())[name], block.gate.e_score_correction_bias)
+    exported = load_model(ModelConfig(path=str(trainer.export(tmp_path / "out"))), dtype=torch.float32)
+    assert torch.equal(dict(exported.named_buffers())[name], block.gate.e_score_correction_bias)
+    engine = make_engine("deepseek_v3")
+    try:
+        engine.update_weights(list(trainer.named_weights()), PolicyVersion(1))
+        found = dict(engine._runner.model.named_buffers())[name]
+        assert torch.equal(found, block.gate.e_score_correction_bias)
+    finally:
+        engine.close()
+    trainer.save(tmp_path / "checkpoints")
+    trainer.wait_saved()
+    again = make_trainer("deepseek_v3")
+    again.load(tmp_path / "checkpoints")
+    assert torch.equal(dict(again.named_weights())[name], block.gate.e_score_correction_bias)

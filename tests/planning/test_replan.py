@@ -25,7 +25,7 @@ def drifted(problem: Problem, worker: str, factor: float) -> Problem:
     return replace(problem, workers={**problem.workers, worker: replace(cost, options=options)})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 0.3))
 def test_noise_moves_nothing(seed: int, noise: float) -> None:
     """As long as the median of the window stays within what the policy calls a drift."""
@@ -41,7 +41,7 @@ def test_noise_moves_nothing(seed: int, noise: float) -> None:
     assert not decision.is_switch, decision.reason
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(factor=st.floats(2.5, 6.0), worker=st.sampled_from(["rollout", "actor"]), seed=st.integers(0, 1000))
 def test_a_planted_drift_moves_and_wins_back_most_of_what_was_lost(
     factor: float, worker: str, seed: int
