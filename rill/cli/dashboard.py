@@ -72,7 +72,9 @@ def _serve(application: object, listening: socket.socket) -> None:
     import uvicorn
 
     config = uvicorn.Config(application, log_level="warning", access_log=False, lifespan="off")  # type: ignore[arg-type]
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has closed; it is how a user ends the command
+    with suppress(
+        KeyboardInterrupt
+    ):  # uvicorn raises it again once it has closed; it is how a user ends the command
         uvicorn.Server(config).run(sockets=[listening])
 
 
