@@ -14,7 +14,7 @@ import signal
 import socket
 import webbrowser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +72,10 @@ def _serve(application: object, listening: socket.socket) -> None:
     import uvicorn
 
     config = uvicorn.Config(application, log_level="warning", access_log=False, lifespan="off")  # type: ignore[arg-type]
-    uvicorn.Server(config).run(sockets=[listening])
+    with suppress(
+        KeyboardInterrupt
+    ):  # uvicorn raises it again once it has closed; it is how a user ends the command
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:
