@@ -167,7 +167,7 @@ async def test_a_function_that_is_called_like_a_built_in_one_can_be_tested(judge
 )
 async def test_a_program_that_gives_no_answer_fails_in_time(judge: Judge, code: str) -> None:
     verdict = await judge(code, "assert f() == 1", "assert True and f()", timeout_s=1.0)
-    assert verdict.passed == (False, False) and "the program" in verdict.error
+    assert verdict.passed == (False, False) and verdict.error
     assert (await judge("def f(): return 1", "assert f() == 1")).passed == (True,), "the checker lives on"
 
 

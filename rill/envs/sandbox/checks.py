@@ -39,23 +39,21 @@ class Checkers:
 
     async def check(self, program: Sandbox, code: str, checks: Sequence[str], timeout_s: float) -> Verdict:
         """Load the code into the program's sandbox, and ask it what the checks want to know."""
-        deadline = time.monotonic() + timeout_s
         failed = (False,) * len(checks)
-        try:
-            loaded = await program.request({"op": "load", "code": code}, timeout_s)
-        except SandboxError as error:
-            return Verdict(passed=failed, error=f"the program: {error}")
-        if loaded.get("ok") is not True:
-            return Verdict(passed=failed, error=f"the program: {loaded.get('error')!s:.300}")
         idle = self._idle()
+        # Its start is not the program's time.
         checker = idle.pop() if idle else await open_sandbox(limits=self._limits, packages=self._packages)
         try:
-            conversation = _Conversation(program, checker, deadline)
-            async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                verdict = await conversation.run(code, checks)
-        except (TimeoutError, SandboxError) as error:
+            deadline = time.monotonic() + timeout_s
+            error = await _load(program, code, timeout_s)
+            if error is not None:
+                verdict = Verdict(passed=failed, error=f"the program: {error}")
+            else:
+                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                    verdict = await _Conversation(program, checker, deadline).run(code, checks)
+        except (TimeoutError, SandboxError) as ended:
             await checker.close()
-            message = str(error) or f"not finished within {timeout_s:g} s"
+            message = str(ended) or f"not finished within {timeout_s:g} s"
             return Verdict(passed=failed, error=f"a check: {message}")
         except BaseException:
             await checker.close()
@@ -67,6 +65,15 @@ class Checkers:
         """Those of this event loop; those of loops that have ended go with their pipes."""
         for checker in self._idle():
             await checker.close()
+
+
+async def _load(program: Sandbox, code: str, timeout_s: float) -> str | None:
+    """What keeps the program from being asked; None: nothing."""
+    try:
+        loaded = await program.request({"op": "load", "code": code}, timeout_s)
+    except SandboxError as error:
+        return str(error)
+    return None if loaded.get("ok") is True else f"{loaded.get('error')!s:.300}"
 
 
 class _Conversation:
