@@ -10,7 +10,7 @@ run through that shorter path instead of the modules' forward methods. self_chec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -234,8 +234,10 @@ class ModelRunner:
             return self.run_modules(paged, ids_N, positions_N)
 
     def run_modules(self, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        ids, positions, paged.slots_N = ids_N.long(), positions_N.long(), paged.slots_N.long()
-        with paged_context(PagedContext(paged, self.cache, self.kernels)):
+        # A batch of its own: a captured step reads the caller's slots anew each time it is replayed.
+        widened = replace(paged, slots_N=paged.slots_N.long())
+        with paged_context(PagedContext(widened, self.cache, self.kernels)):
+            ids, positions = ids_N.long(), positions_N.long()
             out = self.backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state
         return hidden[0]
