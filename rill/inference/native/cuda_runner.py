@@ -154,9 +154,9 @@ class CudaRunner(ModelRunner):
             try:
                 self._graphs.capture_all()
             except RuntimeError as error:
-                if self.decoder is not None:
+                if self.decoder is not None and self.decoder.structure.is_dense:
                     raise
-                # A model's own modules may look at numbers on the host, which a capture forbids.
+                # A model's own modules (float32 experts, too) may look at numbers on the host, which a capture forbids.
                 logger.warning("no captured decode steps for %s: %s", self.model.config.model_type, error)
                 self._graphs.drop()
                 self.uses_graphs = False
