@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rill.errors import RunError
+from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
 from tests.e2e.test_sft import assert_near
@@ -70,6 +71,21 @@ def test_ppo_with_four_models_gives_the_same_weights_twice_in_any_placement_and_
     split = start(tmp_path, "split", *settings, *apart, "placement.reference=3")
     assert fingerprint(split) == fingerprint(shared)
     assert fingerprint(stopped_and_resumed(tmp_path, *settings)) == fingerprint(shared)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sft", [(), ("sft.steps=4",)], ids=["nothing saved", "after the supervised steps"])
+def test_a_run_resumed_before_its_first_step_was_saved_gives_the_same_weights(
+    tmp_path: Path, sft: tuple[str, ...]
+) -> None:
+    settings = (INVARIANT, "loop.checkpoint_every=0", *sft)
+    phases: list[str] = []
+    run = stopped(tmp_path, *settings)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == ([0] if sft else [])
+    resume(run, observers=[lambda report: phases.append(report.phase)])
+    assert "warm-up" not in phases, "what was learnt is not learnt again"
+    assert fingerprint(run) == fingerprint(start(tmp_path, "undisturbed", *settings))
 
 
 @pytest.mark.slow

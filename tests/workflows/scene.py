@@ -238,14 +238,15 @@ class Scene:
             self.flows,
             self._channel,
         )
+        self.checkpoints = RunCheckpoints(
+            self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
+        )
         self.loop = Loop(
             config,
             flow,
             self.step,
             self.controller,
-            RunCheckpoints(
-                self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
-            ),
+            self.checkpoints,
             [self.reports.append],
             has_evals=evals > 0,
         )
@@ -289,7 +290,8 @@ class Scene:
         return {"sums": chosen}
 
     def run(self) -> None:
-        self.loop.run()
+        with self.checkpoints:
+            self.loop.run()
 
     def close(self) -> None:
         self.rollout.close(timeout_s=0.0)
