@@ -1,8 +1,9 @@
-"""Claim: none. What the planner and the simulator say of the workloads in RLinf's evaluation, from public figures alone.
+"""Claim: none. What the planner and the simulator say of the workloads in RLinf's evaluation, from public figures
+alone.
 
-Profiles are built from parameter counts, H100 data sheets, the paper's batch sizes and maximum lengths, and rates of use
-that are common knowledge (below). Nothing is fitted to the paper's results. Prints one JSON line a workload and size: the
-plan chosen, the step of the best plan of each mode, simulated beside predicted, and what the paper reports.
+Profiles are built from parameter counts, H100 data sheets, the paper's batch sizes and maximum lengths, and rates
+of use that are common knowledge (below). Nothing is fitted to the paper's results. Prints one JSON line a workload and
+size: the plan chosen, the step of the best plan of each mode, simulated beside predicted, and what the paper reports.
 docs/planning.md discusses where the two agree.
 """
 
@@ -23,7 +24,8 @@ from rill.planning.search import Found, Mode, search
 from rill.planning.simulator import simulate
 
 FLOPS, HBM, LINK, PCIE = 989e12, 3.35e12, 50e9, 25e9
-"""H100 SXM: dense bf16, bytes a second of memory, of a 400 Gb/s card, and of the way to the host as it is met in practice."""
+"""H100 SXM: dense bf16, bytes a second of memory, of a 400 Gb/s card, and of the way to the host as it is
+met in practice."""
 TRAIN_USE, SCORE_USE, DECODE_USE = 0.40, 0.50, 0.60
 """Of the peak: training and scoring of the arithmetic, decoding of the memory's bandwidth."""
 DECODE_OVERHEAD_S = 0.004
@@ -53,7 +55,7 @@ MODELS = {
 
 def answer_lengths(longest: int) -> tuple[float, ...]:
     """Reasoning answers: log-normal with a median of a fifth of the limit, cut off at the limit (an assumption)."""
-    drawn = np.random.default_rng(0).lognormal(math.log(longest * 0.21), 0.75, 4096)
+    drawn = np.random.default_rng(0).lognormal(math.log(longest * 0.21), 0.75, 1024)
     return tuple(float(x) for x in np.sort(np.clip(drawn, 200, longest - 1024)))
 
 
@@ -118,11 +120,17 @@ def grpo(size: str, gpus: int, batch: int, longest: int, *, is_scored: bool = Tr
     return Problem(
         graph=Graph(
             nodes=tuple(Node(name=n) for n in names),
-            edges=tuple(Edge(source=a, target=b, bytes_per_item=item_bytes) for a, b in zip(names, names[1:])),
+            edges=tuple(
+                Edge(source=a, target=b, bytes_per_item=item_bytes) for a, b in zip(names, names[1:])
+            ),
             syncs=(Sync(source="actor", target="rollout", bytes=2 * model.params),),
             batch=batch,
         ),
-        workers={"rollout": rollout(model, lengths), "inference": scorer(model, lengths), "actor": trainer(model, lengths)},
+        workers={
+            "rollout": rollout(model, lengths),
+            "inference": scorer(model, lengths),
+            "actor": trainer(model, lengths),
+        },
         pools=(h100s(gpus),),
     )
 
@@ -219,7 +227,7 @@ CASES: list[tuple[str, Problem, str]] = [
         ("GRPO 30B-A3B", grpo("30B-A3B", n, 1536, 20480, is_scored=False), said)
         for n, said in ((32, "spatial +31.2%"), (64, "spatial +7.2%"), (128, "temporal best"))
     ),
-    *(("ManiSkill", embodied(n, on_gpu=True), "hybrid +52 to +69% over temporal, +61 to +87% over spatial") for n in (8, 16, 32)),
+    *(("ManiSkill", embodied(n, on_gpu=True), "hybrid +52 to +69% over temporal") for n in (8, 16, 32)),
     *(("LIBERO", embodied(n, on_gpu=False), "temporal best") for n in (8, 16, 32)),
 ]  # fmt: skip
 
@@ -253,7 +261,9 @@ def main() -> None:
                     "plan": structure_text(best.tree),
                     "step_s": {str(m): round(f.step_s, 1) for m, f in found.items() if f},
                     "simulated_s": {
-                        str(m): round(simulate(problem, f.tree, steps=4).mean_step_s, 1) for m, f in found.items() if f
+                        str(m): round(simulate(problem, f.tree, steps=4).mean_step_s, 1)
+                        for m, f in found.items()
+                        if f
                     },
                     "devices_of": {s.nodes[0]: sum(s.devices) for s in best.tree.stages()},
                     "stages_s": {

@@ -51,7 +51,7 @@ class QuickTrainer(PolicyTrainer):
             return super()._make_module(config, device)
         from transformers import AutoModelForCausalLM
 
-        from rill.models import attention_packed
+        from rill.models.train import attention_packed
 
         attention_packed.register()
         with torch.device(device):

@@ -38,7 +38,6 @@ class StopReason(StrEnum):
     STOP = "stop"  # a stop string or stop token id of the request
     LENGTH = "length"  # max_new_tokens or the context was used up
     ABORTED = "aborted"  # taken back by the caller; the tokens so far are kept
-    ENV_DONE = "env_done"  # a multi-turn environment ended the episode
     ERROR = "error"  # the environment, a tool or the reward failed; see Trajectory.error
 
 

@@ -50,13 +50,14 @@ STRANGERS = {("training", "inference"), ("inference", "training")}
 SEES_ONLY = {
     "algorithms": {"types", "errors", "registry", "config"},
     "runtime": {"errors", "registry", "config", "telemetry"},
+    "planning": {"errors", "registry", "config", "telemetry", "runtime"},
 }
-"""Rooms that know less than their level allows: mathematics, and moving objects between workers."""
+"""Rooms that know less than their level allows: mathematics, moving objects between workers, planning."""
 
-PURE_LIBRARIES = {"rill.algorithms": {"torch", "numpy", "pydantic"}}
+PURE_LIBRARIES = {"rill.algorithms": {"torch", "numpy", "pydantic"}, "rill.planning": {"numpy", "msgspec"}}
 """Packages that may use no library but these."""
 
-NO_TORCH = ("rill.planning.cost", "rill.planning.search", "rill.planning.simulator")
+NO_TORCH = ("rill.planning",)
 """Modules that never import torch."""
 
 LATE_TORCH = ("rill.types", "rill.errors", "rill.registry", "rill.config", "rill.telemetry", "rill.cli")

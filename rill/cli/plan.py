@@ -31,7 +31,9 @@ ORDER = ("env", "rollout", "reward", "reference", "teacher", "critic", "actor")
 Target = Annotated[str, typer.Argument(help="A run, a recipe, or a graph file.", metavar="RUN|RECIPE|GRAPH")]
 Profiles = Annotated[
     list[str] | None,
-    typer.Option("--profile", "-p", help="A profile's file, or a run to measure; several are merged. Default: the run."),
+    typer.Option(
+        "--profile", "-p", help="A profile's file, or a run to measure; several are merged. Default: the run."
+    ),
 ]
 Devices = Annotated[
     str, typer.Option("--devices", "-n", help='How many: "64", or by kind, "gpu=64,cpu=128".')
@@ -78,7 +80,15 @@ def plan(
         say(draw(Graph.load(target).collapsed(), graph))
         return
     problem, used, notes = read_problem(
-        target, profile, devices, batch, lag, is_other_ok=other_ok, root=root, min_chunk=min_chunk, pins=pin or ()
+        target,
+        profile,
+        devices,
+        batch,
+        lag,
+        is_other_ok=other_ok,
+        root=root,
+        min_chunk=min_chunk,
+        pins=pin or (),
     )
     if save_profile is not None:
         save_profile.write_text(used.dumps(), encoding="utf-8")
@@ -88,7 +98,11 @@ def plan(
         return
     best = search(problem, mode)
     made = Plan.of(
-        problem, best, others=alternatives(problem, best) if mode is Mode.AUTO else (), basis=used.basis(), notes=notes
+        problem,
+        best,
+        others=alternatives(problem, best) if mode is Mode.AUTO else (),
+        basis=used.basis(),
+        notes=notes,
     )
     if out is not None:
         out.write_text(made.dumps(), encoding="utf-8")
@@ -131,7 +145,9 @@ def read_problem(
 
 def _say_plan(made: Plan, out: Path | None) -> None:
     say(f"{made.structure}")
-    say(f"{made.mode}, {made.step_s:.4g} s a step (± {made.spread:.0%}), {made.batch / made.step_s:.4g} items/s")
+    say(
+        f"{made.mode}, {made.step_s:.4g} s a step (± {made.spread:.0%}), {made.batch / made.step_s:.4g} items/s"
+    )
     say()
     rows = [
         [
@@ -207,10 +223,14 @@ def _chain(used: Profile, batch: int) -> Graph:
     known = {name: ORDER.index(name.split(".")[0]) for name in used.workers if name.split(".")[0] in ORDER}
     names = sorted(known, key=known.__getitem__)
     if not names:
-        raise UserError(f"the profile's workers ({', '.join(used.workers)}) are of no workflow of rill's: give a graph file")
+        raise UserError(
+            f"the profile's workers ({', '.join(used.workers)}) are of no workflow of rill's: give a graph file"
+        )
     edges = tuple(Edge(source=a, target=b) for a, b in zip(names, names[1:]))
     ends = {name.split(".")[0]: name for name in names}
-    syncs = (Sync(source=ends["actor"], target=ends["rollout"]),) if {"actor", "rollout"} <= ends.keys() else ()
+    syncs = (
+        (Sync(source=ends["actor"], target=ends["rollout"]),) if {"actor", "rollout"} <= ends.keys() else ()
+    )
     return Graph(nodes=tuple(Node(name=name) for name in names), edges=edges, syncs=syncs, batch=batch)
 
 
@@ -234,7 +254,9 @@ def _counts(devices: str, used: Profile) -> dict[str, int]:
     for part in devices.split(","):
         kind, equals, number = part.strip().rpartition("=")
         if not number.isdigit() or (not equals and len(kinds) > 1):
-            raise UserError(f'--devices {devices!r}: write a number for each kind, such as "{",".join(f"{k}=8" for k in kinds)}"')
+            raise UserError(
+                f'--devices {devices!r}: write a number for each kind, such as "{",".join(f"{k}=8" for k in kinds)}"'
+            )
         counts[kind if equals else kinds[0]] = int(number)
     return counts
 
@@ -242,7 +264,9 @@ def _counts(devices: str, used: Profile) -> dict[str, int]:
 def _pin(text: str) -> tuple[str, Pin]:
     worker, equals, what = text.partition("=")
     if not equals:
-        raise UserError(f'--pin {text!r}: write WORKER=IDS ("actor=0-7") or WORKER=KIND:COUNT ("rollout=gpu:16")')
+        raise UserError(
+            f'--pin {text!r}: write WORKER=IDS ("actor=0-7") or WORKER=KIND:COUNT ("rollout=gpu:16")'
+        )
     kind, colon, count = what.partition(":")
     if colon and count.isdigit():
         return worker, Pin(kind=kind, devices=int(count))

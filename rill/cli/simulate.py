@@ -38,7 +38,9 @@ def simulate_command(
     slow: Annotated[str, typer.Option(help='Stragglers as SHARE:FACTOR, such as "0.01:1.5".')] = "0:1",
     jitter: Annotated[float, typer.Option(help="Relative deviation of every chunk's time.")] = 0.0,
     other_ok: OtherOk = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw efficiency and time by phase into this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw efficiency and time by phase into this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     root: Root = Path(RUNS_FOLDER),
 ) -> None:
@@ -51,8 +53,13 @@ def simulate_command(
       rill simulate grpo.graph.toml -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
     """
     problem, _, notes = read_problem(target, profile, devices, batch, lag, is_other_ok=other_ok, root=root)
+    slow_share, slow_factor = _slow(slow)
     weather = Weather(
-        failures_per_hour=failures_per_hour, repair_s=repair_s, jitter=jitter, **_slow(slow)
+        failures_per_hour=failures_per_hour,
+        repair_s=repair_s,
+        jitter=jitter,
+        slow_share=slow_share,
+        slow_factor=slow_factor,
     )
     if plan is not None:
         tree = price(problem, Plan.load(plan).tree(problem.graph)).tree
@@ -60,12 +67,19 @@ def simulate_command(
         if as_json:
             say_json(asdict(done))
         else:
-            say(f"{done.mean_step_s:.4g} s a step, {done.items_per_s:.4g} items/s, {done.num_failures} failures")
+            say(
+                f"{done.mean_step_s:.4g} s a step, {done.items_per_s:.4g} items/s, {done.num_failures} failures"
+            )
             say_table(["phase", "seconds a step"], [[name, f"{s:.4g}"] for name, s in done.busy.items()])
         return
     largest = problem.pools[0].count
     scaling = scale(
-        problem, doublings(first or min(8, largest), largest), mode=mode, steps=steps, seed=seed, weather=weather
+        problem,
+        doublings(first or min(8, largest), largest),
+        mode=mode,
+        steps=steps,
+        seed=seed,
+        weather=weather,
     )
     if svg is not None:
         svg.write_text(draw_svg(scaling, f"{target} on {problem.pools[0].kind}"), encoding="utf-8")
@@ -121,9 +135,9 @@ def _values(scaling: Scaling) -> dict[str, object]:
     return {"sizes": sizes, "knee": scaling.knee}
 
 
-def _slow(text: str) -> dict[str, float]:
+def _slow(text: str) -> tuple[float, float]:
     share, colon, factor = text.partition(":")
     try:
-        return {"slow_share": float(share), "slow_factor": float(factor) if colon else 1.5}
+        return float(share), float(factor) if colon else 1.5
     except ValueError:
         raise UserError(f'--slow {text!r}: write SHARE:FACTOR, such as "0.01:1.5"') from None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rill.dashboard.index_state import load_state
+from rill.dashboard.index_state import STATE_FILE, load_state
 from rill.dashboard.log_reader import size_of
 from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
 from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
@@ -79,38 +79,38 @@ class RunIndexer:
         self._indexers: dict[Path, TraceIndexer | RolloutIndexer] = {}
 
     def update(self, should_go_on: Callable[[], bool] = lambda: True) -> bool:
-        """Index what is new. Whether there was anything."""
-        is_new = False
+        """Index what is new. False where another process is at it."""
         with _held(index_folder(self.run)) as is_ours:
             if not is_ours:
                 self._indexers.clear()  # another process writes them: what is known here is stale
                 return False
             for kind in (ROLLOUTS, TRACE):
                 for log in logs_of(self.run, kind):
-                    is_new |= self._update_log(kind, log, should_go_on)
-        return is_new
+                    self._update_log(kind, log, should_go_on)
+        return True
 
-    def _update_log(self, kind: str, log: Path, should_go_on: Callable[[], bool]) -> bool:
+    def _update_log(self, kind: str, log: Path, should_go_on: Callable[[], bool]) -> None:
         indexer = self._indexers.get(log)
+        if indexer is not None and indexer.state.read_to and not (indexer.folder / STATE_FILE).exists():
+            indexer = None  # somebody has deleted the index
         try:
             if indexer is None:
                 maker = TraceIndexer if kind == TRACE else RolloutIndexer
                 indexer = self._indexers[log] = maker(log, index_folder(self.run) / kind / log.stem)
-            if size_of(log) == indexer.state.read_to:
-                return False
-            for _ in indexer.update():
-                if not should_go_on():
-                    return True
-            return True
+            if size_of(log) != indexer.state.read_to:
+                for _ in indexer.update():
+                    if not should_go_on():
+                        return
         except (OSError, ValueError, OverflowError) as error:
             _log.warning("%s cannot be indexed: %s", log, error)
             self._indexers.pop(log, None)
-            return False
 
 
-def bring_up_to_date(run: Path) -> None:
-    """Index everything that is there now."""
-    RunIndexer(run).update()
+def bring_up_to_date(run: Path, timeout_s: float = 60.0) -> None:
+    """Index everything that is there now; wait for another indexer of the run, but not for ever."""
+    deadline = time.monotonic() + timeout_s
+    while not RunIndexer(run).update() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def keep_up_to_date(list_runs: Callable[[], list[Path]], parent_pid: int) -> None:

@@ -46,7 +46,7 @@ class MetricColumns:
         if self.path.is_symlink() or not self.path.is_file():
             return
         if self._read_to > size_of(self.path) or self._head != head_of(self.path, self._read_to):
-            self.__init__(self.path.parent)  # type: ignore[misc]
+            self._read_to, self._rows, self._times = 0, {}, {}
         for block in new_blocks(self.path, self._read_to):
             for _, line in block.lines:
                 try:

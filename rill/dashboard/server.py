@@ -81,10 +81,13 @@ class _Answers:
         self._catalog = catalog
 
     def runs(self, request: Request) -> Any:
-        found = []
+        """The runs; of those that the page shows, also how much of their logs is indexed."""
+        found, watched = [], request.query_params.get("watch", "").split(",")
         for key in self._catalog.runs():
             try:
-                found.append(self._catalog.summary(key, self._catalog.open(key)))
+                run = self._catalog.open(key)
+                indexed = round(indexer.progress(run.path), 4) if key in watched else None
+                found.append(self._catalog.summary(key, run) | {"indexed": indexed})
             except (OSError, UserError):
                 continue  # gone since it was listed, or not readable for this user
         return {"root": str(self._catalog.root), "runs": found}

@@ -70,7 +70,8 @@ class Timeline:
         self.indexes = [index for index in indexes if index.state.pairs]
         origins = [index.state.origin_ns or index.state.last_ns for index in self.indexes]
         starts = [start for index in self.indexes for _, start, _ in index.state.open]
-        self.begin_ns = min([at for at in (*origins, *starts) if at], default=0)
+        begun = [index.state.first_ns for index in indexes]
+        self.begin_ns = min([at for at in (*origins, *starts, *begun) if at], default=0)
         self.end_ns = max((index.state.last_ns for index in self.indexes), default=0)
         found = {index.lane_of(pair) for index in self.indexes for pair in range(len(index.state.pairs))}
         # Devices first, then the driver, then by name.

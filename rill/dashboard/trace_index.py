@@ -35,6 +35,8 @@ BLOCK_ROWS = 4096
 NUM_BINS = 32_768
 FIRST_SHIFT = 20
 """Bins begin at about a millisecond."""
+MAX_NS = 1 << 62
+"""A time beyond this is damage, and would stretch the timeline to nothing."""
 MAX_NESTED = 8192
 """Spans of a lane that may still turn out to lie inside one that has not ended."""
 INSTANT, UNFINISHED, CHUNK = 1, 2, 4
@@ -57,6 +59,8 @@ class TraceState(IndexState, kw_only=True):
     origin_ns: int = 0
     """Where the first bin begins; 0: nothing is written yet."""
     shift: int = FIRST_SHIFT
+    first_ns: int = 0
+    """When the process began; 0: not on file."""
     last_ns: int = 0
     open: list[tuple[int, int, int]] = []
     """Spans that have not ended: (pair, start, offset)."""
@@ -117,6 +121,8 @@ class TraceIndexer:
                 record = decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
+            if not 0 <= record.at_ns <= record.at_ns + record.duration_ns < MAX_NS:
+                continue
             kind = record.kind
             if kind == "span":
                 span_ended(record, offset, rows, claims)
@@ -125,6 +131,7 @@ class TraceIndexer:
             elif kind == "process":
                 rows += self._end_open_spans()
                 state.process = record.process or state.process
+                state.first_ns = state.first_ns or record.at_ns
             elif kind == "open":
                 self._open[self._pair_code(record.lane, record.name), record.at_ns] = offset
                 state.last_ns = max(state.last_ns, record.at_ns)

@@ -132,6 +132,8 @@ class Agent:
         self._syntax: ToolSyntax | None = None
         self._num_asked: dict[str, int] = {}
         self._asked: dict[bytes, Node] = {}
+        self._offers: dict[tuple[int, ...], tuple[Tools, list[dict[str, Any]], bytes]] = {}
+        self._chains: dict[tuple[bytes, int], tuple[Message, bytes]] = {}
         self._base_url: str | None = None
 
     # --- what an environment calls ------------------------------------------------------------------------
@@ -167,10 +169,12 @@ class Agent:
         rewritten begins a branch.
         """
         conversation = [as_message(message) for message in messages]
-        schemas = [schema_of(tool) for tool in tools]
-        chains = [chain_start(schemas)]
+        if not conversation:
+            raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
+        schemas, start = self._offer(tools)
+        chains = [start]
         for message in conversation:
-            chains.append(chain_of(chains[-1], message))
+            chains.append(self._chain(chains[-1], message))
         node = self._asked.get(chains[-1])
         if node is None:
             node = self._asked[chains[-1]] = self._place(conversation, schemas, chains[1:])
@@ -276,6 +280,22 @@ class Agent:
 
     # --- conversations ------------------------------------------------------------------------------------
 
+    def _offer(self, tools: Tools) -> tuple[list[dict[str, Any]], bytes]:
+        """The tools' schemas and the digest that conversations with them begin with; worked out once."""
+        key = tuple(map(id, tools))
+        known = self._offers.get(key)
+        if known is None:
+            schemas = [schema_of(tool) for tool in tools]
+            known = self._offers[key] = (tools, schemas, chain_start(schemas))
+        return known[1], known[2]
+
+    def _chain(self, before: bytes, message: Message) -> bytes:
+        """chain_of, remembered: a conversation is passed whole in every turn."""
+        known = self._chains.get((before, id(message)))
+        if known is None or known[0] is not message:
+            known = self._chains[before, id(message)] = (message, chain_of(before, message))
+        return known[1]
+
     def _place(self, messages: list[Message], schemas: list[dict[str, Any]], chains: list[bytes]) -> Node:
         """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
         self._encoder.check_roles(messages)
@@ -303,7 +323,7 @@ class Agent:
                 text = "\n".join(message.content for message in new)
                 return self.tree.observe(node, ids, role=new[-1].role, text=text)
         has_past = any(message.role == "assistant" for message in messages)
-        ids = self._encoder.encode_messages(messages, schemas)
+        ids = self._encoder.encode_messages(messages, schemas, key=chains[-1])
         self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
         return self.tree.observe(None, ids, role="prompt")
 
@@ -334,6 +354,8 @@ def as_message(message: Message | Mapping[str, Any]) -> Message:
     """A message in rill's form, or as the OpenAI API has it."""
     if isinstance(message, Message):
         return message
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"a message has no role: {dict(message)!r:.80}")
     content = message.get("content") or ""
     if not isinstance(content, str):
         parts = list(content)

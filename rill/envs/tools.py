@@ -50,7 +50,7 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     if isinstance(function, Tool):
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    arguments = _arguments_model(function, name)
+    arguments, schema = _signature(function, name)
     is_async = inspect.iscoroutinefunction(function)
 
     async def call(given: dict[str, Any]) -> Any:
@@ -60,13 +60,10 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
             return await function(**values)
         return await in_thread(function, **values)
 
-    schema = arguments.model_json_schema()
-    for part in (schema, *schema.get("properties", {}).values()):
-        part.pop("title", None)
     return Tool(
         name=name,
-        description=inspect.getdoc(function) or "",
-        parameters={**schema, "properties": schema.get("properties", {})},
+        description=inspect.cleandoc(function.__doc__ or ""),
+        parameters=schema,
         call=call,
         is_once=once,
     )
@@ -125,19 +122,25 @@ def shown(value: Any, max_chars: int) -> str:
     return text
 
 
-_models: dict[Any, tuple[Any, type[BaseModel]]] = {}
+_Signature = tuple[type[BaseModel], dict[str, Any]]
+_known: dict[Any, tuple[Any, _Signature]] = {}
 """By code: a function that is written inside `run` is a new object in every episode, with the same signature."""
 
 
-def _arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+def _signature(function: Callable[..., Any], name: str) -> _Signature:
+    """What checks the arguments, and their JSON schema."""
     code, defaults = getattr(function, "__code__", None), getattr(function, "__defaults__", None)
-    known = _models.get(code)
+    known = _known.get(code)
     if known is not None and known[0] == defaults:
         return known[1]
     model = _make_arguments_model(function, name)
+    schema = model.model_json_schema()
+    for part in (schema, *schema.get("properties", {}).values()):
+        part.pop("title", None)
+    schema = {**schema, "properties": schema.get("properties", {})}
     if code is not None:
-        _models[code] = (defaults, model)
-    return model
+        _known[code] = (defaults, (model, schema))
+    return model, schema
 
 
 def _make_arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:

@@ -20,14 +20,17 @@ TIED_HEAD = "lm_head.weight"
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers has them; nothing is loaded. A tied output head is not among them."""
+    """Names and shapes of what a checkpoint holds, as transformers has them: parameters and buffers such as a router's
+    bias. Nothing is loaded. A tied output head is not among them."""
     import torch
     from transformers import AutoModelForCausalLM
 
     builder: Any = AutoModelForCausalLM
     with torch.device("meta"):
         module = builder.from_config(load_model_config(model))
-    return {name: tuple(p.shape) for name, p in module.named_parameters()}
+    saved = module.state_dict().keys()
+    buffers = {name: tuple(b.shape) for name, b in module.named_buffers() if name in saved}
+    return {name: tuple(p.shape) for name, p in module.named_parameters()} | buffers
 
 
 def checked(

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 
 from rill.config import Config
-from rill.errors import ModelError
+from rill.errors import ModelError, UnsupportedError
 from rill.models.packaged import SCHEME, packaged_folder
 from rill.models.tokenizer import build_char_tokenizer
 
@@ -89,13 +89,17 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn into the middle of a worker's log or a command's answer
+    model_config = load_model_config(config)
+    if attention.startswith("rill_"):
+        check_interface(
+            AutoModelForCausalLM._model_mapping.get(type(model_config), None), model_config.model_type
+        )
     model: PreTrainedModel
     if config.path:
         model = AutoModelForCausalLM.from_pretrained(
             model_folder(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
         )
         return model.to(device=device).eval()
-    model_config = load_model_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # Drawn in fp32 and on the CPU, so that the same seed gives the same model at any dtype on any device.
@@ -108,6 +112,15 @@ def load_model(
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model.to(device=device).eval()
+
+
+def check_interface(model_class: Any, model_type: str) -> None:
+    """Another attention can be put into models of transformers' attention interface only."""
+    if model_class is not None and not model_class._supports_attention_backend:
+        raise UnsupportedError(
+            f"transformers computes the attention of {model_type!r} inside the model and not through its attention "
+            "interface, so it can neither be packed nor paged: the vllm or sglang engine may serve it"
+        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

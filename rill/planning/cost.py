@@ -7,8 +7,10 @@ A chunk of b items on r replicas gives each replica ⌈b/r⌉ items and takes
     work(⌈b/r⌉) · r^e  +  tail_s · E[longest of b]  +  step_s · b/M        (M: the step's items)
 
 work is measured on items of mean length; tail_s is what one more unit of the longest item costs when everything else is
-done (a decoding step of a nearly empty engine), so more devices do not shorten it. A worker that streams (an engine with
-all prompts in flight) gives its first chunk when the b shortest answers are done and its last when all are.
+done (a decoding step of a nearly empty engine), so more devices do not shorten it. A worker that streams (an
+engine with
+all prompts in flight) gives its first chunk when the b shortest answers are done and its last when all are:
+`call_seconds`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from rill.errors import PlanError
 from rill.planning.fit import Curve, constant
 from rill.planning.frontier import DEVICES, Floats, Frontier, Ints, Op, Source
 from rill.planning.graph import Graph, Node
+
+PACES = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)
+"""Rates at which the consumer of a stream may take from it, relative to the stream's mean: see `call_seconds`."""
 
 MEMORY_STEPS = 16
 """Memory is counted in sixteenths of a device, rounded up."""
@@ -73,6 +78,13 @@ class WorkerCost:
     """Items that a replica works on at once; 0: all it is given."""
     rounds: int = 1
     """In a cycle: how often an item goes round."""
+
+    def __post_init__(self) -> None:
+        ways = [(option.kind, option.parallel) for option in self.options]
+        if len(set(ways)) < len(ways):
+            raise PlanError(
+                f"a worker has two options of one kind and parallel size: {ways}: merge their points"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +141,9 @@ class Problem:
             raise PlanError("a plan needs at least one device: got none (give --devices 1 or more)")
         needed = {m for node in self.graph.nodes for m in (node.members or (node.name,))}
         if missing := sorted(needed - self.workers.keys()):
-            raise PlanError(f"no profile of {', '.join(missing)}: measured are {', '.join(sorted(self.workers))}")
+            raise PlanError(
+                f"no profile of {', '.join(missing)}: measured are {', '.join(sorted(self.workers))}"
+            )
         if unknown := sorted(self.pins.keys() - needed):
             raise PlanError(f"pinned {', '.join(unknown)}: the workers are {', '.join(sorted(needed))}")
         if self.lag < 0:
@@ -155,6 +169,11 @@ class Problem:
         divisors = [d for d in range(1, batch + 1) if batch % d == 0 and d >= min(self.min_chunk, batch)]
         wanted = [max((d for d in divisors if d <= batch / k), default=0) for k in (1, 2, 4, 8, 16, 32, 64)]
         return tuple(sorted({d for d in wanted if d}, reverse=True))
+
+    @cached_property
+    def paces(self) -> tuple[float, ...]:
+        """Ahead of training, a stream's own mean is the least interval that lasts."""
+        return PACES if self.lag == 0 else tuple(pace for pace in PACES if pace >= 1.0)
 
     @cached_property
     def link_bytes_per_s(self) -> float:
@@ -185,8 +204,17 @@ class Problem:
             count = pin.devices or len(pin.ids)
             if count:
                 replicas = replicas[replicas * option.parallel == count]
-            held = self.pools[pool]
-            pieces.append(_rows_of(worker, cost, number, pool, held, replicas, chunk, batch, is_member))
+            if is_stream(cost, chunk, batch):
+                times = stream_seconds(cost, option, chunk, batch, replicas, self.paces)
+            else:
+                times = [call_seconds(cost, option, chunk, batch, replicas)]
+            half = call_seconds(cost, option, -(-chunk // 2), batch, replicas)[0] if is_member else None
+            memory = memory_share(cost, option, self.pools[pool], chunk, batch, replicas)
+            for latency, interval in times:
+                both = latency if half is None else 2 * half
+                pieces.append(
+                    _rows_of(worker, option, number, pool, replicas, latency, interval, memory, both)
+                )
         return _Rows.union(worker, pieces)
 
 
@@ -199,6 +227,8 @@ class Lengths:
     def __init__(self, samples: Sequence[float]) -> None:
         self.sorted = np.sort(np.asarray(samples, np.float64))
         self.mean = float(self.sorted.mean())
+        self.variation = float(self.sorted.std() / self.mean) if self.mean else 0.0
+        self._quantiles: dict[tuple[int, int], tuple[Floats, Floats]] = {}
 
     def longest_of(self, num: float) -> float:
         """E[max of num draws] = Σ x_j (F_j^num − F_{j−1}^num)."""
@@ -206,8 +236,15 @@ class Lengths:
         powers = cumulated**num
         return float(np.sum(self.sorted * np.diff(powers, prepend=0.0)))
 
-    def shortest_share(self, share: float) -> float:
-        return float(np.quantile(self.sorted, min(1.0, max(0.0, share))))
+    def quantiles(self, num: int, most: int = 512) -> tuple[Floats, Floats]:
+        """Of num draws: as many quantiles as are needed, the last being the expected longest, and at each the share of
+        all work that is done when it has been reached."""
+        count = min(most, max(64, len(self.sorted)))
+        if (num, count) not in self._quantiles:
+            levels = np.quantile(self.sorted, (np.arange(count) + 0.5) / count)
+            levels[-1] = max(levels[-1], self.longest_of(num))
+            self._quantiles[num, count] = levels, np.array([self.work_until(x) for x in levels])
+        return self._quantiles[num, count]
 
     def work_until(self, length: float) -> float:
         """Of all the work of items worked on side by side, the share that is done when `length` has been reached."""
@@ -229,38 +266,93 @@ def work_seconds(option: Option, items: Floats | Ints, replicas: Floats | Ints) 
 
 
 def call_seconds(
-    cost: WorkerCost, option: Option, chunk: int, batch: int, replicas: Ints
+    cost: WorkerCost, option: Option, chunk: int, batch: int, replicas: Ints, pace: float = 1.0
 ) -> tuple[Floats, Floats]:
-    """Latency and interval of a chunk, by replicas."""
-    if not (cost.streams and chunk < batch):
+    """Latency and interval of a chunk, by replicas.
+
+    A stream's chunks do not come evenly: short answers come first and the longest, which are also the most work for
+    whoever takes them, come last. With A_c the end of chunk c and W_c what is left from c on, in mean chunks of work, a
+    consumer with interval x is done at max_c(A_c + x·W_c). The two figures that say the same for x = i are
+
+        i = pace · A_k / k          f = max_c(A_c − i · (k − W_c))
+
+    and for any other x they say no less. So a stream has a pair for each of several paces, and the search takes
+    the one that fits its consumer best.
+    """
+    if not is_stream(cost, chunk, batch):
         items = -(-chunk // replicas)
-        seconds = work_seconds(option, items, replicas) + option.step_s * chunk / batch
+        seconds = _fullest_s(cost, option, items, replicas) + option.step_s * chunk / batch
         seconds = seconds + option.tail_s * _steps(cost, items, chunk)
         return seconds, seconds
+    return stream_seconds(cost, option, chunk, batch, replicas, (pace,))[0]
+
+
+def stream_seconds(
+    cost: WorkerCost, option: Option, chunk: int, batch: int, replicas: Ints, paces: Sequence[float]
+) -> list[tuple[Floats, Floats]]:
+    """The same of a stream, for each pace."""
     items = -(-batch // replicas)
+    work = _fullest_s(cost, option, items, replicas)
+    lengths = lengths_of(cost.lengths) if cost.lengths else None
+    loads, which = np.unique(np.stack([items, work], axis=1), axis=0, return_inverse=True)
+    pairs = np.zeros((len(paces), 2, len(loads)))
+    for number, (x, seconds) in enumerate(loads):
+        ends, left = _arrivals(cost, option, lengths, float(x), float(seconds), chunk, batch)
+        intervals = np.array(paces) * ends[-1] / len(ends)
+        pairs[:, 0, number] = np.max(ends - intervals[:, None] * (len(ends) - left), axis=1)
+        pairs[:, 1, number] = intervals
+    which = which.reshape(-1)
+    return [(latency[which], interval[which]) for latency, interval in pairs]
+
+
+def is_stream(cost: WorkerCost, chunk: int, batch: int) -> bool:
+    """Whether a worker gives parts of a batch that it has whole in flight."""
+    return cost.streams and chunk < batch
+
+
+def _arrivals(
+    cost: WorkerCost, option: Option, lengths: Lengths | None, items: float, work_s: float, chunk: int, batch: int
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """A_c and W_c of every chunk, from the lengths' quantiles; waves where not all items are worked on at once."""
+    k = batch // chunk
+    if lengths is None:
+        return (work_s + option.step_s) * np.arange(1, k + 1) / k, np.arange(k, 0, -1).astype(np.float64)
+    quantiles, done = lengths.quantiles(batch)
+    waves = max(1.0, items / cost.concurrency) if cost.concurrency else 1.0
+    before = np.minimum(np.arange(math.ceil(waves)), waves - 1)
+    weight = np.minimum(1.0, waves - np.arange(math.ceil(waves)))
+    ends = (before[:, None] + done) * (work_s / waves) + option.tail_s * (
+        before[:, None] * lengths.mean + quantiles
+    )
+    order = np.argsort(ends, axis=None, kind="stable")
+    ends = ends.reshape(-1)[order]
+    weights = np.repeat(weight, len(quantiles))[order]
+    tokens = (weight[:, None] * quantiles).reshape(-1)[order]
+    shares, work_shares = np.cumsum(weights) / weights.sum(), np.cumsum(tokens) / tokens.sum()
+    at = np.minimum(np.searchsorted(shares, np.arange(1, k + 1) / k - 1e-9), len(ends) - 1)
+    left = k * (1 - np.concatenate([[0.0], work_shares[at[:-1]]]))
+    arrived = ends[at]
+    arrived[-1] = ends[-1] + option.step_s
+    return arrived, left
+
+
+def _fullest_s(cost: WorkerCost, option: Option, items: Ints, replicas: Ints) -> Floats:
+    """Work of the replica that has got the most: of r sums of x lengths, the largest is about √(2 ln r / x)
+    coefficients of variation above the mean."""
     work = work_seconds(option, items, replicas)
-    whole = work + option.tail_s * _steps(cost, items, batch) + option.step_s
-    first = whole * (chunk / batch)
-    if cost.lengths:
-        waves = np.maximum(1.0, items / cost.concurrency) if cost.concurrency else np.ones(len(items))
-        share = np.minimum(1.0, waves * chunk / batch)
-        lengths = lengths_of(cost.lengths)
-        reached = np.quantile(lengths.sorted, share)
-        done = np.array([lengths.work_until(length) for length in np.unique(reached)])
-        done = done[np.searchsorted(np.unique(reached), reached)]
-        in_first_wave = option.tail_s * reached + work / waves * done
-        first = np.minimum(whole, np.where(waves * chunk <= batch, in_first_wave, first))
-    return first, (whole - first) / (batch / chunk - 1)
+    if not cost.lengths:
+        return work
+    excess = np.sqrt(2 * np.log(np.maximum(1, replicas)) / np.maximum(1, items))
+    return work * (1 + lengths_of(cost.lengths).variation * excess)
 
 
 def _steps(cost: WorkerCost, items: Ints, total: int) -> Floats:
-    """Length units that pass before all are done: the longest, or what bounded concurrency makes of the sum."""
+    """Length units that pass before all are done: the longest, after the waves before it."""
     if not cost.lengths:
         return np.zeros(len(items))
-    steps = np.full(len(items), longest(cost, total))
-    if cost.concurrency:
-        steps = np.maximum(steps, items * lengths_of(cost.lengths).mean / cost.concurrency)
-    return steps
+    waves = np.maximum(1.0, items / cost.concurrency) if cost.concurrency else np.ones(len(items))
+    result: Floats = longest(cost, total) + (waves - 1) * lengths_of(cost.lengths).mean
+    return result
 
 
 def memory_share(
@@ -297,7 +389,8 @@ class _Rows:
     def union(cls, worker: str, pieces: Sequence[_Rows]) -> _Rows:
         names = ("pool", "devices", "latency", "interval", "memory", "swap", "option", "replicas", "half")
         if not pieces:
-            return cls(worker, *(np.zeros(0, np.int64) for _ in names))
+            none, no_one = np.zeros(0), np.zeros(0, np.int64)
+            return cls(worker, no_one, no_one, none, none, none, none, no_one, no_one, none)
         return cls(worker, *(np.concatenate([getattr(piece, name) for piece in pieces]) for name in names))
 
     def seat(self, row: int, problem: Problem) -> Seat:
@@ -306,25 +399,20 @@ class _Rows:
 
 
 def _rows_of(
-    worker: str, cost: WorkerCost, number: int, pool_index: int, pool: Pool, replicas: Ints, chunk: int, batch: int,
-    is_member: bool,
+    worker: str, option: Option, number: int, pool: int, replicas: Ints, latency: Floats, interval: Floats,
+    memory: Floats, half: Floats,
 ) -> _Rows:  # fmt: skip
-    option = cost.options[number]
-    latency, interval = call_seconds(cost, option, chunk, batch, replicas)
-    half = 2 * call_seconds(cost, option, -(-chunk // 2), batch, replicas)[0] if is_member else latency
-    memory = memory_share(cost, option, pool, chunk, batch, replicas)
-    fits = memory <= 1.0
-    replicas, latency, interval, memory, half = (c[fits] for c in (replicas, latency, interval, memory, half))
-    # More devices must buy something: time or memory.
-    is_new = np.zeros(len(replicas), np.bool_)
-    for column in (latency, interval, memory, half):
+    """What fits into memory, as far as more devices buy something: time or memory."""
+    fits = np.flatnonzero(memory <= 1.0)
+    is_new = np.zeros(len(fits), np.bool_)
+    for column in (latency[fits], interval[fits], memory[fits], half[fits]):
         lowest = np.minimum.accumulate(column) if len(column) else column
         is_new |= np.concatenate([np.ones(min(1, len(column)), np.bool_), column[1:] < lowest[:-1]])
-    replicas, latency, interval, memory, half = (c[is_new] for c in (replicas, latency, interval, memory, half))
-    same = np.ones(len(replicas), np.int64)
+    kept = fits[is_new]
+    same = np.ones(len(kept), np.int64)
     return _Rows(
-        worker, same * pool_index, replicas * option.parallel, latency, interval, memory,
-        np.full(len(replicas), option.swap_s), same * number, replicas, half,
+        worker, same * pool, replicas[kept] * option.parallel, latency[kept], interval[kept], memory[kept],
+        np.full(len(kept), option.swap_s), same * number, replicas[kept], half[kept],
     )  # fmt: skip
 
 
@@ -388,18 +476,33 @@ def why_no_stage(problem: Problem, node: Node) -> str:
         options = [o for o in cost.options if o.kind in kinds]
         if not options:
             measured = ", ".join(sorted({o.kind for o in cost.options}))
-            return f"{worker} was measured on {measured}; the devices are {', '.join(kinds)}: profile it there"
-        options = [o for o in options if (pin.kind or o.kind) == o.kind and (pin.parallel or o.parallel) == o.parallel]
+            return (
+                f"{worker} was measured on {measured}; the devices are {', '.join(kinds)}: profile it there"
+            )
+        options = [
+            o
+            for o in options
+            if (pin.kind or o.kind) == o.kind and (pin.parallel or o.parallel) == o.parallel
+        ]
         if not options:
             sizes = sorted({o.parallel for o in cost.options})
-            return f"{worker} is pinned to what no profile has (kind {pin.kind}, parallel {pin.parallel}): measured are sizes {sizes}"
+            return (
+                f"{worker} is pinned to what no profile has (kind {pin.kind}, parallel {pin.parallel}): "
+                f"measured are sizes {sizes}"
+            )
         smallest = min(options, key=lambda o: o.parallel)
         available = kinds[smallest.kind].count
         if available < smallest.parallel:
-            return f"{worker} needs {smallest.parallel} {smallest.kind} devices to a replica, there are {available}: add {smallest.parallel - available}"
+            return (
+                f"{worker} needs {smallest.parallel} {smallest.kind} devices to a replica, there are {available}: "
+                f"add {smallest.parallel - available}"
+            )
         count = pin.devices or len(pin.ids)
         if count and not any(count % o.parallel == 0 and count <= kinds[o.kind].count for o in options):
-            return f"{worker} is pinned to {count} devices: it needs a multiple of {smallest.parallel}, at most {available}"
+            return (
+                f"{worker} is pinned to {count} devices: it needs a multiple of {smallest.parallel}, "
+                f"at most {available}"
+            )
         if text := _why_no_memory(problem, worker, cost, options, kinds, count):
             return text
     return f"{node.name}: its workers do not fit on the devices side by side: add devices"
@@ -421,8 +524,8 @@ def _why_no_memory(
         return ""
     share, option, pool, most = best
     text = (
-        f"{worker} does not fit: it needs {share * pool.memory_bytes / 2**30:.1f} GiB of a {pool.kind} device, which has "
-        f"{pool.memory_bytes / 2**30:.1f} GiB, on {most * option.parallel} devices"
+        f"{worker} does not fit: it needs {share * pool.memory_bytes / 2**30:.1f} GiB of a {pool.kind} device, "
+        f"which has {pool.memory_bytes / 2**30:.1f} GiB, on {most * option.parallel} devices"
     )
     more = most + np.arange(1, 16 * most + 1)
     enough = more[memory_share(cost, option, pool, chunk, batch, more) <= 1.0]

@@ -115,8 +115,7 @@ def _solve(family: Family, xs: Floats, ys: Floats) -> tuple[float, ...]:
         if len(np.unique(xs)) == 1:
             return (float(ys.mean() / xs[0]), 1.0)
         logs = np.log(np.maximum(ys, 1e-12))
-        exponent, log_scale = np.polyfit(np.log(xs), logs, 1)
-        exponent = max(0.0, float(exponent))
+        exponent = max(0.0, float(np.polyfit(np.log(xs), logs, 1)[0]))
         return (float(np.exp(np.mean(logs - exponent * np.log(xs)))), exponent)
     degree = 1 if family == "linear" else 2
     powers = np.stack([xs**d for d in range(degree + 1)], axis=1)
@@ -124,7 +123,8 @@ def _solve(family: Family, xs: Floats, ys: Floats) -> tuple[float, ...]:
 
 
 def _least_squares(columns: Floats, ys: Floats) -> tuple[float, ...]:
-    """Least relative squares with no coefficient below zero: the best of all sets of columns whose solution has none."""
+    """Least relative squares with no coefficient below zero: the best of all sets of columns whose solution
+    has none."""
     weights = 1.0 / np.maximum(ys, 1e-12)
     best, best_error = np.zeros(columns.shape[1]), math.inf
     for num in range(1, columns.shape[1] + 1):

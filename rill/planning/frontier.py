@@ -78,7 +78,9 @@ class Frontier:
         return len(self.table)
 
     @classmethod
-    def of(cls, table: Floats, source: Source, left: Ints | None = None, right: Ints | None = None) -> Frontier:
+    def of(
+        cls, table: Floats, source: Source, left: Ints | None = None, right: Ints | None = None
+    ) -> Frontier:
         zeros = np.zeros(len(table), np.int64)
         rows = np.arange(len(table)) if left is None else left
         return cls(table, (source,), zeros, rows, zeros if right is None else right)
@@ -117,9 +119,7 @@ class Frontier:
         return self.table[:, DEVICES:]
 
     def rows(self, keep: Ints | Bools | slice) -> Frontier:
-        return Frontier(
-            self.table[keep], self.sources, self.source[keep], self.left[keep], self.right[keep]
-        )
+        return Frontier(self.table[keep], self.sources, self.source[keep], self.left[keep], self.right[keep])
 
     def without(self, *ops: Op) -> Frontier:
         is_out = np.array([source.op in ops for source in self.sources], np.bool_)
@@ -171,7 +171,7 @@ def _unbeaten(table: Floats) -> Ints:
     return undominated([*columns, -table[:, MIX]], table[:, LATENCY])
 
 
-def undominated(axes: Sequence[npt.NDArray[np.generic]], value: Floats) -> Ints:
+def undominated(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     """Indices of the rows for which no other row is at most as large on every axis and in value."""
     axes = [axis for axis in axes if (axis != axis[0]).any()]  # one that is the same everywhere says nothing
     if len(value) <= _FEW_ROWS:
@@ -188,7 +188,7 @@ def undominated(axes: Sequence[npt.NDArray[np.generic]], value: Floats) -> Ints:
     return _undominated_on_grid(ranks, sizes, value)
 
 
-def _undominated_in_pairs(axes: Sequence[npt.NDArray[np.generic]], value: Floats) -> Ints:
+def _undominated_in_pairs(axes: Sequence[Floats | Ints], value: Floats) -> Ints:
     is_below = value[None, :] <= value[:, None]
     for axis in axes:
         is_below &= axis[None, :] <= axis[:, None]
@@ -217,7 +217,8 @@ def _undominated_on_grid(ranks: Sequence[Ints], sizes: Sequence[int], value: Flo
 
 
 def _undominated_in_blocks(ranks: Sequence[Ints], value: Floats) -> Ints:
-    """The same by comparison, where a grid would be mostly empty: strongest rows first, against what was kept so far."""
+    """The same by comparison, where a grid would be mostly empty: strongest rows first, against what was
+    kept so far."""
     columns = np.stack([*ranks, np.unique(value, return_inverse=True)[1].reshape(-1)]).astype(np.int32)
     order = np.lexsort((*columns, columns.sum(axis=0)))
     columns = columns[:, order]
@@ -239,5 +240,4 @@ def _is_beaten(rows: npt.NDArray[np.int32], rivals: npt.NDArray[np.int32], are_s
         is_below &= its[None, :] <= mine[:, None]
     if are_same:
         np.fill_diagonal(is_below, False)
-    result: Bools = is_below.any(axis=1)
-    return result
+    return np.asarray(is_below.any(axis=1), np.bool_)

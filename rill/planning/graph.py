@@ -137,10 +137,11 @@ class Graph:
             raise PlanError(f"the graph's batch is {self.batch}: a step passes at least one item")
         if len(set(names)) < len(names):
             raise PlanError(f"the graph names a node twice: {names}")
-        for edge in (*self.edges, *self.syncs):
-            for end in (edge.source, edge.target):
-                if end not in names:
-                    raise PlanError(f"an edge names {end!r}; the nodes are {', '.join(names)}")
+        ends = [end for e in self.edges for end in (e.source, e.target)]
+        ends += [end for s in self.syncs for end in (s.source, s.target)]
+        for end in ends:
+            if end not in names:
+                raise PlanError(f"an edge names {end!r}; the nodes are {', '.join(names)}")
 
     @classmethod
     def from_calls(cls, calls: Iterable[CallRecord], *, batch: int | None = None) -> Graph:

@@ -1,6 +1,8 @@
-"""Profile points from what a run left behind: its call records where the runtime wrote them, its trace and figures else.
+"""Profile points from what a run left behind: its call records where the runtime wrote them, its trace and figures
+else.
 
-From call records a point is one call: items that a rank took, seconds it was busy. From the trace a point is one step: the
+From call records a point is one call: items that a rank took, seconds it was busy. From the trace a point is one
+step: the
 worker method that took the group's time, less its waits and swaps, and the step's samples over the group's ranks. Steps
 of one run have one size; merge the profiles of runs with other batch sizes to get a curve.
 """
@@ -72,7 +74,9 @@ def workers_of_calls(calls: Iterable[CallRecord], kind: str) -> dict[str, Worker
 
 def machine_name(start: dict[str, Any]) -> str:
     """What figures depend on and environment.json knows: the architecture and the number of processors."""
-    architecture = next((a for a in ("x86_64", "aarch64", "arm64") if a in start["platform"]), start["platform"])
+    architecture = next(
+        (a for a in ("x86_64", "aarch64", "arm64") if a in start["platform"]), start["platform"]
+    )
     return f"{architecture}, {start['num_cpus']} cpus"
 
 
@@ -153,7 +157,9 @@ def _last_start(run: Run) -> dict[str, Any]:
         starts = json.loads((run.path / "environment.json").read_text(encoding="utf-8"))
         start: dict[str, Any] = starts[-1]
     except (OSError, ValueError, IndexError) as error:
-        raise PlanError(f"{run.path} does not say on what machine it ran (environment.json): {error}") from None
+        raise PlanError(
+            f"{run.path} does not say on what machine it ran (environment.json): {error}"
+        ) from None
     return start
 
 

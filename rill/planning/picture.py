@@ -46,9 +46,7 @@ def _text(graph: Graph) -> str:
 def _graphviz(graph: Graph) -> str:
     lines = ["digraph workflow {", "  rankdir=LR; node [shape=box];"]
     lines += [f'  "{node.name}"{" [peripheries=2]" if node.members else ""};' for node in graph.nodes]
-    lines += [
-        f'  "{e.source}" -> "{e.target}" [label="{size_text(e.bytes_per_item)}"];' for e in graph.edges
-    ]
+    lines += [f'  "{e.source}" -> "{e.target}" [label="{size_text(e.bytes_per_item)}"];' for e in graph.edges]
     lines += [
         f'  "{s.source}" -> "{s.target}" [style=dashed label="weights {size_text(s.bytes)}"];'
         for s in graph.syncs

@@ -3,9 +3,10 @@
     structure = "turns(chunks[64](series(rollout, reference)), actor)"
 
 is the whole of it in one line. `series(a, b)`: on different devices, b fed by a while a goes on. `parallel(a, b)`: on
-different devices, not feeding each other. `turns(a, b)`: on the same devices, one after the other, each leaving the memory.
-`together(a, b)`: the same, both staying in memory. `chunks[64](x)`: items pass through x 64 at a time. The tables below it
-give each worker's devices; times and memory are predictions, and `basis` says what they rest on.
+different devices, not feeding each other. `turns(a, b)`: on the same devices, one after the other, each leaving
+the memory.
+`together(a, b)`: the same, both staying in memory. `chunks[64](x)`: items pass through x 64 at a time. The tables
+below it give each worker's devices; times and memory are predictions, and `basis` says what they rest on.
 
 `Plan.of` writes a search's result down; `load` reads a file that a person may have edited; `tree` gives the object that
 `price`, the simulator and the runtime work with.
@@ -130,19 +131,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def validate(self) -> None:
         """That the structure and the workers' devices say the same. PlanError names the first contradiction."""
-        names = [name for node in _names_in(self.structure) for name in (node.split("+") if node not in self.workers else [node])]
+        names = [
+            name
+            for node in _names_in(self.structure)
+            for name in (node.split("+") if node not in self.workers else [node])
+        ]
         if sorted(names) != sorted(self.workers):
-            raise PlanError(f"the structure runs {', '.join(names)}; there are devices for {', '.join(self.workers)}")
+            raise PlanError(
+                f"the structure runs {', '.join(names)}; there are devices for {', '.join(self.workers)}"
+            )
         available = sum(self.devices.values())
         for name, placed in self.workers.items():
             if not placed.ids:
                 raise PlanError(f"{name} has no device: give it at least {placed.parallel}")
             if max(placed.ids) >= available:
-                raise PlanError(f"{name} is placed on device {max(placed.ids)}; there are {available}, counted from 0")
+                raise PlanError(
+                    f"{name} is placed on device {max(placed.ids)}; there are {available}, counted from 0"
+                )
             if len(placed.ids) % placed.parallel:
-                raise PlanError(f"{name} has {len(placed.ids)} devices, which {placed.parallel} to a replica do not divide")
+                raise PlanError(
+                    f"{name} has {len(placed.ids)} devices, which {placed.parallel} to a replica do not divide"
+                )
             if self.batch % placed.chunk:
-                raise PlanError(f"{name} takes {placed.chunk} items at a time, which do not divide the batch of {self.batch}")
+                raise PlanError(
+                    f"{name} takes {placed.chunk} items at a time, which do not divide the batch of {self.batch}"
+                )
         self._check_sharing()
 
     def tree(self, graph: Graph) -> Tree:
@@ -159,7 +172,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             common = set(self.workers[a].ids) & set(self.workers[b].ids)
             op = _meeting(shape, node_a, node_b).op
             if op in (Op.SERIES, Op.PARALLEL) and common:
-                raise PlanError(f"{a} and {b} are apart in the structure and both on devices {ids_text(common)}")
+                raise PlanError(
+                    f"{a} and {b} are apart in the structure and both on devices {ids_text(common)}"
+                )
 
 
 # --- device ids -------------------------------------------------------------------------------------------
@@ -292,7 +307,9 @@ def _why_it_lost(problem: Problem, best: Found, other: Found | str) -> str:
     spent_s = stage_seconds(problem, slowest)
     text = f"{other.step_s:.4g} s, {longer:.1%} longer: {structure_text(other.tree)}; "
     if other.tree.mode is Mode.SPLIT:
-        return text + f"{slowest.nodes[0]} on {sum(slowest.devices)} devices sets the pace with {spent_s:.4g} s"
+        return (
+            text + f"{slowest.nodes[0]} on {sum(slowest.devices)} devices sets the pace with {spent_s:.4g} s"
+        )
     worked = sum(stage_seconds(problem, stage) for stage in stages)
     swaps = max(0.0, other.step_s - worked) if other.tree.mode is Mode.SHARED else 0.0
     lost = f", {swaps:.3g} s go to swaps and weights" if swaps > 0.001 * other.step_s else ""
@@ -361,14 +378,21 @@ class _Parser:
     def _made(self, op: Op, chunk: int, halves: tuple[Tree, ...]) -> Tree:
         nodes = tuple(name for half in halves for name in half.nodes)
         return Tree(
-            op=op, nodes=nodes, chunk=chunk, devices=(), latency_s=0.0, interval_s=0.0, memory=0.0, halves=halves
+            op=op,
+            nodes=nodes,
+            chunk=chunk,
+            devices=(),
+            latency_s=0.0,
+            interval_s=0.0,
+            memory=0.0,
+            halves=halves,
         )
 
     def _next(self) -> str:
         if self._at >= len(self._tokens):
             raise PlanError(f"structure {self.text!r} ends too early")
         self._at += 1
-        return self._tokens[self._at - 1]
+        return str(self._tokens[self._at - 1])
 
     def _expect(self, sign: str) -> None:
         if (got := self._next()) != sign:

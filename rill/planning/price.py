@@ -1,6 +1,7 @@
 """What a given plan costs: the search's formulas applied to one tree, with its devices and chunks as they are.
 
-Called where a plan did not come out of the search just now: a file that a person wrote or edited, and the plan that a run
+Called where a plan did not come out of the search just now: a file that a person wrote or edited, and the plan
+that a run
 follows while `replan` looks for a better one. For a tree that the search found it gives the search's own figures.
 """
 
@@ -11,23 +12,35 @@ from dataclasses import replace
 import numpy as np
 
 from rill.errors import PlanError
-from rill.planning.cost import Option, Pool, Problem, Seat, WorkerCost, call_seconds, memory_share
+from rill.planning.cost import Option, Pool, Problem, Seat, WorkerCost, call_seconds, is_stream, memory_share
 from rill.planning.frontier import Op
 from rill.planning.search import Found, Tree
 
 
 def price(problem: Problem, tree: Tree) -> Found:
     """The tree with the problem's times and memory, and the step. PlanError where it does not fit."""
-    priced, _ = _price(problem, tree)
+    has_stream = any(
+        is_stream(seat_of(problem, seat)[0], stage.chunk, problem.graph.batch)
+        for stage in tree.stages()
+        for seat in stage.seats
+    )
+    paces = problem.paces if has_stream else (1.0,)
+    priced = min((_price(problem, tree, pace)[0] for pace in paces), key=lambda t: _step_s(problem, t))
     for count, pool in zip(priced.devices, problem.pools):
         if count > pool.count:
-            raise PlanError(f"the plan needs {count} {pool.kind} devices, there are {pool.count}: make a plan for these")
+            raise PlanError(
+                f"the plan needs {count} {pool.kind} devices, there are {pool.count}: make a plan for these"
+            )
     if set(priced.nodes) != {node.name for node in problem.graph.nodes}:
         raise PlanError(
             f"the plan runs {', '.join(priced.nodes)}; the workflow has "
             f"{', '.join(node.name for node in problem.graph.nodes)}: make a plan for it"
         )
-    return Found(step_s=max(priced.interval_s, priced.latency_s / (problem.lag + 1)), tree=priced)
+    return Found(step_s=_step_s(problem, priced), tree=priced)
+
+
+def _step_s(problem: Problem, tree: Tree) -> float:
+    return tree.latency_s if problem.lag == 0 else max(tree.interval_s, tree.latency_s / (problem.lag + 1))
 
 
 def stage_seconds(problem: Problem, tree: Tree) -> float:
@@ -46,20 +59,28 @@ def seat_of(problem: Problem, seat: Seat) -> tuple[WorkerCost, Option, Pool]:
     for option in cost.options:
         if (option.kind, option.parallel) == (seat.kind, seat.parallel):
             return cost, option, pool
-    raise PlanError(f"{seat.worker} was not measured on {seat.kind} with {seat.parallel} devices to a replica")
+    raise PlanError(
+        f"{seat.worker} was not measured on {seat.kind} with {seat.parallel} devices to a replica"
+    )
 
 
-def _price(problem: Problem, tree: Tree) -> tuple[Tree, float]:
+def _price(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
     """The tree with its figures, and its swap seconds."""
     if tree.op is Op.STAGE:
-        return _stage(problem, tree)
-    priced = [_price(problem, half) for half in tree.halves]
+        return _stage(problem, tree, pace)
+    priced = [_price(problem, half, pace) for half in tree.halves]
     if tree.op is Op.FINER:
         inner, swap = priced[0]
         k = tree.chunk // inner.chunk
         latency = inner.latency_s + (k - 1) * inner.interval_s
         made = replace(
-            inner, op=Op.FINER, chunk=tree.chunk, halves=(inner,), seats=(), latency_s=latency, interval_s=k * inner.interval_s
+            inner,
+            op=Op.FINER,
+            chunk=tree.chunk,
+            halves=(inner,),
+            seats=(),
+            latency_s=latency,
+            interval_s=k * inner.interval_s,
         )
         return made, swap
     (s, swap_s), (t, swap_t) = priced
@@ -81,20 +102,23 @@ def _price(problem: Problem, tree: Tree) -> tuple[Tree, float]:
             memory, swap = s.memory + t.memory, swap_s + swap_t
         interval = latency
     if memory > 1.0:
-        raise PlanError(f"{' and '.join((*s.nodes, *t.nodes))} do not fit into a device together ({memory:.0%}): let them take turns")
+        raise PlanError(
+            f"{' and '.join((*s.nodes, *t.nodes))} do not fit into a device together ({memory:.0%}): "
+            "let them take turns"
+        )
     made = replace(tree, halves=(s, t), nodes=tuple(n for n in _order(problem) if n in {*s.nodes, *t.nodes}),
                    devices=devices, latency_s=latency, interval_s=interval, memory=memory)  # fmt: skip
     return made, swap
 
 
-def _stage(problem: Problem, tree: Tree) -> tuple[Tree, float]:
+def _stage(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
     batch = problem.graph.batch
     whole, half, steady, memory, swap, rounds = [], [], [], [], [], 1
     devices = np.zeros((len(tree.seats), len(problem.pools)), np.int64)
     for row, seat in enumerate(tree.seats):
         cost, option, pool = seat_of(problem, seat)
         replicas = np.array([seat.replicas])
-        latency, interval = call_seconds(cost, option, tree.chunk, batch, replicas)
+        latency, interval = call_seconds(cost, option, tree.chunk, batch, replicas, pace)
         whole.append(float(latency[0]))
         steady.append(float(interval[0]))
         half.append(2 * float(call_seconds(cost, option, -(-tree.chunk // 2), batch, replicas)[0][0]))
@@ -103,7 +127,9 @@ def _stage(problem: Problem, tree: Tree) -> tuple[Tree, float]:
         rounds = max(rounds, cost.rounds)
         devices[row, problem.pools.index(pool)] = seat.devices
         if memory[-1] > 1.0:
-            raise PlanError(f"{seat.worker} fills {memory[-1]:.0%} of a {pool.kind} device on {seat.devices} devices: give it more")
+            raise PlanError(
+                f"{seat.worker} fills {memory[-1]:.0%} of a {pool.kind} device on {seat.devices} devices: give it more"
+            )
     if len(tree.seats) == 1:
         seconds, interval_s, used, swap_s = whole[0], steady[0], memory[0], swap[0]
     elif tree.is_apart:
@@ -114,7 +140,9 @@ def _stage(problem: Problem, tree: Tree) -> tuple[Tree, float]:
         seconds, used, swap_s = sum(whole), sum(memory), sum(swap)
         interval_s = seconds
     taken = devices.sum(axis=0) if tree.is_apart else devices.max(axis=0)
-    made = replace(tree, devices=tuple(int(n) for n in taken), latency_s=seconds, interval_s=interval_s, memory=used)
+    made = replace(
+        tree, devices=tuple(int(n) for n in taken), latency_s=seconds, interval_s=interval_s, memory=used
+    )
     return made, swap_s
 
 
@@ -123,7 +151,8 @@ def _crossing(problem: Problem, s: Tree, t: Tree, chunk: int) -> tuple[list[floa
     weights = sum(
         sync.bytes
         for sync in problem.graph.syncs
-        if (sync.source in s.nodes and sync.target in t.nodes) or (sync.target in s.nodes and sync.source in t.nodes)
+        if (sync.source in s.nodes and sync.target in t.nodes)
+        or (sync.target in s.nodes and sync.source in t.nodes)
     )
     link, local = problem.link_bytes_per_s, problem.local_bytes_per_s
     return [e.bytes_per_item * chunk / link for e in edges], weights / link, weights / local

@@ -24,8 +24,8 @@
     onload_s = 1.5
     offload_s = 0.9
 
-A profile belongs to a model, a machine and a version of rill. `check` refuses another one; with `is_other_ok` it says in
-words what does not match, and the plan carries those words.
+A profile belongs to a model, a machine and a version of rill. `check` refuses another one; with `is_other_ok` it
+says in words what does not match, and the plan carries those words.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sharded_bytes: float = 0.0
 
 
-class WorkerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class WorkerProfile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     options: dict[str, Points]
     lengths: tuple[float, ...] = ()
     streams: bool = False
@@ -124,7 +126,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if getattr(self.identity, field) != value
         ]
         if differences and not is_other_ok:
-            raise PlanError(f"{'; '.join(differences)}: measure again, or say --other-ok to plan with it all the same")
+            raise PlanError(
+                f"{'; '.join(differences)}: measure again, or say --other-ok to plan with it all the same"
+            )
         return differences
 
     def costs(self) -> dict[str, WorkerCost]:
@@ -134,7 +138,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def pools(self, counts: Mapping[str, int]) -> tuple[Pool, ...]:
         measured = {points.kind for worker in self.workers.values() for points in worker.options.values()}
         if unknown := sorted(counts.keys() - measured - self.devices.keys()):
-            raise PlanError(f"no worker was measured on {', '.join(unknown)}: the profile knows {', '.join(sorted(measured))}")
+            raise PlanError(
+                f"no worker was measured on {', '.join(unknown)}: the profile knows {', '.join(sorted(measured))}"
+            )
         return tuple(
             Pool(kind=kind, count=count, **msgspec.structs.asdict(self.devices.get(kind, DeviceKind())))
             for kind, count in counts.items()
@@ -171,7 +177,9 @@ def _check_points(where: str, points: Points) -> None:
     columns = {len(points.items), len(points.replicas), len(points.seconds)}
     columns |= {len(points.memory_bytes)} if points.memory_bytes else set()
     if len(columns) != 1 or not points.items:
-        raise PlanError(f"{where}: items, replicas, seconds and memory_bytes are columns of one length: got {columns}")
+        raise PlanError(
+            f"{where}: items, replicas, seconds and memory_bytes are columns of one length: got {columns}"
+        )
     if points.parallel < 1 or min(points.replicas) < 1:
         raise PlanError(f"{where}: parallel and replicas count from 1")
 

@@ -1,8 +1,11 @@
 """Whether a run should change its plan between two steps: the decision, without the change.
 
-Answers grow while a model learns to reason, engines join and leave, and a plan that was best is best no more. `decide` takes
-what was predicted and what was seen of each worker, prices the present plan with the times as they are now, searches again,
-and says keep or switch, with a reason to be logged. Noise moves nothing: a worker has drifted only when the median of its
+Answers grow while a model learns to reason, engines join and leave, and a plan that was best is best no more.
+`decide` takes
+what was predicted and what was seen of each worker, prices the present plan with the times as they are now,
+searches again,
+and says keep or switch, with a reason to be logged. Noise moves nothing: a worker has drifted only when the median
+of its
 last steps is off by more than `min_drift` and by more than its own steps differ from each other; and a switch must gain
 `min_gain` of the step and pay for itself within the steps that are left.
 """
@@ -71,14 +74,18 @@ def decide(
     elif not drifts:
         return Decision(reason="no worker has drifted", step_s=present.step_s, problem=problem)
     elif steps_since_switch < policy.cooldown:
-        return Decision(reason=f"switched {steps_since_switch} steps ago", step_s=present.step_s, problem=problem)
+        return Decision(
+            reason=f"switched {steps_since_switch} steps ago", step_s=present.step_s, problem=problem
+        )
     words = ", ".join(f"{name} takes {ratio:.2f} × the predicted time" for name, ratio in drifts.items())
     words = words or "the devices have changed"
     best = search(now)
     try:
         kept_s = price(now, tree).step_s
     except PlanError as error:  # devices of the present plan are gone
-        return Decision(reason=f"{words}; the plan no longer fits ({error})", found=best, step_s=best.step_s, problem=now)
+        return Decision(
+            reason=f"{words}; the plan no longer fits ({error})", found=best, step_s=best.step_s, problem=now
+        )
     gain_s = kept_s - best.step_s
     if gain_s < policy.min_gain * kept_s:
         reason = f"{words}; the best plan would save {max(0.0, gain_s) / kept_s:.1%} of a step, too little"
@@ -120,7 +127,9 @@ def _with_times(problem: Problem, drifts: Mapping[str, float]) -> Problem:
         for member in node.members or (node.name,):
             if ratio is not None:
                 options = tuple(
-                    replace(o, work_s=o.work_s.scaled(ratio), tail_s=o.tail_s * ratio, step_s=o.step_s * ratio)
+                    replace(
+                        o, work_s=o.work_s.scaled(ratio), tail_s=o.tail_s * ratio, step_s=o.step_s * ratio
+                    )
                     for o in workers[member].options
                 )
                 workers[member] = replace(workers[member], options=options)

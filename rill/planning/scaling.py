@@ -107,9 +107,11 @@ def draw_svg(scaling: Scaling, title: str) -> str:
     phases = list(dict.fromkeys(name for size in sizes if size.simulated for name in size.simulated.busy))
     colour = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(phases)}
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="430" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="430" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="430" fill="white"/><text x="{left}" y="18" font-size="13">{title}</text>',
-        f'<text x="{left}" y="36" fill="#555">efficiency against {sizes[0].devices} devices; knee at {scaling.knee}</text>',
+        f'<text x="{left}" y="36" fill="#555">efficiency against {sizes[0].devices} devices; '
+        f"knee at {scaling.knee}</text>",
     ]
     points = []
     longest = max(sum(s.simulated.busy.values()) for s in sizes if s.simulated)
@@ -125,8 +127,12 @@ def draw_svg(scaling: Scaling, title: str) -> str:
         for name, seconds in size.simulated.busy.items():
             height = 170 * seconds / longest
             bottom -= height
-            parts.append(f'<rect x="{x - 22}" y="{bottom:.1f}" width="44" height="{height:.1f}" fill="{colour[name]}"/>')
-        parts.append(f'<text x="{x}" y="{bottom - 4:.1f}" text-anchor="middle">{size.simulated.mean_step_s:.3g} s</text>')
+            parts.append(
+                f'<rect x="{x - 22}" y="{bottom:.1f}" width="44" height="{height:.1f}" fill="{colour[name]}"/>'
+            )
+        parts.append(
+            f'<text x="{x}" y="{bottom - 4:.1f}" text-anchor="middle">{size.simulated.mean_step_s:.3g} s</text>'
+        )
         parts.append(f'<text x="{x}" y="394" text-anchor="middle" fill="#555">{size.mode}</text>')
     parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="#4c78a8" stroke-width="1.5"/>')
     for i, name in enumerate(phases):

@@ -131,7 +131,9 @@ class Found:
 def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
     """The plan with the shortest step, of all that `mode` allows. PlanError names what makes every plan impossible."""
     stages = {
-        (i, chunk): problem.stage(i, chunk) for i in range(len(problem.graph.nodes)) for chunk in problem.levels
+        (i, chunk): problem.stage(i, chunk)
+        for i in range(len(problem.graph.nodes))
+        for chunk in problem.levels
     }
     for bound_s in _first_bounds(problem, mode, stages):
         for num_choices in (_ROUGH, None):
@@ -368,12 +370,12 @@ class _Search:
             )
         return self._chains[part]
 
-    def _longest(
-        self, part: int, so_far: list[tuple[float, float]], nexts: list[int]
-    ) -> tuple[float, float]:
+    def _longest(self, part: int, so_far: list[tuple[float, float]], nexts: list[int]) -> tuple[float, float]:
         best = (0.0, 0.0)
         for i in nexts:
-            chunk_s, batch_s = (0.0, 0.0) if part >> i & 1 else (self._least[i].latency_s, self._least[i].batch_s)
+            chunk_s, batch_s = (
+                (0.0, 0.0) if part >> i & 1 else (self._least[i].latency_s, self._least[i].batch_s)
+            )
             chain, with_batch = so_far[i]
             best = (
                 max(best[0], chain + chunk_s),

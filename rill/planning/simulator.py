@@ -8,7 +8,8 @@ Every stage is a loop over its chunks, as in the runtime. It starts its next chu
 - its producers have given all items of that chunk,
 - it has ended its last one,
 - and, where it shares devices, it is its side's turn (a turn is over when the side has done the shared chunk).
-What ends is an event on one clock; each event looks at the stages once more. An item's length is drawn once and goes with it,
+What ends is an event on one clock; each event looks at the stages once more. An item's length is drawn once and
+goes with it,
 so the chunks that a streaming engine gives first hold the short answers, and the last one waits for the longest.
 
 Checks the cost model (which knows means and one expected maximum) and goes where no machine is at hand.
@@ -135,7 +136,8 @@ class _Stage:
 
 @dataclass
 class _Gate:
-    """Whose turn it is on shared devices: a stage of one side may start item i only when the other side has caught up."""
+    """Whose turn it is on shared devices: a stage of one side may start item i only when the other side has
+    caught up."""
 
     chunk: int
     others: list[_Stage]
@@ -181,7 +183,9 @@ class _Run:
         total = self.steps * self.batch
         while len(self.trained_s) < self.steps:
             if not self.events:
-                raise PlanError(f"the plan stands still at {self.now_s:.1f} s: every worker waits for another")
+                raise PlanError(
+                    f"the plan stands still at {self.now_s:.1f} s: every worker waits for another"
+                )
             self.now_s, _, what, stage, value = heapq.heappop(self.events)
             getattr(self, f"_on_{what}")(stage, value)
             for waiting in self.stages:
@@ -306,7 +310,7 @@ class _Run:
 
     def _streams(self, stage: _Stage) -> bool:
         """An engine with a whole batch in flight: where the batch is there at once."""
-        if stage.tree.chunk == self.batch or stage.producers or len(stage.tree.seats) > 1:
+        if stage.producers or len(stage.tree.seats) > 1:
             return False
         return self.problem.workers[stage.tree.seats[0].worker].streams
 
@@ -322,16 +326,24 @@ class _Run:
             done = np.interp(drawn, lengths.sorted, [lengths.work_until(x) for x in lengths.sorted])
             totals = np.bincount(replica, weights=drawn, minlength=stage.alive)[replica]
             fair = np.maximum(1e-12, items[replica] * lengths.mean)
-            waves = np.maximum(1.0, items[replica] / cost.concurrency) if cost.concurrency else np.ones(self.batch)
+            waves = (
+                np.maximum(1.0, items[replica] / cost.concurrency)
+                if cost.concurrency
+                else np.ones(self.batch)
+            )
             wave = (np.arange(self.batch) // stage.alive) // max(1, cost.concurrency or self.batch)
-            ends = work * totals / fair * (np.minimum(wave, waves - 1) + done) / waves
-            ends = ends + option.tail_s * (drawn + wave * lengths.mean)
+            before = np.minimum(wave, waves - 1)
+            ends = work * totals / fair * (before + done) / waves + option.tail_s * (
+                drawn + before * lengths.mean
+            )
         else:
             ends = work * (1 + np.arange(self.batch)) / self.batch
-        ends = np.sort(ends * stage.slow[replica % len(stage.slow)] * self._noise()) + start_s
-        chunks = ends[stage.tree.chunk - 1 :: stage.tree.chunk]
-        order = np.argsort(ends)
-        self.lengths[stage.started : stage.started + self.batch] = drawn[order] if not cost.lengths else np.sort(drawn)
+        ends = ends * stage.slow[replica % len(stage.slow)] * self._noise() + start_s
+        order = np.argsort(ends, kind="stable")
+        self.lengths[stage.started : stage.started + self.batch] = drawn[
+            order
+        ]  # whoever is next gets them so
+        chunks = ends[order][stage.tree.chunk - 1 :: stage.tree.chunk]
         chunks[-1] += option.step_s
         return [float(end) for end in chunks]
 
@@ -347,7 +359,9 @@ class _Run:
             # Longer answers are more work for everybody who handles them; packing balances replicas by tokens.
             mean = self._mean_length()
             work *= float(drawn.mean()) / mean if mean else 1.0
-            seconds = work + option.tail_s * (float(drawn.max()) if cost.lengths else 0.0)
+            waves = max(1.0, items / cost.concurrency) if cost.concurrency else 1.0
+            steps = float(drawn.max()) + (waves - 1) * mean if cost.lengths else 0.0
+            seconds = work + option.tail_s * steps
             seconds = seconds * float(stage.slow.max()) * self._noise() + option.step_s * chunk / self.batch
             total.append(seconds)
         if len(total) == 1:
@@ -397,13 +411,19 @@ class _Run:
         return lengths_of(tuple(samples)).mean if samples else 1.0
 
     def _noise(self) -> float:
-        return max(0.1, 1 + self.weather.jitter * float(self.random.standard_normal())) if self.weather.jitter else 1.0
+        return (
+            max(0.1, 1 + self.weather.jitter * float(self.random.standard_normal()))
+            if self.weather.jitter
+            else 1.0
+        )
 
     def _push(self, at_s: float, what: str, stage: _Stage | None, value: int) -> None:
         self.num_events += 1
         heapq.heappush(self.events, (at_s, self.num_events, what, stage, value))
 
-    def _note(self, stage: _Stage, start_s: float, end_s: float, what: Literal["work", "swap"] = "work") -> None:
+    def _note(
+        self, stage: _Stage, start_s: float, end_s: float, what: Literal["work", "swap"] = "work"
+    ) -> None:
         step, item = divmod(stage.started, self.batch)
         self.spans.append(Span(stage.name, step, item // stage.tree.chunk, start_s, end_s, what))
 

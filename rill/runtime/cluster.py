@@ -32,15 +32,15 @@ from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, nu
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
-from rill.runtime.process.agent_client import NodeClient
+from rill.runtime.process.agent_client import NodeClient, NodeEvents
 from rill.runtime.process.agent_protocol import Event, Exited
-from rill.runtime.process.backend import Backend, LocalBackend, NodeEvents, OpenedNode
+from rill.runtime.process.backend import Backend, LocalBackend, OpenedNode
 from rill.runtime.process.call import Calls
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
-from rill.runtime.process.supervisor import Supervisor, describe_exit
+from rill.runtime.process.supervisor import Supervisor
 from rill.runtime.worker import LaunchSpec, Worker
 
 _log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class Cluster:
         """On a node's reader thread."""
         if not isinstance(event, Exited):
             return
-        how = describe_exit(event.exit_code, event.log_tail)
+        how = event.how()
         if not is_service(event.key):
             self._supervisor.process_ended(event.key, how)
             return

@@ -49,8 +49,6 @@ class RuntimeContext:
     """The remote calls that this process waits for."""
     torch_device: str | None = None
     """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
-    own_gpus: frozenset[int] = frozenset()
-    """Of the GPUs that this process sees, those that are its own, by their numbers on the node."""
     registration: dict[str, Any] | None = None
     """What the hub is told about this rank when its line to the hub opens."""
     channels: dict[str, ChannelEnds] = field(default_factory=dict)
@@ -67,14 +65,6 @@ class RuntimeContext:
     _recorder: Recorder | None = None
 
     @property
-    def session_id(self) -> str:
-        return self.site.session_id
-
-    @property
-    def session_dir(self) -> Path:
-        return self.site.session_dir
-
-    @property
     def shm_dir(self) -> Path:
         return self.site.shm_dir
 
@@ -89,10 +79,6 @@ class RuntimeContext:
     @property
     def key(self) -> SessionKey | None:
         return self.site.key
-
-    @property
-    def report_dir(self) -> Path | None:
-        return self.site.report_dir
 
     @property
     def recorder(self) -> Recorder:

@@ -28,7 +28,8 @@ class SystemSampler:
     def __init__(self, trace_folder: Path) -> None:
         self._folder = trace_folder
         self._process = psutil.Process()
-        self._process.cpu_percent()  # the first call only starts the clock
+        self._process.cpu_percent()  # the first calls only start the clock
+        psutil.cpu_percent()
         self._lock_fd = -1
         self._last_net: tuple[float, int, int] | None = None
         self._gpus = _Gpus()

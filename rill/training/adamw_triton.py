@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rill.models.packed_layout import copy_in
+from rill.models.train.packed_layout import copy_in
 from rill.training.adamw8bit import MOMENTS, SCALE_SUFFIX, is_coded, new_state
 from rill.training.blockwise import BLOCK as CODE_BLOCK
 from rill.training.blockwise import SIGNED_TOP, UNSIGNED_TOP

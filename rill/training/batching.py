@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rill.algorithms.base import Metric
 from rill.errors import InvalidSampleError
-from rill.models.packed_layout import copy_in
+from rill.models.train.packed_layout import copy_in
 from rill.training.packing import (
     Pack,
     PackSequence,

@@ -15,6 +15,7 @@ gathers bf16, and reduces gradients in float32. The arithmetic is the same in th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from rill.errors import TrainingError
-from rill.models.attention_packed import compile_layer
-from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES
 from rill.models.lora import add_lora, merged_weights
+from rill.models.train.attention_packed import compile_layer
+from rill.models.train.products import sum_in_float32
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
@@ -156,7 +157,7 @@ class TrainEngine:
             slot.template.grad = None
 
     def sum_of(self, weight: Tensor) -> tuple[Tensor, bool] | None:
-        """Where fused kernels add up a weight's float32 gradient, and whether there is some already: GradientSums."""
+        """Where 16-bit products add up a weight's float32 gradient, and whether there is some already: GradientSums."""
         slot = self._by_template.get(id(weight)) if self._has_copies else None
         if slot is None:
             return None
@@ -183,10 +184,18 @@ class TrainEngine:
             (name.removeprefix(LM_PREFIX), full(p.detach()).to(self.compute_dtype))
             for name, p in self.module.named_parameters()
         )
+        weights = itertools.chain(weights, self._named_buffers())
         # No torch.no_grad() around a yield: it would hold in the caller's code. Detached tensors need none.
         if self.config.lora is not None:
             weights = merged_weights(weights, self.config.lora)
         yield from weights
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a checkpoint of the model has, such as the bias of a router: neither trained nor sharded."""
+        for prefix, module in self.module.lm.named_modules():
+            for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer.detach()
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs, distributed tensors kept distributed."""
@@ -195,6 +204,7 @@ class TrainEngine:
             trained = {s.name for s in self.slots}
             frozen = [(n, p) for n, p in self.module.named_parameters() if n not in trained]
             state.update({f"frozen.{n}": p.detach() for n, p in frozen})
+        state.update({f"buffer.{name}": buffer for name, buffer in self._named_buffers()})
         for name, values in self.optimizer.plain_state().items():
             template = self.optimizer.template(name)
             for key, value in values.items():
@@ -268,8 +278,8 @@ class TrainEngine:
         """Cut, checkpoint, compile and shard the module, in the order these compose."""
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
-        elif self._can_fuse():
-            fuse_decoder(self.module.lm, self)
+        elif self.device.type == "cpu" and not self.config.compile:
+            sum_in_float32(self.module.lm, self)
             self.module.sums = self
         if self.config.compile:
             import torch._functorch.config as compiler  # seconds that a process without compiled layers can spare
@@ -288,14 +298,6 @@ class TrainEngine:
                 compute_dtype=self.compute_dtype,
                 reshard=self.config.reshard_after_forward,
             )
-
-    def _can_fuse(self) -> bool:
-        """Fused kernels are for the CPU; compiled code and selective checkpointing look inside the modules."""
-        return (
-            self.device.type == "cpu"
-            and not self.config.compile
-            and self.config.activation_checkpointing != "selective"
-        )
 
     def _make_slots(self) -> list[Slot]:
         """Masters for every trained parameter; bf16 copies and float32 accumulation where precision asks for it."""

@@ -10,9 +10,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rill.config import Config
-from rill.models.head import KEEP_BYTES
 from rill.models.loading import ModelConfig
 from rill.models.lora import LoRAConfig
+from rill.models.train.head import KEEP_BYTES
 from rill.training.schedule import Schedule
 from rill.training.slots import OptimizerConfig
 

@@ -15,11 +15,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
-from rill.models import attention_packed
-from rill.models.cpu_training import GradientSums
-from rill.models.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
+from rill.models.eager import (
+    TOLERANCES,
+    LogitRule,
+    check_tokens,
+    decoder_blocks,
+    difference,
+    eager_logits,
+    probe_model,
+)
 from rill.models.loading import ModelConfig, load_model
-from rill.models.packed_layout import can_use_flash
+from rill.models.routing import Routing
+from rill.models.train import attention_packed
+from rill.models.train.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
+from rill.models.train.packed_layout import Segment, build_layout, can_use_flash
+from rill.models.train.products import GradientSums
 from rill.models.value_head import ValueHead, hidden_width
 from rill.training.packing import Pack
 
@@ -34,9 +44,13 @@ class PackedModule(nn.Module):
     lm: Any
     sums: GradientSums | None = None
     """Where the engine wants float32 gradients of the head added up; None: autograd's own place."""
+    routing: Routing | None = None
+    """Replays the experts that a pack brings; None: routers choose, and nothing is counted."""
 
     def hidden(self, pack: Pack) -> Tensor:
         """[M, D] last hidden states."""
+        if self.routing is not None:
+            self.routing.replay(pack.routed_experts_MLK)
         output = self.lm.base_model(
             input_ids=pack.input_ids_1M,
             position_ids=pack.position_ids_1M,
@@ -80,8 +94,8 @@ class PolicyModule(PackedModule):
     def __init__(self, lm: Any, *, chunk_bytes: int = CHUNK_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
         super().__init__()
         self.lm = lm
-        self.logit_scale = _logit_scale(lm.config)
-        self.logit_cap = _logit_cap(lm.config)
+        rule = LogitRule.of(lm.config)
+        self.logit_scale, self.logit_cap = rule.scale, rule.cap or None
         self.chunk_bytes = chunk_bytes
         self.keep_bytes = keep_bytes
 
@@ -135,46 +149,40 @@ def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     """The causal LM with packed attention, in training mode (no dropout: see below)."""
     attention_packed.register()
     lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
-    decoder_blocks(lm)
-    if not lm._supports_attention_backend:
-        raise UnsupportedError(
-            f"{lm.config.model_type}: transformers computes its attention inside the model, so sequences cannot be "
-            "packed: the trainer takes architectures of transformers' attention interface"
-        )
+    try:
+        probe_model(lm)
+        _check_packing(lm)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the trainer cannot take {lm.config.model_type!r}: {error}") from error
     # Sampling has no dropout, so a policy trained with it would be another policy: eval mode for good.
     return lm.eval()
 
 
-def decoder_blocks(lm: Any) -> nn.ModuleList:
-    """The one list of as many modules as the decoder has layers: `layers` in most architectures, `h` in GPT-2's."""
-    config = lm.config.get_text_config()
-    found = [
-        child
-        for child in lm.base_model.children()
-        if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers
-    ]
-    if len(found) != 1:
+@torch.no_grad()
+def _check_packing(lm: Any) -> None:
+    """Two sequences in one row give the logits that the model's own eager modules give each of them alone."""
+    ids_1M, device, cut = check_tokens(lm), lm.device, 5
+    ends = (cut, ids_1M.shape[1])
+    segments = [Segment(start=0, end=cut), Segment(start=cut, end=ends[1])]
+    positions = torch.cat([torch.arange(cut), torch.arange(ends[1] - cut)]).to(device)
+    layout = build_layout(
+        segments,
+        device=device,
+        use_flash=can_use_flash(device, lm.dtype) and not attention_packed.changes_scores(lm),
+    )
+    hidden_MD = lm.base_model(
+        input_ids=ids_1M, position_ids=positions[None], use_cache=False, packed=layout
+    ).last_hidden_state[0]
+    found = LogitRule.of(lm.config)(lm.get_output_embeddings()(hidden_MD)).float()
+    wanted = torch.cat([eager_logits(lm, ids_1M[:, :cut]), eager_logits(lm, ids_1M[:, cut:])])
+    distance, limit = difference(found, wanted), TOLERANCES[lm.dtype]
+    if torch.isfinite(wanted).all() and not distance <= limit:
         raise UnsupportedError(
-            f"{config.model_type}: the trainer looks for one list of {config.num_hidden_layers} blocks in the decoder "
-            f"and found {len(found)}"
+            f"packed in one row its logits differ from its own modules' by {distance:.1e} (limit {limit:.0e})"
         )
-    return found[0]
 
 
 def has_plain_logits(lm: Any) -> bool:
     """Whether logits are the head's weight times the hidden state and no more."""
     has_bias = lm.get_output_embeddings().bias is not None
-    return _logit_scale(lm.config) == 1.0 and not _logit_cap(lm.config) and not has_bias
-
-
-def _logit_cap(model_config: Any) -> float | None:
-    """c of c tanh(logit / c), as Gemma 2 has it."""
-    cap = model_config.get_text_config().to_dict().get("final_logit_softcapping")
-    return float(cap) if cap else None
-
-
-def _logit_scale(model_config: Any) -> float:
-    """What the architecture multiplies its logits with, apart from the temperature."""
-    values = model_config.get_text_config().to_dict()
-    scale = float(values.get("logit_scale") or 1.0)
-    return scale / float(values.get("logits_scaling") or 1.0)
+    return LogitRule.of(lm.config).is_plain and not has_bias

@@ -2,7 +2,7 @@
 
 Callers: rill.training.engine, rill.training.checkpoint through it.
 
-    adamw       one pass over memory: adamw_triton (bf16 copies on one GPU), adamw_cpu; torch's fused one elsewhere
+    adamw       one pass over memory: adamw_triton (bf16 copies on one GPU); torch's fused one elsewhere
     adamw8bit   adamw_triton likewise, adamw8bit elsewhere
     muon        muon on the decoder's matrices, AdamW on the rest
     sgd         torch's
@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rill.models.cpu_training import TrainingKernels, load_training_kernels
 from rill.training.adamw8bit import MOMENTS, EightBitAdamW, decoded, is_coded, write
-from rill.training.adamw_cpu import CpuAdamW
 from rill.training.muon import Muon
 from rill.training.offload import pinned_like
 from rill.training.slots import OptimizerConfig, Slot, adam_defaults, parameter_groups
@@ -54,9 +52,6 @@ class Optimizer:
             from rill.training.adamw_triton import CopyingAdamW
 
             self._parts.append(CopyingAdamW(others, config))
-        elif others and (kernels := _cpu_kernels(config, others)) is not None:
-            self.takes_copies = not matrices
-            self._parts.append(CpuAdamW(others, config, kernels))
         elif others:
             self._parts.append(_elementwise(config, others))
 
@@ -147,15 +142,6 @@ def _can_copy(config: OptimizerConfig, slots: Sequence[Slot]) -> bool:
         and all(s.has_copy and s.master.is_cuda for s in slots)
         and find_spec("triton") is not None
     )
-
-
-def _cpu_kernels(config: OptimizerConfig, slots: Sequence[Slot]) -> TrainingKernels | None:
-    """The C++ kernels, where AdamW can run on them."""
-    masters = [s.master for s in slots]
-    is_host = all(m.device.type == "cpu" and m.dtype == torch.float32 and m.is_contiguous() for m in masters)
-    if config.type not in ("adamw", "muon") or config.offload_state or not is_host:
-        return None
-    return load_training_kernels()
 
 
 def _elementwise(config: OptimizerConfig, slots: Sequence[Slot]) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """From sequences to packs: what one forward pass of the trainer sees.
 
 Callers: the trainers of this room. A pack is one row of tokens with position resets (see
-rill.models.packed_layout) plus, for every token whose log-probability is wanted, the hidden state that predicts
+rill.models.train.packed_layout) plus, for every token whose log-probability is wanted, the hidden state that predicts
 it. Guarantees, held by tests: no token attends across a boundary, and neither the way sequences are dealt into
 packs nor sharing a prefix changes a gradient.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rill.errors import InvalidSampleError
-from rill.models.packed_layout import PackedLayout, Segment, build_layout, copy_in
+from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, copy_in
 from rill.types import Bits, TokenIds
 
 Indices = npt.NDArray[np.int64]
@@ -40,6 +40,8 @@ class PackSequence:
     """True where the token's log-probability (or value) is wanted. Position 0 has no predecessor: never."""
     share_key: str | None = None
     """Sequences of one key may share a prefix; None shares with nobody."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[T, L, K] that the engine chose, for routing replay (rill.models.routing); -1: the router's own."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +67,8 @@ class Pack:
     num_row_tokens: int
     """Tokens computed; less than num_sequence_tokens when prefixes are shared."""
     num_sequence_tokens: int
+    routed_experts_MLK: Tensor | None = None
+    """int16: choices to replay; None: the routers' own."""
     context_slice: tuple[int, int] | None = None
     """[start, end) of `*_K` held by this rank under context parallelism; None: all of it."""
 
@@ -153,7 +157,7 @@ def build_pack(
             members = families[index]
             length = _shared_prefix([sequences[i] for i in members])
             if length:
-                start = row.add(sequence.token_ids[:length], 0, None)
+                start = row.add(sequence.token_ids[:length], 0, None, sequence.routed_experts)
                 prefix_of.update({i: (start, start + length) for i in members})
         row.add_sequence(sequence, prefix_of.get(index))
     num_tokens = sum(s.num_tokens for s in sequences)
@@ -171,11 +175,21 @@ class _Row:
         self.target: list[TokenIds] = []
         self.last: list[int] = []
         self.seq: list[Indices] = []
+        self.experts: list[npt.NDArray[np.int16] | None] = []
         self.length = 0
         self.num_added = 0
 
-    def add(self, tokens: TokenIds, first_position: int, prefix: tuple[int, int] | None) -> int:
+    def add(
+        self,
+        tokens: TokenIds,
+        first_position: int,
+        prefix: tuple[int, int] | None,
+        experts: npt.NDArray[np.int16] | None,
+    ) -> int:
+        """`experts`: of the whole sequence that the tokens are a part of."""
         start = self.length
+        end = first_position + len(tokens)
+        self.experts.append(None if experts is None else experts[first_position:end])
         self.length += len(tokens)
         self.tokens.append(tokens)
         self.positions.append(np.arange(first_position, first_position + len(tokens)))
@@ -187,7 +201,7 @@ class _Row:
 
     def add_sequence(self, sequence: PackSequence, prefix: tuple[int, int] | None) -> None:
         shared = prefix[1] - prefix[0] if prefix else 0
-        start = self.add(sequence.token_ids[shared:], shared, prefix)
+        start = self.add(sequence.token_ids[shared:], shared, prefix, sequence.routed_experts)
         wanted = np.flatnonzero(sequence.wanted)
         own = wanted - shared + start
         # The first own token is predicted by the last token of the shared prefix, wherever that lies.
@@ -222,6 +236,8 @@ class _Row:
             source, target = source[mine] - lo, target[mine]
             tokens, positions = tokens[lo:hi], positions[lo:hi]
             segments = _cut_segments(segments, lo, hi)
+        lo, hi = (rank * len(tokens), (rank + 1) * len(tokens)) if context is not None else (0, len(tokens))
+        experts = _joined_experts(self.experts, self.tokens, hi)
 
         ids_M, positions_M, source_K, target_K, last_S, seq_K = _copied(
             (tokens, positions, source, target, np.array(self.last), seq), device
@@ -238,7 +254,24 @@ class _Row:
             num_row_tokens=num_row_tokens,
             num_sequence_tokens=num_sequence_tokens,
             context_slice=context_slice,
+            routed_experts_MLK=None if experts is None else copy_in(experts[lo:hi], device),
         )
+
+
+def _joined_experts(
+    parts: Sequence[npt.NDArray[np.int16] | None], tokens: Sequence[TokenIds], length: int
+) -> npt.NDArray[np.int16] | None:
+    """[length, L, K] along the row, -1 where nothing was recorded; None where nothing was at all."""
+    shape = next((part.shape[1:] for part in parts if part is not None), None)
+    if shape is None:
+        return None
+    whole = np.full((max(length, sum(len(t) for t in tokens)), *shape), -1, dtype=np.int16)
+    start = 0
+    for part, its_tokens in zip(parts, tokens, strict=True):
+        if part is not None:
+            whole[start : start + len(part)] = part
+        start += len(its_tokens)
+    return whole
 
 
 def _copied(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:

@@ -12,7 +12,9 @@ Gradients are summed, never averaged, over data and context: the trainer divides
 
 from __future__ import annotations
 
+import copy
 import datetime
+import fnmatch
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -213,7 +215,14 @@ def apply_tensor_parallel(model: Any, world: World) -> None:
         number = config.to_dict().get(name)
         if number is not None and number % size:
             raise ConfigError(f"tensor_parallel {size} does not divide the model's {name} {number}")
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    styles = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    }
+    replicated = [name for name, style in plan.items() if style == "replicated_with_grad_allreduce"]
+    plan = {name: style for name, style in plan.items() if name not in replicated}
     unknown = {style for style in plan.values() if style not in styles}
     if unknown:
         raise UnsupportedError(
@@ -221,8 +230,36 @@ def apply_tensor_parallel(model: Any, world: World) -> None:
             f"{sorted(styles)}: use tensor_parallel = 1"
         )
     parallelize_module(
-        model.base_model, world.mesh["tensor"], {name: styles[style]() for name, style in plan.items()}
+        model.base_model, world.mesh["tensor"], {name: styles[style] for name, style in plan.items()}
     )
+    group = world.mesh.get_group("tensor")
+    for name, module in model.base_model.named_modules():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in replicated):
+            _sum_weight_gradient(module, group)
+
+
+def _sum_weight_gradient(module: Any, group: Any) -> None:
+    """A norm of single heads sees this rank's heads only: its weight's gradient is the sum over the ranks."""
+    bare = copy.copy(module)
+
+    def forward(hidden: Tensor) -> Any:
+        weight = _SumGradient.apply(module.weight, group)  # type: ignore[no-untyped-call]
+        return torch.func.functional_call(bare, {"weight": weight}, (hidden,))
+
+    module.forward = forward
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def local(tensor: Tensor) -> Tensor:

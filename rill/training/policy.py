@@ -29,8 +29,9 @@ from rill.algorithms.advantages.optimal_token import squared_probabilities
 from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
-from rill.models.packed_layout import copy_in
-from rill.models.packed_scorer import PackedScorer
+from rill.models.decode.packed_scorer import PackedScorer
+from rill.models.routing import Routing
+from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
 from rill.training.module import Distill, PolicyOutput, has_plain_logits
@@ -62,6 +63,9 @@ class PolicyTrainer(StepTrainer):
         """Recompute log-probabilities with the native engine's batch-invariant kernels, bit for bit as it samples."""
         critic_warmup: int = Field(default=0, ge=0)
         """Batches on which the policy stays as it is while a critic learns (value pretraining). 0: off."""
+        routing_replay: bool = False
+        """Send every token to the experts that the engine chose for it (R3). The engine must record them: for the
+        native one set routed_experts = true. Needs a model with experts."""
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class PolicyTrainer(StepTrainer):
         self._step_version = self.version
         self._scorer: PackedScorer | None = None
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
+        if config.routing_replay:
+            self.engine.module.routing = Routing(self.engine.module.lm, is_compiled=config.compile)
         if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
             raise ConfigError(
                 f"batch_invariant reads whole weights without adapters, got {self.world.size} ranks and lora "
@@ -126,7 +132,8 @@ class PolicyTrainer(StepTrainer):
 
     def finish(self) -> dict[str, float]:
         if not self._is_frozen:
-            return super().finish()
+            routing = self.engine.module.routing
+            return super().finish() | ({} if routing is None else routing.metrics())
         self._is_begun = False
         sums, _, _ = self._tally.reduce(self.world)
         self.engine.pass_over(self.num_steps)
@@ -165,7 +172,7 @@ class PolicyTrainer(StepTrainer):
             output = self.engine.module(pack, self.config.temperature, squares)
             return output.logprobs_K, 1 - 2 * output.logprobs_K.exp() + output.kl_K
 
-        sequences = [_sequence(s, None) for s in samples]
+        sequences = [_sequence(s, None, self.config.routing_replay) for s in samples]
         old, energies = self.batcher.per_token_columns(sequences, compute, num_columns=2)
         return [
             dataclasses.replace(s, old_logprobs=o, energies=e)
@@ -192,7 +199,7 @@ class PolicyTrainer(StepTrainer):
             return
         has_old = self.num_steps > 1 and Need.OLD_LOGPROBS in self.algorithm.needs
         version = self._step_version
-        sequences = [_sequence(s, None) for s in samples]
+        sequences = [_sequence(s, None, self.config.routing_replay) for s in samples]
         if Need.FULL_VOCABULARY_TEACHER in self.algorithm.needs and not self._teachers:
             raise TrainingError("this algorithm distils over the whole vocabulary: call set_teachers() first")
         passes: Iterable[tuple[MicroBatch, dict[str, Tensor]]] = (
@@ -311,7 +318,8 @@ class PolicyTrainer(StepTrainer):
     def _recompute(
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
     ) -> list[Floats]:
-        sequences = [_sequence(s, None if trained_only else False) for s in samples]
+        replays = self.config.routing_replay
+        sequences = [_sequence(s, None if trained_only else False, replays) for s in samples]
         return self.batcher.per_token(
             sequences, lambda pack: self.engine.module(pack, temperature).logprobs_K
         )
@@ -356,12 +364,17 @@ def _wanted(sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return mask
 
 
-def _sequence(sample: Sample, wanted: bool | None) -> PackSequence:
-    """`wanted` None: trained tokens. False: every token but the first."""
+def _sequence(sample: Sample, wanted: bool | None, replays: bool) -> PackSequence:
+    """`wanted` None: trained tokens. False: every token but the first. `replays`: the engine's choice of experts."""
     trajectory = sample.trajectory
     if wanted is None:
         mask = _wanted(sample)
     else:
         mask = np.ones(trajectory.num_tokens, dtype=np.bool_)
         mask[:1] = False
-    return PackSequence(token_ids=trajectory.token_ids, wanted=mask, share_key=trajectory.group_id)
+    return PackSequence(
+        token_ids=trajectory.token_ids,
+        wanted=mask,
+        share_key=trajectory.group_id,
+        routed_experts=trajectory.routed_experts if replays else None,
+    )

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rill.config import Config
 from rill.errors import ConfigError, WeightSyncError
-from rill.models.attention_packed import compile_layer
-from rill.models.fused_layers import fuse_decoder
 from rill.models.loading import DTYPES, ModelConfig
+from rill.models.train.attention_packed import compile_layer
+from rill.models.train.products import sum_in_float32
 from rill.training.batching import Batcher
 from rill.training.engine_config import EngineConfig, Precision
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
@@ -116,7 +116,7 @@ class FrozenModel:
         if self.world.tensor_size > 1:
             apply_tensor_parallel(self.module.lm, self.world)
         elif self.world.device.type == "cpu" and not config.compile:
-            fuse_decoder(self.module.lm)
+            sum_in_float32(self.module.lm)
         layers = list(self.module.layers)
         if config.compile:
             for layer in layers:

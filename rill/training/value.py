@@ -18,7 +18,7 @@ import torch
 from rill.algorithms.base import LossSum, TokenBatch
 from rill.errors import TrainingError
 from rill.models.loading import DTYPES
-from rill.models.packed_layout import copy_in
+from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import EngineConfig, MiniBatchConfig
 from rill.training.module import VALUE_HEAD_FILE, PackedModule, ValueModule, load_packed_lm

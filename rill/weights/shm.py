@@ -57,11 +57,18 @@ class ShmPublisher(SlotPublisher):
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
         return with_source(bucket, f"{self.slot}-{bucket.index:05d}")
 
+    def finish(self, manifest: WeightManifest) -> WeightManifest:
+        self._discard(f"{self.slot}-", first=len(manifest.buckets))
+        return super().finish(manifest)
+
     def close(self) -> None:
-        for name, segment in self._segments.items():  # now, though receivers may have it mapped
-            segment.discard(self._folder / name)
-        self._segments.clear()
+        self._discard("")
         super().close()
+
+    def _discard(self, slot: str, first: int = 0) -> None:
+        """Give the memory of buckets back now, though receivers may have it mapped."""
+        for name in [n for n in self._segments if n.startswith(slot) and int(n.partition("-")[2]) >= first]:
+            self._segments.pop(name).discard(self._folder / name)
 
 
 class ShmReceiver(Receiver):

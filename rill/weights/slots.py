@@ -155,9 +155,10 @@ class Mapped(Generic[T]):
         if manifest.location != self._location:
             self.clear()
             self._location, self._owner = manifest.location, manifest.owner
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        mapped = self._kept.get(key)  # a death may clear it at any moment
+        if mapped is None:
+            mapped = self._kept[key] = make()
+        return mapped
 
     def clear(self) -> None:
         self._kept.clear()

@@ -93,6 +93,11 @@ def goto(page: Any, name: str) -> None:
     page.evaluate(f"location.hash = '#/{name}'")
 
 
+def point_at(page: Any, selector: str) -> None:
+    box = page.locator(selector).bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 200, box["y"] + 20)
+
+
 def text_of(page: Any) -> str:
     return str(page.locator("main").inner_text())
 
@@ -174,7 +179,7 @@ def test_what_a_model_says_is_never_markup(
             assert page.title() == "small: rill"
             assert page.locator("main img").count() == 0
         goto(page, "rollouts?order=newest")
-        page.wait_for_selector("text=onerror >> nth=0")
+        page.wait_for_selector(".group >> text=onerror >> nth=0")
 
 
 @pytest.mark.slow
@@ -214,18 +219,19 @@ def test_the_wheel_scrolls_the_page_and_with_control_zooms(
     small_run(tmp_path)
     page = open_page(serve("--root", str(tmp_path)) + "#/timeline", viewport={"width": 900, "height": 320})
     page.wait_for_selector("text=of 3.0 s")
-    box = page.locator("canvas").bounding_box()
-    page.mouse.move(box["x"] + box["width"] - 200, box["y"] + 20)
+    point_at(page, "canvas")
     page.mouse.wheel(0, 120)
-    page.wait_for_function("scrollY > 0")
+    _wait_for(lambda: page.evaluate("scrollY") > 0, 60)
     assert "t=" not in page.url
+    page.evaluate("scrollTo(0, 0)")
+    point_at(page, "canvas")
     page.keyboard.down("Control")
     page.mouse.wheel(0, -120)
     page.keyboard.up("Control")
-    page.wait_for_function("location.hash.includes('t=')")
+    _wait_for(lambda: "t=" in page.url, 60)
     page.locator("canvas").focus()
     page.keyboard.press("0")
-    page.wait_for_function("!location.hash.includes('t=')")
+    _wait_for(lambda: "t=" not in page.url, 60)
 
 
 @pytest.mark.slow

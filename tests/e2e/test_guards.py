@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_a_constant_reward_and_logprobs_that_are_not_the_engines_are_named(
     assert findings["no signal"]["step"] == 3, "it speaks after three steps in a row"
     printed = capfd.readouterr().out
     assert printed.count("guard: step 3: no signal: reward/std is 0") == 1
-    assert "guard          step 3: no signal" in printed, "and again in the summary"
+    assert re.search(r"guards +\d+ findings, told above and in the report", printed), "counted in the summary"
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "the reward does not see the answer" in page
 

@@ -148,6 +148,20 @@ async def test_honest_programs_are_asked_what_the_check_says(judge: Judge) -> No
     assert wrong.passed == (False, False, False)
 
 
+async def test_a_function_that_is_called_like_a_built_in_one_can_be_tested(judge: Judge) -> None:
+    code = "def sum(a, b): return a * b\ndef f(): return 5"
+    verdict = await judge(
+        code,
+        "assert sum(10, 15) == 150",
+        "assert sum(10, 15) == 25",
+        "def check():\n    assert sum(2, 3) == 6\ncheck()",
+        "assert sum([f(), 1]) == 6",
+        "x = 4\nassert math.isclose(sum(x, 2), 8)",
+        "assert sum(x, 2) == 8",
+    )
+    assert verdict.passed == (True, False, True, True, True, True), verdict
+
+
 @pytest.mark.parametrize(
     "code", ["while True: pass", "def f():\n    while True: pass", "import os; os._exit(0)"]
 )

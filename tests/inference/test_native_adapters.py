@@ -69,6 +69,27 @@ def test_reloading_an_adapter_forgets_its_cached_prefixes(tmp_path: Path) -> Non
         engine.close()
 
 
+def test_modules_may_have_a_rank_and_an_alpha_of_their_own(tmp_path: Path) -> None:
+    import json
+
+    from rill.inference.native.adapters import read_adapter
+
+    write_adapter(tmp_path, 1)
+    plain, scale = read_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    description = json.loads(path.read_text())
+    # PEFT: a key is the end of a module's name, or a regular expression of it.
+    description |= {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\..*": 24}}
+    path.write_text(json.dumps(description))
+    found, base = read_adapter(tmp_path)
+    assert base == scale == 8 / 4
+    wanted = {"layers.0.self_attn.q_proj": 8 / 2, "layers.1.self_attn.q_proj": 24 / 2}
+    wanted |= {"layers.1.self_attn.k_proj": 24 / 4, "layers.0.mlp.up_proj": 8 / 4}
+    for module, own in wanted.items():
+        key = f"base_model.model.model.{module}.lora_B.weight"
+        torch.testing.assert_close(found[key] * base, plain[key] * own)
+
+
 def test_an_adapter_that_does_not_fit_is_refused() -> None:
     engine = make_engine()
     try:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from rill.planning.cost import Problem, call_seconds, memory_share
+from rill.planning.cost import Problem, call_seconds, is_stream, memory_share
 from rill.planning.search import Mode
 
 Way = tuple[tuple[int, ...], float, float, float, float, int]
@@ -22,7 +22,12 @@ def best_step_s(problem: Problem, mode: Mode = Mode.AUTO) -> float:
         Mode.HYBRID: (3,),
     }[mode]
     return min(
-        (max(i, f / (problem.lag + 1)) for _, f, i, _, _, mix in ways if mix in allowed), default=math.inf
+        (
+            max(i if problem.lag else f, f / (problem.lag + 1))
+            for _, f, i, _, _, mix in ways
+            if mix in allowed
+        ),
+        default=math.inf,
     )
 
 
@@ -42,7 +47,9 @@ class _Brute:
             for smaller in self.problem.levels:
                 if smaller < chunk and chunk % smaller == 0:
                     k = chunk // smaller
-                    found |= {(n, f + (k - 1) * i, k * i, m, s, x) for n, f, i, m, s, x in self.ways(part, smaller)}
+                    found |= {
+                        (n, f + (k - 1) * i, k * i, m, s, x) for n, f, i, m, s, x in self.ways(part, smaller)
+                    }
             self.memo[part, chunk] = {_rounded(way) for way in found}
         return self.memo[part, chunk]
 
@@ -60,11 +67,16 @@ class _Brute:
                     if pool.kind != option.kind:
                         continue
                     r = np.array([replicas])
-                    latency, interval = call_seconds(cost, option, chunk, problem.graph.batch, r)
                     memory = float(memory_share(cost, option, pool, chunk, problem.graph.batch, r)[0])
-                    devices = tuple(replicas * option.parallel if k == kind else 0 for k in range(len(problem.pools)))
-                    if memory <= 1:
-                        found.add((devices, float(latency[0]), float(interval[0]), memory, option.swap_s, 0))
+                    devices = tuple(
+                        replicas * option.parallel if k == kind else 0 for k in range(len(problem.pools))
+                    )
+                    for pace in problem.paces if is_stream(cost, chunk, problem.graph.batch) else (1.0,):
+                        latency, interval = call_seconds(cost, option, chunk, problem.graph.batch, r, pace)
+                        if memory <= 1:
+                            found.add(
+                                (devices, float(latency[0]), float(interval[0]), memory, option.swap_s, 0)
+                            )
         return found
 
     def pairs(self, first: int, second: int, chunk: int) -> set[Way]:
@@ -87,7 +99,16 @@ class _Brute:
                 if all(n <= pool.count for n, pool in zip(total, problem.pools)):
                     passed = f_s + f_t if moved or apart else max(f_s, f_t)
                     interval = max([i_s, i_t, *moved, apart * part_of_step])
-                    found.add((total, passed + sum(moved) + apart, interval, max(m_s, m_t), max(s_s, s_t), x_s | x_t | 2))
+                    found.add(
+                        (
+                            total,
+                            passed + sum(moved) + apart,
+                            interval,
+                            max(m_s, m_t),
+                            max(s_s, s_t),
+                            x_s | x_t | 2,
+                        )
+                    )
                 if chunk < graph.batch and streams:
                     continue
                 same = tuple(max(a, b) for a, b in zip(n_s, n_t))

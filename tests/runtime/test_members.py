@@ -14,6 +14,7 @@ from rill.errors import (
     PeerDiedError,
     PlanError,
     RunError,
+    StuckError,
     UnpicklableError,
     UserError,
     WorkerError,
@@ -174,6 +175,8 @@ def test_the_hub_follows_the_ranks_of_a_group_and_tells_everybody() -> None:
 
 def test_a_group_moves_with_its_state_its_name_and_its_channels(cluster: Cluster) -> None:
     group = Mover.launch(cluster, name="mover", placement="0-1", threads=1)
+    holder = Mover.launch(cluster, name="follower", placement="5", threads=1)
+    holder.keep(group).wait(20)
     group.on(0).increase(1).wait(20)
     group.on(1).increase(2).wait(20)
     move = group.move("2-3")
@@ -184,7 +187,9 @@ def test_a_group_moves_with_its_state_its_name_and_its_channels(cluster: Cluster
     group.move([[0, 1, 2]])
     assert group.increase(0).wait(20) == [3], "the class says how states are put together"
     assert group.ranks == (0,)
+    assert holder.ask_kept().wait(20) == [[(0,), [3]]], "whoever holds the group follows"
     group.close()
+    holder.close()
 
 
 def test_what_a_moved_group_has_not_taken_is_still_in_the_channel(cluster: Cluster) -> None:
@@ -275,6 +280,23 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts(cluster: Cluster
     with pytest.raises(UnpicklableError, match=r"\['base'\]"):
         Echo.launch(cluster, name="unpicklable", base=lambda: None)
     assert "unpicklable" not in cluster._supervisor._groups
+
+
+def test_ctrl_c_while_workers_start_is_not_lost_behind_a_kill_that_takes_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def slow(*_: object) -> None:
+        raise StuckError("late[0]#0 did not end within 10 s of its kill")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster._supervisor, "wait_ready", interrupted)
+        patched.setattr(cluster._supervisor, "close_group", slow)
+        with pytest.raises(KeyboardInterrupt):
+            Echo.launch(cluster, name="late", placement="0")
+    cluster._supervisor.close_group("late", 5.0)
 
 
 class Hider(Echo):

@@ -134,7 +134,7 @@ def test_a_fetch_goes_on_at_a_servers_new_address_where_it_was() -> None:
     fetching = in_thread(lambda: client_of(lambda _: endpoints[-1]).fetch("large", 0, size), "reader")
     identity, raw, _code = first.recv_multipart()
     chunk, packed = DATA["large"][: tcp.CHUNK_BYTES], size.to_bytes(8, "little")
-    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, chunk), packed, chunk])
+    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, tcp._digest(chunk)), packed, chunk])
     first.recv_multipart()
     first.recv_multipart()
     time.sleep(0.5)

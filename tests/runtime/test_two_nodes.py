@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from rill import Channel, Cluster
-from rill.errors import PeerDiedError
+from rill.errors import PeerDiedError, StuckError
 from rill.runtime.process.backend import LocalBackend
 from rill.runtime.process.session_key import KEY_NAME
+from rill.runtime.transfer import store
 from tests.runtime.figure_five import run
 from tests.runtime.two_hosts_script import Host
 
@@ -49,18 +50,34 @@ def test_a_killed_store_server_loses_no_item_and_no_object(cluster: Cluster) -> 
     sending = group.on(0).send_array(3_000_000)
     channel.end()
     for _ in range(2):  # the readers have a connection to the first when the second is killed
-        (server,) = (
-            member
-            for member in cluster.context.hub.query("registry", "members", None, 10)
-            if member.startswith("store-node0[")
-        )
-        os.kill(int(server.rpartition("#")[2]), signal.SIGKILL)
+        os.kill(store_server_of(cluster, "node0"), signal.SIGKILL)
         assert group.on(1).receive_array().wait(60) == [3_000_000]
         sending.wait(60)
         sending = group.on(0).send_array(3_000_000)
     assert group.on(1).consume(channel).wait(60) == [list(range(20))]
     assert group.on(1).receive_array().wait(60) == [3_000_000]
     sending.wait(60)
+
+
+def store_server_of(cluster: Cluster, node_id: str) -> int:
+    """Its process id, which is in its name."""
+    members = cluster.context.hub.query("registry", "members", None, 10)
+    (server,) = (member for member in members if member.startswith(f"store-{node_id}["))
+    return int(server.rpartition("#")[2])
+
+
+def test_an_item_that_could_not_be_fetched_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_FETCH_WAIT_S", 1.0)
+    with Cluster(backend=LocalBackend("cpu:1", num_nodes=2)) as cluster:
+        group = Host.launch(cluster, name="host", threads=1)
+        channel = Channel.create(cluster, "items")
+        group.on(1).produce(channel, 3).wait(60)
+        server = store_server_of(cluster, "node1")
+        os.kill(server, signal.SIGSTOP)
+        with pytest.raises(StuckError, match="node1's store sent no part"):
+            channel.take(timeout_s=30)
+        os.kill(server, signal.SIGCONT)
+        assert [int(channel.take(timeout_s=30)[0]) for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_peer_on_another_node_that_dies_ends_the_waits_on_it(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rill.inference.base import Completion
 from rill.inference.native.engine import NativeEngine
-from rill.models.cpu_kernels import load_cpu_kernels
+from rill.models.ops.cpu_kernels import load_cpu_kernels
 from rill.training.policy import PolicyTrainer
 from rill.types import PolicyVersion, Sample, Trajectory
 from tests.inference.native_models import prompts, request

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rill.models.attention_packed import gather_row
 from rill.models.loading import ModelConfig
+from rill.models.train.attention_packed import gather_row
 from rill.training import checkpoint
 from rill.training.module import load_packed_lm
 from rill.training.parallel import World, apply_tensor_parallel, full, local

@@ -36,8 +36,8 @@ def gradient_on_a_rank(rendezvous: Rendezvous, arguments: dict[str, Any]) -> dic
     result = {"gradients": gradients, "metrics": metrics, "weights": weights, "logprobs": logprobs}
     if "save" in arguments:
         t.save(arguments["save"])
+        t.update(share)  # while the files are written
         t.wait_saved()
-        t.update(share)
         result["later"] = {name: w.float().numpy() for name, w in t.named_weights()}
     if "export" in arguments:
         t.export(arguments["export"])
@@ -130,6 +130,18 @@ def test_context_parallel_ranks_hold_slices_of_one_row(tmp_path: Path) -> None:
 def test_tensor_parallel_ranks_hold_slices_of_matrices(tmp_path: Path) -> None:
     results = check(tmp_path, 2, {"config": {"tensor_parallel": 2}})
     assert_same(results[1]["weights"], alone(8)["weights"], 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "gemma3_text", "phi3", "olmo2", "smollm3", "granite", "glm4"]
+)
+def test_tensor_parallel_carries_out_the_plan_of_every_family(tmp_path: Path, model_type: str) -> None:
+    """Norms of single heads among them, whose gradient is a sum over the ranks."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "query_pre_attn_scalar": 16}
+    shape = {**SHAPE, **special, "model_type": model_type}
+    check(tmp_path, 2, {"config": {"tensor_parallel": 2, "model": {"shape": shape}}})
 
 
 @pytest.mark.slow

@@ -258,7 +258,7 @@ def test_token_ids_and_masks_that_cannot_be_right_are_refused(change: dict[str, 
 
 
 def test_batch_invariant_logprobs_have_the_same_bits_alone_and_together() -> None:
-    from rill.models.cpu_kernels import load_cpu_kernels
+    from rill.models.ops.cpu_kernels import load_cpu_kernels
 
     if load_cpu_kernels() is None:
         pytest.skip("no compiler for the CPU kernels")

@@ -261,6 +261,17 @@ def test_shared_memory_is_given_back_on_close_though_a_receiver_has_it_mapped() 
         os.close(fd)
 
 
+def test_shared_memory_follows_the_size_of_the_weights() -> None:
+    with ends("shm") as (publisher, receiver):
+        for version in (1, 2):
+            publish(publisher, weights(version), version)
+        few = {"w": torch.ones(3)}
+        for version in (3, 4):
+            manifest = publish(publisher, few, version)
+        assert same(pulled(receiver, manifest), few)
+        assert len(list(Path(manifest.location).glob("?-*"))) == 2, "one bucket in each slot"
+
+
 def test_a_receiver_keeps_nothing_of_a_publisher_when_another_has_taken_its_place() -> None:
     with ends("shm") as (first, receiver):
         pulled(receiver, publish(first, weights(1), 1))

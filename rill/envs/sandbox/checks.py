@@ -79,7 +79,9 @@ class _Conversation:
     async def run(self, code: str, checks: Sequence[str]) -> Verdict:
         passed: list[bool] = []
         error = ""
-        await self._checker.send({"op": "check", "checks": list(checks), "imported": imported_names(code)})
+        tree = parsed(code)
+        question = {"op": "check", "imported": imported_names(tree), "defined": defined_names(tree)}
+        await self._checker.send({**question, "checks": list(checks)})
         while len(passed) < len(checks):
             said = await self._checker.receive()
             if "what" in said:
@@ -102,13 +104,22 @@ class _Conversation:
         return {"raised": "ProgramError", "text": self._gone}
 
 
-def imported_names(code: str) -> dict[str, tuple[str, str]]:
+def parsed(code: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def defined_names(tree: ast.Module) -> list[str]:
+    """Functions and classes."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [node.name for node in tree.body if isinstance(node, kinds)]
+
+
+def imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
     """Names that a program takes from the standard library or a package, as (module, attribute): a check that uses
     one gets the real thing, whatever the program has made of it."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
     names: dict[str, tuple[str, str]] = {}
     for node in tree.body:
         if isinstance(node, ast.Import):

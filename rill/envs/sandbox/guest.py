@@ -437,23 +437,35 @@ class Checker:
         self.imported: dict[str, list[str]] = request["imported"]
         """Names that the program took from libraries, with module and attribute: they are taken from there again."""
 
+        self.defined: set[str] = set(request["defined"])
+        """Functions and classes of the program's."""
         self.bases: set[str] = set()
         """Names that a check looks something up in: `math` in math.isclose. A function may be called like a module."""
 
     def run(self) -> None:
         import ast
 
-        names = Names(self)
+        names: dict[str, Any] = {"__name__": "__checks__", "__builtins__": builtins}
         for index, check in enumerate(self.checks):
             try:
                 tree = ast.parse(check)
-                looked = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+                nodes = list(ast.walk(tree))
+                looked = [node.value for node in nodes if isinstance(node, ast.Attribute)]
                 self.bases |= {node.id for node in looked if isinstance(node, ast.Name)}
-                exec(compile(tree, f"<check {index}>", "exec"), names)
+                used = {node.id for node in nodes if isinstance(node, ast.Name)} - bound_names(nodes)
+                exec(compile(tree, f"<check {index}>", "exec"), Names(self, names, self._tested(used, names)))
                 answer: dict[str, Any] = {"passed": True}
             except BaseException as error:  # noqa: BLE001  boundary: a check fails by raising anything
                 answer = {"passed": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
             self.channel.write(answer)
+
+    def _tested(self, used: set[str], names: dict[str, Any]) -> dict[str, Any]:
+        """Functions of the program that are called like built-in ones, where the check can only mean those: it names
+        nothing else of the program's."""
+        others = used - names.keys() - self.imported.keys() - (self.bases & sys.stdlib_module_names)
+        if any(not hasattr(builtins, name) for name in others):
+            return {}
+        return {name: self.ask("name", name) for name in used & self.defined if hasattr(builtins, name)}
 
     def ask(self, what: str, *parts: Any, **named: Any) -> Any:
         request = {
@@ -488,6 +500,18 @@ class Checker:
         return self.ask("name", name)
 
 
+def bound_names(nodes: list[Any]) -> set[str]:
+    """Names that a check gives a meaning itself."""
+    import ast
+
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    names |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return names | {
+        (node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)
+    }
+
+
 def replace_in(target: Any, now: Any) -> None:
     """Make a list, dictionary or set what the program has made of its copy."""
     if type(target) is not type(now):
@@ -504,13 +528,19 @@ class ProgramError(Exception):
 
 
 class Names(dict):  # type: ignore[type-arg]
-    """The globals of the checks."""
+    """The globals of one check: what the checks before it have left, and the program's names, asked for."""
 
-    def __init__(self, checker: Checker) -> None:
-        super().__init__(__name__="__checks__", __builtins__=builtins)
-        self._checker = checker
+    def __init__(self, checker: Checker, shared: dict[str, Any], tested: dict[str, Any]) -> None:
+        super().__init__(shared)
+        self._checker, self._shared, self._tested = checker, shared, tested
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._shared[name] = value
 
     def __missing__(self, name: str) -> Any:
+        if name in self._tested:
+            return self._tested[name]
         if hasattr(builtins, name):
             raise KeyError(name)
         return self._checker.find(name)

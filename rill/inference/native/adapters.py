@@ -1,14 +1,15 @@
 """LoRA adapters served beside the base model: each request picks one, or none.
 
 An adapter is PEFT's state dict: for every adapted Linear, A [rank, in] and B [out, rank], adding scale · B A x to
-its output. On CUDA's fast path they are arranged as rill.models.low_rank. Elsewhere, steps in which any request uses
-an adapter run through the modules' own forward methods; a hook on each adapted Linear adds every adapter's part to the
-rows that asked for it. Other steps are not touched.
+its output. On CUDA's fast path they are arranged as rill.models.decode.low_rank. Elsewhere, steps in which any
+request uses an adapter run through the modules' own forward methods; a hook on each adapted Linear adds every
+adapter's part to the rows that asked for it. Other steps are not touched.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import nn
 
 from rill.errors import ModelError
 from rill.inference.base import ADAPTER_FILES
-from rill.models.decoder import Layer
-from rill.models.low_rank import LowRankBank
+from rill.models.decode.low_rank import LowRankBank
+from rill.models.decode.structure import Layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,8 @@ _ENDS = {
 
 
 def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
-    """State dict and scale (alpha / rank) from PEFT's two files."""
+    """State dict and scale (alpha / rank) from PEFT's two files. Where rank_pattern or alpha_pattern give a module a
+    scale of its own, its B is multiplied by what that differs."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -43,13 +45,28 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     try:
         description = json.loads(description_file.read_text(encoding="utf-8"))
         rank, alpha = float(description["r"]), float(description["lora_alpha"])
-        scale = alpha / (rank**0.5 if description.get("use_rslora") else rank)
+        root = 0.5 if description.get("use_rslora") else 1.0
+        scale = alpha / rank**root
         tensors = load_file(tensors_file)
+        ranks, alphas = (dict(description.get(f"{name}_pattern") or {}) for name in ("rank", "alpha"))
+        for key in [k for k in tensors if ".lora_B." in k and (ranks or alphas)]:
+            module = key.removeprefix(_PREFIX).partition(".lora_B.")[0]
+            own = float(_matching(alphas, module, alpha)) / float(_matching(ranks, module, rank)) ** root
+            if own != scale:
+                tensors[key] = (tensors[key].float() * (own / scale)).to(tensors[key].dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{folder} holds no PEFT adapter that can be read: {error}") from error
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"{description_file} does not give a rank and lora_alpha: {error!r}") from error
     return tensors, scale
+
+
+def _matching(pattern: Mapping[str, Any], module: str, default: float) -> Any:
+    """PEFT's rule: the first key that the module's name ends with, as whole parts or as a regular expression."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
 
 
 class AdapterStore:

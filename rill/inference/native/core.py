@@ -11,6 +11,9 @@ tokens through the outlet. `control.py` has what happens between two steps: paus
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 from rill.errors import EngineError
 from rill.inference.base import EngineStats
@@ -21,6 +24,7 @@ from rill.inference.native.outlet import News, Outlet
 from rill.inference.native.scheduler import NeedsResults, Scheduler
 from rill.inference.native.sequence import ScoredSequence, Sequence, Status
 from rill.inference.tally import Tally
+from rill.models.routing import UNKNOWN
 from rill.types import PolicyVersion, StopReason
 
 
@@ -178,10 +182,23 @@ class EngineCore:
     def _end(self, seq: Sequence) -> None:
         """Out of the scheduler and of the books; its result is the outlet's to deliver."""
         self.scheduler.blocks.publish(seq)  # the next turn of a conversation begins with all of this one
+        if self.runner.routing is not None and not seq.is_scored:
+            seq.routed_experts = self._routed_experts(seq)
         self.scheduler.finish(seq)
         del self.live[seq.id]
         if not seq.is_scored:
             self._tally.end(num_prompt=seq.num_prompt, num_cached=seq.num_cached)
+
+    def _routed_experts(self, seq: Sequence) -> Any:
+        """Of every token that was computed; the last one sampled never was."""
+        size = self.scheduler.blocks.block_size
+        count = min(len(seq.tokens) - 1, seq.num_computed, len(seq.block_ids) * size)
+        known = self.runner.routed_experts(seq.block_ids, count)
+        if known is None:
+            return None
+        whole = np.full((len(seq.tokens), *known.shape[1:]), UNKNOWN, dtype=np.int16)
+        whole[:count] = known
+        return whole
 
     def _root_key(self, seq: Sequence) -> bytes:
         adapter = self.runner.adapters.identity(seq.request.adapter)

@@ -1,8 +1,9 @@
 """The CPU runner. What it runs on depends on the machine and the model, best first:
 
-a whole step in one call      AVX-512 (and AMX for bfloat16), a compiler, an architecture that decoder.py knows
-a kernel per stage            a compiler and such an architecture; torch's products in between
-the modules' own methods      everything else; attention and sampling are still compiled where they can be
+the decoder, in C++       a compiler, and a model that rill.models.decode.structure can describe; with AVX-512
+                          products too
+the decoder, in torch     such a model without a compiler
+the modules' own methods  everything else; attention and sampling are still compiled where they can be
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
 from rill.inference.native.sampler import apply_edits
-from rill.models.cpu_build import load_libraries
-from rill.models.cpu_decoder import FusedDecoder, FusedKernels, load_fused_kernels
-from rill.models.cpu_kernels import CpuKernels, load_cpu_kernels
-from rill.models.decoder import build_decoder
-from rill.models.invariant import invariant_linear
+from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
+from rill.models.ops.invariant import invariant_linear
+from rill.models.ops.torch_kernels import TorchKernels
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -40,37 +39,25 @@ class CpuRunner(ModelRunner):
     ) -> None:
         super().__init__(model, device=torch.device("cpu"), block_size=block_size)
         self.batch_invariant = batch_invariant
-        load_libraries(
-            "cpu_kernels", "cpu_decoder"
-        )  # the first time each is compiled: not one after the other
         kernels = load_cpu_kernels()
         if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
             kernels = None
         self._cpu_kernels = kernels
-        self._fused: FusedKernels | None = None
-        self._fused_decoder: FusedDecoder | None = None
-        if kernels is not None:
-            self.kernels = kernels
-            if fast_path:
-                self._choose_decoder(kernels, max_len=max_len, fuse=fuse)
+        ops = kernels or TorchKernels()
+        self.kernels = ops
+        if fast_path and not (batch_invariant and kernels is None):
+            linear = invariant_linear if batch_invariant else None
+            self.decoder = self.build_decoder(ops, fuse=fuse, max_len=max_len, linear=linear)
         if batch_invariant and self.decoder is None:
+            self.use_modules()
+
+    def use_modules(self) -> None:
+        super().use_modules()
+        if self.batch_invariant:
             raise UnsupportedError(
-                f"batch_invariant needs the fast path, which {model.config.model_type!r} in {model.dtype} does not "
-                "have here (it also needs a C++ compiler): set batch_invariant=false"
+                f"batch_invariant needs the fast path, which {self.model.config.model_type!r} in {self.model.dtype} "
+                "does not have here (it also needs a C++ compiler): set batch_invariant=false"
             )
-
-    def _choose_decoder(self, kernels: CpuKernels, *, max_len: int, fuse: bool) -> None:
-        fused = load_fused_kernels()
-        if fused is not None and fused.supports(self.model.dtype):
-            self._fused = fused
-            self.decoder = self._fused_decoder = fused.decoder(self.model, max_len=max_len)
-        if self.decoder is None:
-            linear = invariant_linear if self.batch_invariant else torch.nn.functional.linear
-            self.decoder = build_decoder(self.model, kernels, fuse=fuse, max_len=max_len, linear=linear)
-
-    def finish_update(self) -> None:
-        if self._fused_decoder is not None:
-            self._fused_decoder.rebind()  # an owner may have moved its parameters, not only changed them
 
     def enter_thread(self) -> None:
         super().enter_thread()
@@ -79,15 +66,12 @@ class CpuRunner(ModelRunner):
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
         """In the model's own precision, which the kernels read as it is, unless something is left to compute."""
-        if self._fused is not None:
-            logits_SV = self._fused.linear(hidden_SE, self.head.weight, self.head.bias)
-        elif self.batch_invariant:
-            logits_SV = invariant_linear(hidden_SE, self.head.weight)
-        else:
-            return super().logits(hidden_SE)
-        if self.logit_softcap:
-            logits_SV = torch.tanh(logits_SV.float() / self.logit_softcap) * self.logit_softcap
-        return logits_SV
+        weight, bias = self.head.weight, self.head.bias
+        if self.batch_invariant:
+            return self.logit_rule(invariant_linear(hidden_SE, weight, bias))
+        if self._cpu_kernels is not None and type(self.head) is torch.nn.Linear:
+            return self.logit_rule(self._cpu_kernels.linear(hidden_SE, weight, bias))
+        return super().logits(hidden_SE)
 
     def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         sampling = batch.sampling

@@ -14,33 +14,35 @@ Axes: N token of the flat batch, B sequence, S sampled row, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rill.errors import EngineError
+from rill.errors import UnsupportedError
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
-from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult
+from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult, refusal
 from rill.inference.native.offload import WeightOffload
 from rill.inference.native.sampler import SamplingBatch, apply_edits
 from rill.inference.native.triton_sampler import TritonSampler
 from rill.inference.native.upload import NUM_STAGING, Array, Upload
-from rill.models.attention_paged import PagedBatch
-from rill.models.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
-from rill.models.decoder import build_decoder
-from rill.models.invariant import invariant_linear
-from rill.models.low_rank import NO_ADAPTER, LowRankBank
-from rill.models.skinny_decoder import MAX_ROWS, SkinnyDecoder
-from rill.models.triton_kernels import PREFILL_TILE, TritonKernels
-from rill.models.triton_logprob import token_logprobs
+from rill.models.decode.attention_paged import PagedBatch
+from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
+from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
+from rill.models.ops.invariant import invariant_linear
+from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
+from rill.models.ops.triton_logprob import token_logprobs
 from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -81,32 +83,36 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(model, device=device, block_size=block_size)
         self.batch_invariant = batch_invariant
+        self._owns_weights = fuse
         self.max_num_seqs = max_num_seqs
         shape = self.cache_shape
-        heads = int(model.config.num_attention_heads)
+        kinds = {(call.num_heads, *layer) for call, layer in zip(self.probe.calls, shape.layers, strict=True)}
+        if len(kinds) > 1:
+            raise refusal(
+                model,
+                f"its layers differ in heads or their width ({sorted(kinds)}), which CUDA's kernels lack",
+            )
+        (num_heads, num_kv_heads, head_dim), = kinds  # fmt: skip
         kernels = TritonKernels(
-            num_heads=heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             max_num_seqs=max_num_seqs,
             device=device,
         )
         self.kernels = kernels
-        linear = invariant_linear if batch_invariant else torch.nn.functional.linear
-        decoder = (
-            build_decoder(model, kernels, fuse=fuse, max_len=max_len, linear=linear) if fast_path else None
-        )
-        self._fused = self.decoder = decoder
-        self._skinny: SkinnyDecoder | None = None
-        if decoder is not None and not batch_invariant and SkinnyDecoder.supports(decoder, self.head.weight):
-            self._skinny = SkinnyDecoder(decoder, self.head.weight)
+        linear = invariant_linear if batch_invariant else None
+        if fast_path:
+            self.decoder = self.build_decoder(kernels, fuse=fuse, max_len=max_len, linear=linear)
+        self._skinny: SkinnyStages | None = None
+        decoder, weight = self.decoder, self.head.weight
+        if decoder is not None and not batch_invariant and SkinnyStages.supports(decoder, weight):
+            self._skinny = SkinnyStages(weight)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
         if batch_invariant and decoder is None:
-            raise EngineError(
-                f"batch_invariant needs the fast path, which {model.config.model_type!r} does not have"
-            )
-        self.uses_graphs = cuda_graphs and decoder is not None
+            self.use_modules()
+        self.uses_graphs = cuda_graphs
         self._sampler = TritonSampler(max_num_seqs, int(self.head.weight.shape[0]), device)
         # One row beyond the slots: padding of a graph's batch reads and writes there.
         self._num_columns = -(-max_len // block_size)
@@ -125,7 +131,7 @@ class CudaRunner(ModelRunner):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
-            num_entries=max(1, NUM_PROGRAMS // shape.num_kv_heads), is_invariant=batch_invariant,
+            num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
         )  # fmt: skip
         torch.cuda.synchronize(device)
 
@@ -145,7 +151,15 @@ class CudaRunner(ModelRunner):
     def prepare(self) -> None:
         """Graphs are captured before the first request; after a release, as they are needed."""
         if self.uses_graphs:
-            self._graphs.capture_all()
+            try:
+                self._graphs.capture_all()
+            except RuntimeError as error:
+                if self.decoder is not None:
+                    raise
+                # A model's own modules may look at numbers on the host, which a capture forbids.
+                logger.warning("no captured decode steps for %s: %s", self.model.config.model_type, error)
+                self._graphs.drop()
+                self.uses_graphs = False
         self._collector.take()
 
     def leave_thread(self) -> None:
@@ -165,6 +179,9 @@ class CudaRunner(ModelRunner):
         self._graphs.drop()
 
     def offload_weights(self) -> None:
+        """A trainer that shares its parameters looks after their memory itself."""
+        if not self._owns_weights:
+            return
         self._offload.offload((p.data for p in self.model.parameters()), self.device)
 
     def reload_weights(self) -> None:
@@ -200,13 +217,29 @@ class CudaRunner(ModelRunner):
         host.copy_(self._numbers, non_blocking=True)
         return CudaStep(self._stream.record_event(), num_rows, host, scores)
 
+    @torch.inference_mode()
+    def all_logits(self, batch: StepBatch) -> torch.Tensor:
+        paged, ids, positions, *_ = self._upload_batch(batch)
+        return self._raw_logits(self._hidden(ids, positions, paged, None))
+
+    def use_modules(self) -> None:
+        super().use_modules()
+        self._skinny = None
+        if self.batch_invariant:
+            raise UnsupportedError(
+                f"batch_invariant needs the fast path, which {self.model.config.model_type!r} does not have: set "
+                "batch_invariant=false"
+            )
+
     def _adapter_numbers(self, batch: StepBatch) -> tuple[bool, Array | None]:
-        """Whether the fast path computes this batch, and each row's adapter, where any has one."""
-        if self._fused is None or not batch.adapters:
-            return self._fused is not None, None
+        """Whether a graph may compute this batch, and each row's adapter, where any has one."""
+        if not batch.adapters:
+            return True, None
+        if self.decoder is None:
+            return False, None
         if self._num_adapter_changes != self.adapters.num_changes:
             self._num_adapter_changes = self.adapters.num_changes
-            self._bank = self.adapters.arranged(self._fused.layers)
+            self._bank = self.adapters.arranged(self.decoder.layers)
             self._graphs.drop_adapted()
         assert self._bank is not None
         numbers_N = np.full(batch.num_tokens, NO_ADAPTER, dtype=np.int32)
@@ -225,21 +258,29 @@ class CudaRunner(ModelRunner):
         known = torch.where(ids_N < 0, self._last_tokens[paged.table_rows_B], ids_N)
         skinny = self._skinny
         if skinny is not None and adapters_N is None and len(ids_N) <= MAX_ROWS:
-            return self._capped(skinny.logits(skinny(known, positions_N, paged, self.cache)))
-        return self._raw_logits(self._fast(known, positions_N, paged, adapters_N))
+            assert self.decoder is not None
+            hidden_NE = self.decoder(known, positions_N, paged, self.cache, stages=skinny)
+            return self.logit_rule(skinny.logits(hidden_NE))
+        return self._raw_logits(self._hidden(known, positions_N, paged, adapters_N))
 
-    def _fast(
+    def _hidden(
         self,
         ids_N: torch.Tensor,
         positions_N: torch.Tensor,
         paged: PagedBatch,
         adapters_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        assert self._fused is not None
-        if adapters_N is not None:
-            assert self._bank is not None
-            return self._fused.forward(ids_N, positions_N, paged, self.cache, self._bank.rows(adapters_N))
-        return self._fused(ids_N, positions_N, paged, self.cache)
+        """Through the decoder, or without one through the modules."""
+        if self.decoder is None:
+            hidden_NE = self.run_modules(paged, ids_N, positions_N)
+        else:
+            rows = None
+            if adapters_N is not None:
+                assert self._bank is not None
+                rows = self._bank.rows(adapters_N)
+            hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, adapters=rows)
+        self.keep_experts(paged.slots_N)
+        return hidden_NE
 
     def _eager(
         self, batch: StepBatch, is_fast: bool, numbers_N: Array | None
@@ -247,10 +288,11 @@ class CudaRunner(ModelRunner):
         paged, ids, positions, rows_S, columns = self._upload_batch(batch)
         if is_fast:
             adapters_N = None if numbers_N is None else self._upload([numbers_N])[0]
-            hidden_NE = self._fast(ids, positions, paged, adapters_N)
+            hidden_NE = self._hidden(ids, positions, paged, adapters_N)
         else:
-            paged.slots_N = paged.slots_N.long()
-            hidden_NE = self.module_forward(batch, paged, ids.long(), positions.long())
+            with self.adapters.active(batch.adapters, self.device):
+                hidden_NE = self.run_modules(paged, ids, positions)
+            self.keep_experts(paged.slots_N)
         logits_SV = self._raw_logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
         return logits_SV, columns, [self._score(hidden_NE, scored) for scored in batch.scored]
 
@@ -260,8 +302,10 @@ class CudaRunner(ModelRunner):
         lens, slots, num_decodes = batch.context_lens_B, batch.slots_B, batch.num_decodes
         if self.batch_invariant:
             # One kernel for all: a prompt's token attends like a generated one, or its bits would tell which it was.
-            lens = batch.positions_N.astype(np.int32) + 1
-            slots = np.repeat(slots, np.diff(batch.query_starts_B1))
+            firsts, per_seq = batch.query_starts_B1[:-1], np.diff(batch.query_starts_B1)
+            before = np.repeat(lens - per_seq - firsts, per_seq)
+            lens = (before + np.arange(batch.num_tokens) + 1).astype(np.int32)
+            slots = np.repeat(slots, per_seq)
             num_decodes = batch.num_tokens
         counts = np.diff(batch.query_starts_B1).tolist()
         tiles = [
@@ -318,12 +362,7 @@ class CudaRunner(ModelRunner):
             logits_SV = invariant_linear(hidden_SE, self.head.weight)
         else:
             logits_SV = self.head(hidden_SE)
-        return self._capped(logits_SV)
-
-    def _capped(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        if self.logit_softcap:
-            return torch.tanh(logits_SV.float() / self.logit_softcap) * self.logit_softcap
-        return logits_SV
+        return self.logit_rule(logits_SV)
 
     def _sample(self, logits_SV: torch.Tensor, columns: list[torch.Tensor], sampling: SamplingBatch) -> None:
         slots, inv_temperature, is_greedy, uniform = columns

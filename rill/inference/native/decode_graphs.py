@@ -26,9 +26,9 @@ import torch
 from rill.inference.native.batch import StepBatch
 from rill.inference.native.sampler import SamplingBatch
 from rill.inference.native.upload import Array, Upload, aligned
-from rill.models.attention_paged import PagedBatch
-from rill.models.decode_work import MAX_PIECES, WORDS, DecodeWork, spread, work_list
-from rill.models.low_rank import NO_ADAPTER
+from rill.models.decode.attention_paged import PagedBatch
+from rill.models.decode.decode_work import MAX_PIECES, WORDS, DecodeWork, spread, work_list
+from rill.models.decode.low_rank import NO_ADAPTER
 
 NUM_PROGRAMS = 256
 """Of attention, that keep a device busy: about two to a multiprocessor."""

@@ -49,7 +49,7 @@ from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.outlet import CallerOutlet
-from rill.inference.native.runners import build_runner
+from rill.inference.native.runners import build_runner, context_limit
 from rill.inference.native.sequence import Sequence
 from rill.inference.requests import wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
@@ -90,6 +90,9 @@ class NativeEngine:
         enable_prefix_cache: bool = True
         batch_invariant: bool = False
         """The same tokens give bit-identical logprobs whatever else is in the batch."""
+        routed_experts: bool = False
+        """Report which experts every token was sent to (Completion.routed_experts), for routing replay in the trainer.
+        Needs a model with experts."""
         fast_path: bool = True
         """Run known architectures through fused weights and kernels instead of the modules' forward methods."""
         cuda_graphs: bool = True
@@ -116,7 +119,7 @@ class NativeEngine:
             tokenizer = load_tokenizer(config.model)
         self.tokenizer = tokenizer
         self._runner: ModelRunner = build_runner(config, model, owns_model=owns_model)
-        limit = _context_limit(self._runner, config.max_context)
+        limit = context_limit(self._runner.model, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self._max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._outlet = CallerOutlet()
@@ -330,11 +333,6 @@ class NativeEngine:
             raise EngineError(
                 f"{self._control.unavailable}: the engine waits for a whole update_weights() to succeed"
             )
-
-
-def _context_limit(runner: ModelRunner, configured: int | None) -> int:
-    own = int(runner.model.config.max_position_embeddings)
-    return min(own, configured) if configured else own
 
 
 def _num_blocks(runner: ModelRunner, config: NativeEngine.Config, max_context: int) -> int:

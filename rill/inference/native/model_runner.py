@@ -4,41 +4,40 @@ The base class is the CPU runner and the reference for others. It owns the model
 and the way from hidden states to tokens; the scheduler's decisions and the sequences' states are not its business.
 `launch` starts a step and returns at once where the device allows it; `PendingStep.result` waits for its numbers.
 
-The modules are Hugging Face's own. Where the architecture is one that `decoder.py` knows, the same parameters are
-run through that shorter path instead of the modules' forward methods.
+The modules are Hugging Face's own. Where rill.models.decode.structure can describe the model, the same parameters are
+run through that shorter path instead of the modules' forward methods. self_check.py holds both against the modules.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from rill.errors import ModelError
+from rill.errors import ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import sample
-from rill.models.attention_paged import (
+from rill.models.decode.attention_paged import (
     KVCache,
     PagedBatch,
     PagedContext,
     PagedKernels,
-    TorchKernels,
     paged_context,
 )
-from rill.models.decoder import FastPath
+from rill.models.decode.decoder import Decoder, DecoderOps
+from rill.models.decode.structure import LinearFn, read_structure
+from rill.models.eager import LogitRule, probe_model
+from rill.models.ops.torch_kernels import TorchKernels
+from rill.models.routing import UNKNOWN, Routing
 from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SUPPORTED = frozenset(
-    {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "gpt2"},
-)
-"""model_type values whose greedy output is tested against transformers' own."""
 
 SCORE_ROWS = 512
 """Rows whose logits exist at one time while scoring: rows x vocabulary fp32 is the peak memory."""
@@ -66,16 +65,20 @@ class DoneStep:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[tuple[int, int], ...]
+    """Key/value heads and their width, by layer; values narrower than keys are padded."""
     dtype: torch.dtype
     block_size: int
 
     @property
     def block_bytes(self) -> int:
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        per_token = 2 * sum(heads * dim for heads, dim in self.layers) * self.dtype.itemsize
         return per_token * self.block_size
+
+    @property
+    def head_dim(self) -> int:
+        """Of the widest layer."""
+        return max(dim for _, dim in self.layers)
 
 
 class ModelRunner:
@@ -85,26 +88,24 @@ class ModelRunner:
     usual_num_slots = 256
 
     def __init__(self, model: PreTrainedModel, *, device: torch.device, block_size: int) -> None:
-        config = model.config
-        if config.model_type not in SUPPORTED:
-            raise ModelError(
-                f"the native engine does not run model_type {config.model_type!r}: it has been checked for "
-                f"{', '.join(sorted(SUPPORTED))}; use the vllm or sglang engine for others"
-            )
         self.model = model
+        try:
+            self.probe = probe_model(model)
+        except UnsupportedError as error:
+            raise refusal(model, str(error)) from error
         self.device = device
         self.head: Any = model.get_output_embeddings()
         self.backbone: Any = model.base_model
-        values = config.to_dict()  # an architecture that lacks a feature lacks its key
-        self.logit_softcap: float = values.get("final_logit_softcapping") or 0.0
-        head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-        num_kv_heads = values.get("num_key_value_heads") or config.num_attention_heads
-        self.cache_shape = CacheShape(
-            config.num_hidden_layers, num_kv_heads, head_dim, model.dtype, block_size
-        )
+        self.logit_rule = LogitRule.of(model.config)
+        shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in self.probe.calls)
+        self.cache_shape = CacheShape(shapes, model.dtype, block_size)
         self.cache = KVCache()
         self.kernels: PagedKernels = TorchKernels()
-        self.decoder: FastPath | None = None
+        self.decoder: Decoder | None = None
+        self.routing: Routing | None = None
+        self._experts_SLK: torch.Tensor | None = None
+        """int16: the experts of every token in the cache, by its slot."""
+        self._num_chosen = 0
         self.adapters = AdapterStore(model)
 
     @classmethod
@@ -114,17 +115,21 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         shape = self.cache_shape
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        sizes = [(num_blocks, shape.block_size, heads, dim) for heads, dim in shape.layers]
         # Zeros, not garbage: a masked score of NaN is still NaN, so unwritten slots must be finite.
-        self.cache.keys = [self._zeros(size) for _ in range(shape.num_layers)]
-        self.cache.values = [self._zeros(size) for _ in range(shape.num_layers)]
+        self.cache.keys = [self._zeros(size) for size in sizes]
+        self.cache.values = [self._zeros(size) for size in sizes]
+        if self.routing is not None and self._num_chosen:
+            size = (num_blocks * shape.block_size, self.routing.num_layers, self._num_chosen)
+            self._experts_SLK = torch.full(size, UNKNOWN, dtype=torch.int16, device=self.device)
 
     def free_cache(self) -> None:
         self.cache.keys, self.cache.values = [], []
+        self._experts_SLK = None
 
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_host_bytes()
 
     def prepare(self) -> None:
         """Whatever is worth doing once before the first step, in the thread that will launch it."""
@@ -168,30 +173,75 @@ class ModelRunner:
         scores = [self.score(hidden_NE, scored) for scored in batch.scored]
         return DoneStep(StepResult(tokens, logprobs, scores))
 
+    def record_experts(self) -> None:
+        """From here on every token's choice is kept beside its keys and values: routed_experts()."""
+        self.routing = Routing(self.model)
+        self.routing.is_recording = True
+
+    def routed_experts(self, block_ids: list[int], num_tokens: int) -> npt.NDArray[np.int16] | None:
+        """[num_tokens, L, K] of a sequence whose cache lies in these blocks; None where nothing is recorded."""
+        if self._experts_SLK is None:
+            return None
+        size = self.cache_shape.block_size
+        blocks = torch.tensor(block_ids[: -(-num_tokens // size)], dtype=torch.int64, device=self.device)
+        slots = (blocks[:, None] * size + torch.arange(size, device=self.device)).flatten()[:num_tokens]
+        found: npt.NDArray[np.int16] = self._experts_SLK[slots].cpu().numpy()
+        return found
+
+    def keep_experts(self, slots_N: torch.Tensor) -> None:
+        """Of the pass that has just been computed."""
+        if self.routing is None:
+            return
+        chosen_NLK = self.routing.take()
+        self._num_chosen = chosen_NLK.shape[2]
+        if self._experts_SLK is not None:
+            self._experts_SLK.index_copy_(0, slots_N.long(), chosen_NLK)
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Last hidden states [N, E], after the final norm."""
         paged = self.paged_batch(batch)
         ids = torch.from_numpy(batch.token_ids_N).to(self.device)
         positions = torch.from_numpy(batch.positions_N).to(self.device)
         if self.decoder is not None and not batch.adapters:
-            return self.decoder(ids, positions, paged, self.cache)
-        return self.module_forward(batch, paged, ids, positions)
+            hidden_NE = self.decoder(ids, positions, paged, self.cache)
+        else:
+            hidden_NE = self.module_forward(batch, paged, ids, positions)
+        self.keep_experts(paged.slots_N)
+        return hidden_NE
+
+    def all_logits(self, batch: StepBatch) -> torch.Tensor:
+        """[N, V] of every token, for the check at load."""
+        return self.logits(self.forward(batch))
+
+    def build_decoder(
+        self, ops: DecoderOps, *, fuse: bool, max_len: int, linear: LinearFn | None = None
+    ) -> Decoder | None:
+        """`linear`: batch-invariant products, which a model with experts cannot have throughout."""
+        structure = read_structure(self.model, self.probe, fuse=fuse, max_len=max_len)
+        if structure is None or (linear is not None and not structure.is_dense):
+            return None
+        return Decoder(structure, ops, linear)
+
+    def use_modules(self) -> None:
+        """Never the decoder: what it computes is not what the modules do."""
+        self.decoder = None
 
     def module_forward(
         self, batch: StepBatch, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor
     ) -> torch.Tensor:
         """Through the modules' own forward methods, with the batch's adapters."""
-        context = PagedContext(paged, self.cache, self.kernels)
-        with paged_context(context), self.adapters.active(batch.adapters, self.device):
-            out = self.backbone(input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False)
+        with self.adapters.active(batch.adapters, self.device):
+            return self.run_modules(paged, ids_N, positions_N)
+
+    def run_modules(self, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        ids, positions, paged.slots_N = ids_N.long(), positions_N.long(), paged.slots_N.long()
+        with paged_context(PagedContext(paged, self.cache, self.kernels)):
+            out = self.backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state
         return hidden[0]
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
-        logits_SV: torch.Tensor = self.head(hidden_SE).float()
-        if self.logit_softcap:
-            logits_SV = torch.tanh(logits_SV / self.logit_softcap) * self.logit_softcap
-        return logits_SV
+        return self.logit_rule(self.head(hidden_SE).float())
 
     def sample(self, logits_SV: torch.Tensor, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return sample(logits_SV, batch.sampling)
@@ -223,3 +273,9 @@ class ModelRunner:
 
     def _zeros(self, size: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(size, dtype=self.cache_shape.dtype, device=self.device)
+
+
+def refusal(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"the native engine does not run {model.config.model_type!r}: {reason}; use the vllm or sglang engine for it"
+    )

@@ -10,8 +10,9 @@ import torch
 from rill.errors import ConfigError
 from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.model_runner import ModelRunner
-from rill.models.attention_paged import register_paged_attention
-from rill.models.loading import DTYPES, load_model
+from rill.inference.native.self_check import check_runner
+from rill.models.decode.attention_paged import register_paged_attention
+from rill.models.loading import DTYPES, check_interface, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,14 +31,14 @@ def build_runner(
         dtype = default if config.dtype == "auto" else DTYPES[config.dtype]
         own = load_model(config.model, dtype=dtype, device=device, attention=attention)
     else:
+        check_interface(type(model), model.config.model_type)
         own = twin_of(model, attention)
-    max_len = min(
-        own.config.max_position_embeddings, config.max_context or own.config.max_position_embeddings
-    )
+    max_len = context_limit(own, config.max_context)
+    runner: ModelRunner
     if device.type == "cuda":
         from rill.inference.native.cuda_runner import CudaRunner
 
-        return CudaRunner(
+        runner = CudaRunner(
             own,
             device=device,
             block_size=config.block_size,
@@ -49,14 +50,35 @@ def build_runner(
             batch_invariant=config.batch_invariant,
             cuda_graphs=config.cuda_graphs,
         )
-    return CpuRunner(
-        own,
-        block_size=config.block_size,
-        max_len=max_len,
-        fast_path=config.fast_path,
-        fuse=fuse,
-        batch_invariant=config.batch_invariant,
-    )
+    else:
+        runner = CpuRunner(
+            own,
+            block_size=config.block_size,
+            max_len=max_len,
+            fast_path=config.fast_path,
+            fuse=fuse,
+            batch_invariant=config.batch_invariant,
+        )
+    if config.routed_experts:
+        runner.record_experts()
+    check_runner(runner, max_len)
+    return runner
+
+
+def context_limit(model: PreTrainedModel, configured: int | None) -> int:
+    """Tokens of the longest sequence: the model's own limit, or less."""
+    values = model.config.get_text_config().to_dict()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    own = next((int(values[name]) for name in names if values.get(name)), configured)
+    if own is None:
+        raise ConfigError(
+            f"{model.config.model_type!r} does not say how long a sequence may be: set max_context"
+        )
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Beyond this, angles depend on the longest sequence of a step: what is in the cache would be turned wrongly.
+        own = min(own, int(rope.get("original_max_position_embeddings") or own))
+    return min(own, configured or own)
 
 
 def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:

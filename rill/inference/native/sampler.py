@@ -6,7 +6,8 @@ The number depends on nothing else, so a request's tokens do not depend on its b
            ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
 
 temperature 0 takes the largest logit and reports the temperature-1 distribution. The torch functions here run on
-every device; rill.models.cpu_kernels and rill.inference.native.triton_sampler hold faster ones with the same results.
+every device; rill.models.ops.cpu_kernels and rill.inference.native.triton_sampler hold faster ones with the same
+results.
 
 Axes: S sampled row, V vocabulary.
 """

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -81,6 +81,8 @@ class Sequence:
     root_key: bytes = b""
     """Version, adapter and salt under which block_keys were worked out."""
     num_preempted: int = 0
+    routed_experts: Any = None
+    """[num_tokens, L, K] once it has ended, where the engine records them."""
 
     @property
     def id(self) -> str:
@@ -142,6 +144,7 @@ class Sequence:
             stop_reason=reason,
             stop_text=matched if reason is StopReason.STOP else None,
             num_cached_tokens=self.num_cached,
+            routed_experts=self.routed_experts,
         )
 
 

@@ -1,7 +1,7 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
     cut    (only with top-k, top-p or min-p) bisects each row's threshold to its exact value
-    chunks each chunk of the vocabulary reduces to a few numbers (rill.models.triton_logprob)
+    chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
 
 The meaning is that of rill.inference.native.sampler.sample; every row depends on its own logits alone.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from rill.models.triton_language import tl, triton
-from rill.models.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob_of, row_stats
+from rill.models.ops.triton_language import tl, triton
+from rill.models.ops.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob_of, row_stats
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from rill.errors import RunError
@@ -32,6 +33,16 @@ from rill.runtime.process.agent_protocol import (
 from rill.runtime.process.session import Session
 
 CLOSE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEvents:
+    """What a cluster hears from its nodes, on threads of theirs, and what it tells every agent."""
+
+    preload: tuple[str, ...]
+    on_event: Callable[[Event], None]
+    on_lost: Callable[[str, str], None]
+    """Called with the node's id and the reason."""
 
 
 class NodeClient(Protocol):
@@ -55,20 +66,11 @@ class NodeClient(Protocol):
 class LocalNode:
     """A NodeClient for this machine."""
 
-    def __init__(
-        self,
-        node: Node,
-        session: Session,
-        *,
-        preload: tuple[str, ...],
-        on_event: Callable[[Event], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
+    def __init__(self, node: Node, session: Session, events: NodeEvents) -> None:
         self.node = node
         self.session_dir = str(session.session_dir)
         self.shm_dir = str(session.shm_dir)
-        self._on_event = on_event
-        self._on_lost = on_lost
+        self._events = events
         self._lock = threading.Lock()
         self._closing = False
         self._control, theirs = socket.socketpair()
@@ -81,7 +83,7 @@ class LocalNode:
             session_dir=self.session_dir,
             shm_dir=self.shm_dir,
             sys_path=list(sys.path),
-            preload=preload,
+            preload=events.preload,
         )
         send_message(self._control, spec)
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
@@ -123,6 +125,7 @@ class LocalNode:
             except (EOFError, OSError):
                 break
             assert isinstance(event, (Started, Exited))
-            self._on_event(event)
+            self._events.on_event(event)
         if not self._closing:
-            self._on_lost(f"the agent of {self.node.node_id} (pid {self.agent_pid}) is gone")
+            reason = f"the agent of {self.node.node_id} (pid {self.agent_pid}) is gone"
+            self._events.on_lost(self.node.node_id, reason)

@@ -59,6 +59,12 @@ class Exited:
     is_restarted: bool
     """Whether another was started in its place at once, as `Start.restart` asks."""
 
+    def how(self) -> str:
+        """In words, with the end of what it printed."""
+        code = self.exit_code
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}\n--- end of its log ---\n{self.log_tail}" if self.log_tail else how
+
 
 Request = Start | Kill | Shutdown
 Event = Started | Exited

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rill.errors import RunError
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, devices_of_nodes, local_devices
-from rill.runtime.process.agent_client import LocalNode, NodeClient
-from rill.runtime.process.agent_protocol import Event
+from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
 from rill.runtime.process.session import Session, open_session
 
 
@@ -19,16 +18,6 @@ class OpenedNode:
 
     client: NodeClient
     devices: Sequence[Device]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeEvents:
-    """What a cluster hears from its nodes, on threads of theirs, and what it tells every agent."""
-
-    preload: tuple[str, ...]
-    on_event: Callable[[Event], None]
-    on_lost: Callable[[str, str], None]
-    """Called with the node's id and the reason."""
 
 
 class Backend(Protocol):
@@ -125,13 +114,6 @@ class LocalBackend:
 
     def _start(self, node: Node, session: Session, devices: Sequence[Device]) -> OpenedNode:
         assert self._events is not None
-        events = self._events
         self._nodes[node.node_id] = (node, session)
-        client = LocalNode(
-            node,
-            session,
-            preload=events.preload,
-            on_event=events.on_event,
-            on_lost=lambda reason: events.on_lost(node.node_id, reason),
-        )
+        client = LocalNode(node, session, self._events)
         return OpenedNode(client, [replace(device, node_id=node.node_id) for device in devices])

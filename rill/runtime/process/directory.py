@@ -47,9 +47,11 @@ class Directory:
         key = _key(address.group, address.rank)
         self._context.hub.submit("registry.publish", [key, list(astuple(address)), True])
 
-    def announce(self, group: str, roster: Roster, launches: Mapping[int, int]) -> None:
+    def announce(
+        self, group: str, roster: Roster, launches: Mapping[int, int], *, is_awaited: bool = False
+    ) -> None:
         """The driver's word on a group: the ranks it has, with the number of each one's launch, and whom a call to it
-        reaches."""
+        reaches. `is_awaited`: whoever asks the hub after the return gets this answer."""
         word = {
             "group": group,
             "version": roster.version,
@@ -57,7 +59,10 @@ class Directory:
             "launches": list(launches.values()),
             "roster": pickle.dumps(roster),
         }
-        self._context.hub.submit("registry.group", word)
+        if is_awaited:
+            self._context.hub.call("registry", "group", word, _ASK_WAIT_S)
+        else:
+            self._context.hub.submit("registry.group", word)
 
     def newest_roster(self, group: str, given: Roster) -> Roster:
         """The later of `given` and what the hub has; the hub is asked only where it has told of something newer, or
@@ -69,7 +74,8 @@ class Directory:
         if is_old or any(address.identity in self._dead for address in roster.addresses):
             word = self._context.hub.query("registry", "group", group, _ASK_WAIT_S)
             if word is not None and word["version"] > roster.version:
-                roster = pickle.loads(word["roster"])
+                found: Roster = pickle.loads(word["roster"])
+                roster = found if found.addresses else roster  # none: it is about to start elsewhere
         self._rosters[group] = roster
         return roster
 

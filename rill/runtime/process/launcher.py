@@ -95,7 +95,6 @@ class Launcher:
             driver=self._context.address,
             seating=seating,
             gpus=gpus,
-            own_gpus=frozenset(gpus_of(seat.devices)),
             incarnation=incarnation,
             num_threads=num_threads,
             main=self._main,

@@ -62,9 +62,10 @@ class Mailbox:
         self._peers_lock = threading.Lock()
         self._gone: set[str] = set()
         self._closed = False
+        self._stop_endpoint = f"inproc://stop-{id(self)}"
         self._stop_word = os.urandom(16)
-        self._readers: list[tuple[threading.Thread, zmq.Socket[Any]]] = []
-        self._add_reader(self._inbox, self._read, "rill-inbox")
+        self._inbox.bind(self._stop_endpoint)
+        self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
 
     def on(self, kind: bytes, handler: Handler) -> None:
         """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
@@ -72,8 +73,7 @@ class Mailbox:
 
     def start(self) -> None:
         """Begin to read; handlers are in place."""
-        for thread, _ in self._readers:
-            thread.start()
+        self._thread.start()
 
     def post(self, endpoint: str, frames: Sequence[Any]) -> None:
         """Send without waiting; the frames may be changed afterwards. To a peer that is gone it does nothing: its
@@ -101,16 +101,15 @@ class Mailbox:
             self._closed = True
             peers = list(self._peers.values())
             self._peers.clear()
-        for thread, stop in self._readers:
-            if thread.is_alive():
+        if self._thread.is_alive():
+            with self.context.socket(zmq.PUSH) as stop:
+                stop.connect(self._stop_endpoint)
                 stop.send(self._stop_word)
-                thread.join(5.0)
-            stop.close(linger=0)
+            self._thread.join(5.0)
         self._inbox.close(linger=0)
         for peer in peers:
             peer.close(linger_ms=CLOSE_LINGER_MS)
-        if threading.current_thread() not in [thread for thread, _ in self._readers]:
-            self.context.term()
+        self.context.term()
 
     def _peer(self, endpoint: str) -> _Peer | None:
         """None: it is gone, or this mailbox is closed."""
@@ -126,14 +125,6 @@ class Mailbox:
             return self._peers[endpoint]
 
     # --- the inbox thread ---------------------------------------------------------------------------------
-
-    def _add_reader(self, socket: zmq.Socket[Any], loop: Callable[[], None], name: str) -> None:
-        """A thread that reads `socket` until it is sent the stop word, which nobody else knows."""
-        endpoint = f"inproc://{name}-{id(self)}"
-        socket.bind(endpoint)
-        stop = self.context.socket(zmq.PUSH)
-        stop.connect(endpoint)
-        self._readers.append((threading.Thread(target=loop, name=name, daemon=True), stop))
 
     def _read(self) -> None:
         self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
@@ -265,6 +256,7 @@ class _Peer:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
             socket.setsockopt(zmq.RECONNECT_IVL, 20)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             if not self._endpoint.startswith("ipc:"):
                 socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
                 socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)

@@ -67,18 +67,19 @@ def _start(supervisor: Supervisor, group: Group, seats: Sequence[Seat], deadline
 
 
 def _restore(supervisor: Supervisor, group: Group, states: Sequence[Any], deadline_s: float) -> int:
-    """How many bytes of state the ranks got; where nobody gave any, nobody is asked to take it."""
-    if all(state is None for state in states):
-        return 0
-    members = list(group.members.values())
-    if len(members) != len(states):
-        states = group.cls.reshard(states, len(members))
-    handles = [
-        supervisor.call([member], "restore", state) for member, state in zip(members, states, strict=True)
-    ]
-    for handle in handles:
-        handle.wait(_left(deadline_s))
-    return sum(wire.encode(state).num_bytes for state in states)
+    """How many bytes of state the ranks got; where nobody gave any, nobody is asked to take it. Then whoever holds the
+    group may find it."""
+    num_bytes = 0
+    if any(state is not None for state in states):
+        members = list(group.members.values())
+        if len(members) != len(states):
+            states = group.cls.reshard(states, len(members))
+        restoring = [supervisor.call([m], "restore", s) for m, s in zip(members, states, strict=True)]
+        for handle in restoring:
+            handle.wait(_left(deadline_s))
+        num_bytes = sum(wire.encode(state).num_bytes for state in states)
+    supervisor.announce(group)
+    return num_bytes
 
 
 def _devices(seats: Sequence[Seat]) -> tuple[tuple[int, ...], ...]:

@@ -32,9 +32,9 @@ from rill.runtime.device.device import (
     local_devices,
     num_own_cores,
 )
-from rill.runtime.process.agent_client import LocalNode, NodeClient
+from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
 from rill.runtime.process.agent_protocol import Event, Start
-from rill.runtime.process.backend import NodeEvents, OpenedNode
+from rill.runtime.process.backend import OpenedNode
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0
@@ -132,15 +132,8 @@ class RayBackend:
         return Node(node_id=node_id, host=raw["NodeManagerAddress"], labels=frozenset(of_ray).union(labels))
 
     def _start_local(self) -> LocalNode:
-        node, session, events = self._local, self._session, self._events
-        assert node is not None and session is not None and events is not None
-        return LocalNode(
-            node,
-            session,
-            preload=events.preload,
-            on_event=events.on_event,
-            on_lost=lambda reason: events.on_lost(node.node_id, reason),
-        )
+        assert self._local is not None and self._session is not None and self._events is not None
+        return LocalNode(self._local, self._session, self._events)
 
     def _start_remote(self, node: Node) -> RayNode:
         assert self._session is not None and self._events is not None
@@ -235,13 +228,12 @@ class NodeActor:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         self._session = open_session(session_id)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._local = LocalNode(
-            node,
-            self._session,
+        events = NodeEvents(
             preload=preload,
             on_event=self._events.put,
-            on_lost=lambda _: os._exit(1),  # without its agent the node is lost, and the driver sees it so
+            on_lost=lambda *_: os._exit(1),  # without its agent the node is lost, and the driver sees it so
         )
+        self._local = LocalNode(node, self._session, events)
 
     def describe(
         self, wanted: NodeDevices, accelerators: dict[str, str]

@@ -160,7 +160,7 @@ def report_path(context: RuntimeContext) -> Path:
 def report_folder(context: RuntimeContext) -> Path:
     """A folder that outlives the session: what the variable names, else the run's logs, else the user's own in the
     temporary directory (also where the run's logs are not reachable from this node)."""
-    chosen = os.environ.get(REPORT_DIR_VARIABLE) or context.report_dir
+    chosen = os.environ.get(REPORT_DIR_VARIABLE) or context.site.report_dir
     if chosen is not None:
         folder = Path(chosen)
         try:

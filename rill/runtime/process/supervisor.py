@@ -32,11 +32,12 @@ from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.members import Group, Member
 from rill.runtime.process.move import move_group
 from rill.runtime.process.report import REPORT_FROM_S, explain
-from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
+from rill.runtime.process.worker_main import GOODBYE, HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
 
 KILL_WAIT_S = 10.0
+GOODBYE_WAIT_S = 2.0
 HELLO_WAIT_S = 600.0
 """From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
 """
@@ -67,6 +68,7 @@ class Supervisor:
         self.moves: list[Move] = []
         self._is_closed = False
         context.mailbox.on(HELLO, self._on_hello)
+        context.mailbox.on(GOODBYE, self._on_goodbye)
 
     @property
     def context(self) -> RuntimeContext:
@@ -121,7 +123,7 @@ class Supervisor:
                 group.members[rank] = member
                 group.changed()
             member.ready.wait(timeout_s)
-            self._announce(group)
+            self.announce(group)
 
     def add(self, name: str, placement: Placement | None, count: int | None, timeout_s: float) -> list[int]:
         group = self._group(name)
@@ -144,7 +146,7 @@ class Supervisor:
             with self._lock:
                 group.members.update((member.seat.rank, member) for member in new)
                 group.changed()
-            self._announce(group)
+            self.announce(group)
             self._tell_members(group)
         return [seat.rank for seat in seats]
 
@@ -159,7 +161,7 @@ class Supervisor:
                     del group.members[member.seat.rank]
                 group.changed()
             self.retire(leaving, notice_s, is_told=notice_s > 0)
-            self._announce(group)
+            self.announce(group)
             self._tell_members(group)
 
     def move(self, name: str, placement: Placement, timeout_s: float) -> Move:
@@ -198,6 +200,13 @@ class Supervisor:
         members = self._start(group, seats, ranks)
         with self._lock:
             group.members.update((member.seat.rank, member) for member in members)
+            group.changed()
+
+    def announce(self, group: Group) -> None:
+        """Tell the hub, and so everybody, who can be called now."""
+        launches = {rank: member.address.incarnation for rank, member in group.members.items()}
+        roster = self.roster(group.name)
+        self._context.directory.announce(group.name, roster, launches, is_awaited=True)
 
     def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
         """Call a method of the runtime's own on members that have said hello."""
@@ -302,10 +311,6 @@ class Supervisor:
         with self._changed:
             return self._changed.wait_for(lambda: not any(m.is_running for m in members), timeout_s)
 
-    def _announce(self, group: Group) -> None:
-        launches = {rank: member.address.incarnation for rank, member in group.members.items()}
-        self._context.directory.announce(group.name, self.roster(group.name), launches)
-
     def _tell_members(self, group: Group) -> None:
         """`Worker.ranks` follows, between the calls before and those after."""
         self.call([m for m in group.members.values() if m.has_said_hello], MEMBERS, tuple(group.members))
@@ -315,9 +320,14 @@ class Supervisor:
     def process_ended(self, key: str, reason: str) -> None:
         """The agent of its node says so. Keys of processes that are no group's are none of our business."""
         with self._lock:
-            _, member = self._by_key.pop(key, (None, None))
+            _, member = self._by_key.get(key, (None, None))
             if member is None or not member.is_running:
                 return
+            if member.is_leaving and reason.startswith(
+                "exit code 0"
+            ):  # its last answers may still be on their way
+                self._changed.wait_for(lambda: member.has_said_goodbye, GOODBYE_WAIT_S)
+            del self._by_key[key]
             member.is_running = False
             has_ended_in_order = member.is_leaving
             self._changed.notify_all()
@@ -359,6 +369,13 @@ class Supervisor:
             # Under the lock: whoever calls the group from now on comes after its `__init__`.
             self._context.calls.call(member.ready, INIT, group.init_payload)
             self._changed.notify_all()
+
+    def _on_goodbye(self, frames: Frames) -> None:
+        with self._lock:
+            _, member = self._by_key.get(bytes(frames[0]).decode(), (None, None))
+            if member is not None:
+                member.has_said_goodbye = True
+                self._changed.notify_all()
 
     # --- what there is ------------------------------------------------------------------------------------
 
@@ -405,12 +422,3 @@ class Supervisor:
             raise RunError("the cluster is closed: no group can be launched on it")
         if name in self._groups:
             raise PlanError(f"there is a group {name!r} already: close it first or choose another name")
-
-
-def describe_exit(exit_code: int, log_tail: str) -> str:
-    """How a process ended, in words, with the end of what it printed."""
-    if exit_code < 0:
-        how = f"killed by {signal.Signals(-exit_code).name}"
-    else:
-        how = f"exit code {exit_code}"
-    return f"{how}\n--- end of its log ---\n{log_tail}" if log_tail else how

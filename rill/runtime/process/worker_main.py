@@ -38,7 +38,7 @@ from rill.telemetry import trace
 if TYPE_CHECKING:
     from rill.runtime.group import ClassRef
 
-HELLO, STOP, NO_HUB = b"hello", b"stop", b"no-hub"
+HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
 INIT, MEMBERS = "__init__", "__members__"
 """Calls that the runtime makes: build the worker; take note of the group's ranks."""
 
@@ -52,7 +52,6 @@ class WorkerSpec:
     seating: Seating
     gpus: tuple[int, ...]
     """The GPUs that this process sees, by their numbers on the node, its own first."""
-    own_gpus: frozenset[int]
     incarnation: int
     num_threads: int
     main: MainModule
@@ -113,6 +112,7 @@ class WorkerProcess:
             if self._worker is not None:
                 self._worker.close()
         finally:
+            mailbox.post(driver, [GOODBYE, context.address.identity.encode()])  # after every answer
             runtime_context.uninstall(context)
             context.close()
             mailbox.close()
@@ -198,6 +198,5 @@ def _make_context(spec: WorkerSpec) -> RuntimeContext:
         mailbox,
         Calls(mailbox, address),
         torch_device=seating.device,
-        own_gpus=spec.own_gpus,
         registration=registration,
     )

@@ -15,6 +15,7 @@ nothing asks where the server is now, connects anew and goes on where it was, un
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import struct
 import threading
@@ -40,6 +41,11 @@ _FOUND, _MISSING = b"1", b"0"
 
 Read: TypeAlias = Callable[[str, int, int], tuple[Any, int]]
 """(name, offset, bytes wanted) -> (those bytes, or fewer at the end; the size of the whole). RillError: not there."""
+
+
+def _digest(data: Any) -> bytes:
+    """What a MAC covers of a chunk: twice as fast as the MAC's own hash."""
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 class Request(NamedTuple):
@@ -99,7 +105,7 @@ class ByteServer:
             chunk, size, status = memoryview(str(error).encode()), 0, _MISSING
             signed_bytes = len(chunk)
         packed = _SIZE.pack(size)
-        code = self._key.mac(raw, status, packed, memoryview(chunk)[:signed_bytes])
+        code = self._key.mac(raw, status, packed, _digest(memoryview(chunk)[:signed_bytes]))
         self._socket.send_multipart([reader, status, code, packed, chunk], copy=len(chunk) < 65536)
 
 
@@ -198,8 +204,8 @@ class _Fetch:
         signed_bytes = len(chunk.buffer)
         if status.bytes == _FOUND and self._signed_bytes is not None:
             signed_bytes = max(0, self._signed_bytes - self._done)
-        signed = chunk.buffer[:signed_bytes]
-        if not self._client._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, signed):
+        digest = _digest(chunk.buffer[:signed_bytes])
+        if not self._client._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, digest):
             raise RunError(
                 f"what came for {self._name} was not sent by {self._client._what} as it is: something on the network "
                 "between the nodes changed it or answered in its place"

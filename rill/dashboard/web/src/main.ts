@@ -76,7 +76,7 @@ class Shell {
 
   private async poll(): Promise<void> {
     try {
-      this.runs = await this.source.runs();
+      this.runs = await this.source.runs(this.where().runs.map((one) => one.key));
       replace(this.notice);
     } catch (error) {
       replace(this.notice, h("p", { class: "problem" }, String((error as Error).message)));
@@ -84,7 +84,7 @@ class Shell {
     }
     this.list();
     const { run, runs } = this.where();
-    const seen = JSON.stringify(runs.map((one) => [one.key, one.version, one.status]));
+    const seen = JSON.stringify(runs.map((one) => [one.key, one.version, one.status, one.indexed]));
     if (this.shown && run && seen !== this.seen) this.mounted.refresh?.();
     if (this.shown && run && run.status === "running" && seen === this.seen) this.mounted.refresh?.();
     if (!this.shown && run) this.show();
@@ -169,6 +169,7 @@ class Shell {
       h("h1", {}, run.name),
       h("span", { class: `status ${run.status}` }, run.status),
       h("span", { class: "soft" }, `step ${run.step}, ${duration(run.lasted_s)}`),
+      run.indexed !== null && run.indexed < 1 ? h("span", { class: "soft" }, `reading its logs for the first time: ${(100 * run.indexed).toFixed(0)} %`) : null,
       run.message ? h("span", { class: "soft message" }, run.message) : null,
     );
   }

@@ -173,7 +173,7 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
   return [
     run.status === "failed" || run.status === "interrupted" ? h("p", { class: "problem" }, `${run.status}: ${run.message || "no reason is recorded"}. `, h("code", {}, run.resume)) : null,
     h("div", { class: "tiles" }, ...tiles),
-    total ? h("section", { class: "where" }, h("h2", {}, "Where the time went"), shares, h("p", { class: "soft" }, advice(run.shares[0]?.[0] ?? ""), " ", h("a", { href: context.href("timeline") }, "See the timeline."))) : null,
+    total ? h("section", { class: "where" }, h("h2", {}, "Where the time went"), shares, h("p", { class: "soft" }, run.shares.map(([what, seconds]) => `${what} ${duration(seconds)}`).join(", "), ". ", advice(run.shares[0]?.[0] ?? ""), " ", h("a", { href: context.href("timeline") }, "See the timeline."))) : null,
   ];
 }
 

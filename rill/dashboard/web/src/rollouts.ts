@@ -43,7 +43,7 @@ class RolloutsPage implements Mounted {
   }
 
   refresh(): void {
-    if (this.context.run.status === "running" && this.rows.length <= COUNT) void this.load(true);
+    if (this.rows.length <= COUNT) void this.load(true).then(() => this.detail.childElementCount || this.open());
   }
 
   close(): void {

@@ -4,7 +4,8 @@ import type { ConfigPage, CounterSeries, FlowPage, Group, GroupRow, GuardsPage, 
 
 export interface Source {
   readonly isLive: boolean;
-  runs(): Promise<RunSummary[]>;
+  /** `watch`: the runs that are shown. */
+  runs(watch?: string[]): Promise<RunSummary[]>;
   overview(key: string): Promise<Overview>;
   metrics(key: string, version: number): Promise<Metrics>;
   timeline(key: string, query: TimelineQuery, signal?: AbortSignal): Promise<TimelineView>;
@@ -22,8 +23,8 @@ export interface Source {
 export class Server implements Source {
   readonly isLive = true;
 
-  async runs(): Promise<RunSummary[]> {
-    return (await this.get<{ runs: RunSummary[] }>("/api/runs")).runs;
+  async runs(watch: string[] = []): Promise<RunSummary[]> {
+    return (await this.get<{ runs: RunSummary[] }>(`/api/runs?${ask({ watch: watch.join() })}`)).runs;
   }
   overview = (key: string) => this.get<Overview>(this.path(key, ""));
   metrics = (key: string, version: number) => this.get<Metrics>(this.path(key, `/metrics?version=${version}`));
@@ -43,16 +44,17 @@ export class Server implements Source {
   }
 
   private async get<T>(address: string, signal?: AbortSignal): Promise<T> {
-    let answer: Response;
+    let [status, text] = [0, ""];
     try {
-      answer = await fetch(address, { signal: signal ?? null });
+      const answer = await fetch(address, { signal: signal ?? null });
+      [status, text] = [answer.status, await answer.text()];
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
       throw new Error("the dashboard does not answer: has `rill dashboard` ended? This page goes on when it is back.");
     }
-    const body = await answer.json().catch(() => ({ problem: `the dashboard answered ${answer.status}` }));
-    if (!answer.ok) throw new Error(body.problem ?? `the dashboard answered ${answer.status}`);
-    return body as T;
+    if (status === 200) return JSON.parse(text) as T;
+    const words = /"problem":"/.test(text) ? (JSON.parse(text) as { problem: string }).problem : `the dashboard answered ${status}`;
+    throw new Error(words);
   }
 }
 

@@ -71,7 +71,11 @@ class TimelinePage implements Mounted {
   private async begin(): Promise<void> {
     const key = this.context.run.key;
     await this.load();
-    [this.metrics, this.plan] = await Promise.all([this.context.source.metrics(key, -1), this.context.source.flow(key).then((page) => page.plan)]);
+    try {
+      [this.metrics, this.plan] = await Promise.all([this.context.source.metrics(key, -1), this.context.source.flow(key).then((page) => page.plan)]);
+    } catch {
+      return; // the steps and the plan are extras; the next visit has them
+    }
     this.draw();
   }
 

@@ -11,6 +11,8 @@ export interface RunSummary {
   started_s: number;
   lasted_s: number;
   version: number;
+  /** The share of the logs that is indexed; null where it was not asked for. */
+  indexed: number | null;
 }
 
 export interface Finding {
@@ -26,7 +28,6 @@ export interface Overview extends RunSummary {
   machine: Record<string, string>;
   card: { question: string; answer: string }[];
   shares: [string, number][];
-  indexed: number;
   num_steps: number | null;
   resume: string;
 }

@@ -1,0 +1,103 @@
+"""Before it serves a model, the engine compares itself with the model's own eager modules on a few tokens.
+
+    tokens   t t t t t │ t t t t t │ t │ t       a prompt, its second part, then one token at a time: every kind of step
+
+Once at the beginning of a sequence and once at the end of the longest one, where some models scale by position. The
+decoder that differs gives way to the modules; modules that differ are refused. Called by runners.py at load, with a
+small cache of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from rill.inference.native.batch import Int32s, Int64s, StepBatch
+from rill.inference.native.model_runner import ModelRunner, refusal
+from rill.inference.native.sampler import SamplingBatch
+from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits
+
+logger = logging.getLogger(__name__)
+
+CUTS = (0, 5, 10, 11, 12)
+"""Where the steps begin and end."""
+
+
+def check_runner(runner: ModelRunner, max_len: int) -> None:
+    """ModelError where the engine would compute something else than the model. max_len: of the longest sequence."""
+    model = runner.model
+    ids = check_tokens(model)[:, :max_len]
+    numbers = ids[0].cpu().numpy().astype(np.int64)
+    firsts = sorted({0, max_len - len(numbers)})
+    wanted = [eager_logits(model, ids, first) for first in firsts]
+    if not all(torch.isfinite(w).all() for w in wanted):
+        return  # weights that are no numbers, which the first request will say; nothing can be compared
+
+    def largest() -> float:
+        pairs = zip(firsts, wanted, strict=True)
+        return max(difference(_logits(runner, numbers, first), logits) for first, logits in pairs)
+
+    limit = TOLERANCES[model.dtype]
+    if runner.decoder is not None:
+        found = largest()
+        if found <= limit:
+            return
+        logger.info(
+            "%s runs through its modules: the decoder's logits differ by %.1e", model.config.model_type, found
+        )
+        runner.use_modules()
+    found = largest()
+    if not found <= limit:
+        raise refusal(model, f"its logits differ from its own modules' by {found:.1e} (limit {limit:.0e})")
+
+
+@torch.inference_mode()
+def _logits(runner: ModelRunner, ids: Int64s, first: int) -> torch.Tensor:
+    size = runner.cache_shape.block_size
+    num_blocks = -(-len(ids) // size)
+    runner.allocate_cache(num_blocks + 1)
+    table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # block 0 is a bin
+    try:
+        parts = [
+            runner.all_logits(_batch(ids, begin, end, first, table, size)).float()
+            for begin, end in zip(CUTS, CUTS[1:], strict=False)
+            if end <= len(ids)
+        ]
+    finally:
+        runner.free_cache()
+    return torch.cat(parts)
+
+
+def _batch(
+    ids: Int64s,
+    begin: int,
+    end: int,
+    first: int,
+    table: Int32s,
+    size: int,
+) -> StepBatch:
+    at = np.arange(begin, end, dtype=np.int64)
+    nothing = np.zeros(0, dtype=np.float32)
+    return StepBatch(
+        token_ids_N=ids[begin:end],
+        positions_N=at + first,
+        kv_slots_N=table[0, at // size].astype(np.int64) * size + at % size,
+        slots_B=np.zeros(1, dtype=np.int32),
+        query_starts_B1=np.array([0, end - begin], dtype=np.int32),
+        context_lens_B=np.array([end], dtype=np.int32),
+        tables=table,
+        table_updates=[(0, 0, table.shape[1])],
+        num_decodes=int(end - begin == 1),
+        sampled=[],
+        sampled_rows_S=np.zeros(0, dtype=np.int64),
+        sampled_slots_S=np.zeros(0, dtype=np.int32),
+        sampling=SamplingBatch(
+            temperature_S=nothing, top_k_S=nothing.astype(np.int32), top_p_S=nothing, min_p_S=nothing,
+            uniform_S=nothing.astype(np.float64), edits=None,
+        ),
+        scored=[],
+        block_size=size,
+        adapters={},
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""The engine's short way through a decoder-only transformer: the modules' parameters, one operation per stage.
+
+There is one loop, for every architecture that rill.models.decode.structure can describe and for every device. What a
+stage costs is behind `Stages`: `KernelStages` calls one kernel after the other (torch, C++ or Triton: rill.models.ops),
+rill.models.decode.skinny joins products with what follows them, for CUDA steps of few rows.
+
+    embed ─► norm ─► qkv ─► [q, k norm] rope, write cache ─► attend ─► out ─┐
+                ▲                                                           ▼
+                └── (+, norm) ◄── down ◄── act · mul ◄── gate_up ◄── (+, norm)
+
+Axes: N token of the flat batch, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch
+from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
+
+if TYPE_CHECKING:
+    from rill.models.decode.low_rank import AdapterRows
+
+
+class DecoderOps(FlatKernels, Protocol):
+    """The operations of a decoder, on one kind of device."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def add_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+    ) -> torch.Tensor:
+        """hidden += addend, in place; returns RMSNorm(hidden)."""
+        ...
+
+    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor: ...
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        num_heads: int,
+    ) -> None: ...
+
+
+class Stages(Protocol):
+    """How the stages of a layer are computed."""
+
+    def queries(
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows that begin with the layer's queries, turned; keys and values are in the cache."""
+        ...
+
+    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+        """act(x Gᵀ) · (x Uᵀ)."""
+        ...
+
+    def join(
+        self,
+        x: torch.Tensor,
+        projection: Projection | None,
+        hidden: torch.Tensor,
+        post: Norm | None,
+        following: Norm | None,
+        scale: float,
+    ) -> torch.Tensor:
+        """hidden += scale · post(x Wᵀ), in place; returns following(hidden)."""
+        ...
+
+
+class Decoder:
+    def __init__(self, structure: Structure, ops: DecoderOps, linear: LinearFn | None = None) -> None:
+        self.structure, self.ops = structure, ops
+        self.layers = structure.layers
+        self._linear: LinearFn = ops.linear if linear is None else linear
+        self._stages = KernelStages(ops, self._linear)
+
+    def __call__(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        *,
+        stages: Stages | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> torch.Tensor:
+        """Last hidden states [N, E], after the final norm; `adapters`: each row's, beside the projections."""
+        if adapters is not None:
+            stages = KernelStages(self.ops, self._linear, adapters)
+        stages = stages or self._stages
+        structure, layers = self.structure, self.layers
+        hidden = structure.embed(ids_N)
+        if structure.embed_scale != 1.0:
+            hidden = hidden * structure.embed_scale
+        x = self._normed(hidden, layers[0].before_attention)
+        for layer in layers:
+            call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
+            rope = structure.ropes[layer.rope]
+            query = stages.queries(x, layer, rope, positions_N, batch.slots_N, keys, values)
+            attended = self.ops.attend_flat(
+                query, query.shape[1], call.num_heads, keys, values, batch,
+                scale=call.scale, window=call.window, softcap=call.softcap, sinks_H=call.sinks_H,
+            ).view(len(ids_N), -1)  # fmt: skip
+            scale = layer.residual_scale
+            x = stages.join(attended, layer.out, hidden, layer.after_attention, layer.before_mlp, scale)
+            following = self._following(layer)
+            if isinstance(layer.mlp, MLP):
+                inner = stages.gated(x, layer.mlp)
+                x = stages.join(inner, layer.mlp.down, hidden, layer.after_mlp, following, scale)
+            else:
+                x = stages.join(_called(layer.mlp, x), None, hidden, layer.after_mlp, following, scale)
+        return x
+
+    def _normed(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is None:
+            return hidden
+        return self.ops.add_norm(hidden, None, norm.weight, norm.eps, gemma=norm.is_offset)
+
+    def _following(self, layer: Layer) -> Norm | None:
+        """The norm that comes after a layer's residual."""
+        if layer.index + 1 == len(self.layers):
+            return self.structure.final_norm
+        return self.layers[layer.index + 1].before_attention
+
+
+class KernelStages:
+    """One kernel after the other, with products of the caller's choice in between."""
+
+    def __init__(self, ops: DecoderOps, linear: LinearFn, adapters: AdapterRows | None = None) -> None:
+        self._ops, self._linear, self._adapters = ops, linear, adapters
+
+    def queries(
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        qkv = self._project(layer.qkv, x)
+        q_norm, k_norm, call = layer.q_norm, layer.k_norm, layer.call
+        if q_norm is None or k_norm is None:
+            weights, eps = (None, None), 0.0
+        elif q_norm.is_offset or len(q_norm.weight) != call.key_dim:
+            # Over the whole width, or of Gemma's kind: not one of the kernel's.
+            width, kv_width = call.num_heads * call.key_dim, call.num_kv_heads * call.key_dim
+            self._norm_in_place(qkv[:, :width], q_norm)
+            self._norm_in_place(qkv[:, width : width + kv_width], k_norm)
+            weights, eps = (None, None), 0.0
+        else:
+            weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps  # type: ignore[assignment]
+        self._ops.rope_store(
+            qkv, *rope, positions_N, slots_N, *weights, eps, keys, values, call.num_heads
+        )  # fmt: skip
+        return qkv
+
+    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+        return self._ops.act_mul(self._project(mlp.gate_up, x), gelu=mlp.is_gelu)
+
+    def join(
+        self,
+        x: torch.Tensor,
+        projection: Projection | None,
+        hidden: torch.Tensor,
+        post: Norm | None,
+        following: Norm | None,
+        scale: float,
+    ) -> torch.Tensor:
+        if projection is not None:
+            x = self._project(projection, x)
+        if post is not None:
+            x = self._ops.add_norm(x, None, post.weight, post.eps, gemma=post.is_offset)
+        if scale != 1.0:
+            x = x * scale
+        if following is None:
+            return hidden.add_(x)
+        return self._ops.add_norm(hidden, x, following.weight, following.eps, gemma=following.is_offset)
+
+    def _project(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        y = projection(x, self._linear)
+        return y if self._adapters is None else self._adapters.add_to(y, projection, x)
+
+    def _norm_in_place(self, part: torch.Tensor, norm: Norm) -> None:
+        rows = part.reshape(-1, len(norm.weight)).contiguous()
+        part.copy_(
+            self._ops.add_norm(rows, None, norm.weight, norm.eps, gemma=norm.is_offset).view(part.shape)
+        )
+
+
+def _called(module: Any, x: torch.Tensor) -> torch.Tensor:
+    out = module(x[None])
+    result: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return result.contiguous()

@@ -1,0 +1,122 @@
+"""Stages for steps of few rows on CUDA: products joined with what follows, all launched ahead of their inputs.
+
+    qkv parts ─► turn, write cache      out parts ─► (Σ, +, norm)      gate_up · act      down parts ─► (Σ, +, norm)
+
+A decode step of up to MAX_ROWS sequences does little arithmetic and reads every weight once. What the library's
+products leave unused there, and the gaps between launches, cost more than half of such a step (docs/benchmarks.md).
+The arithmetic is that of rill.models.decode.decoder.KernelStages, up to the order in which a product is summed: that
+order depends on the shape of the weight alone, not on the rows.
+
+Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B row, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.decode.decoder import Decoder
+from rill.models.decode.structure import MLP, Layer, Norm, Projection
+from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
+
+MAX_ROWS = 64
+TILE_N = 64
+PREFETCH_BYTES = 8 << 20
+"""Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
+long that asking early changes nothing."""
+
+
+class SkinnyStages:
+    """For batches of one token a row and at most MAX_ROWS rows."""
+
+    def __init__(self, head_VE: torch.Tensor) -> None:
+        self._head = head_VE
+        self._num_sms = torch.cuda.get_device_properties(head_VE.device).multi_processor_count
+
+    @staticmethod
+    def supports(decoder: Decoder, head_VE: torch.Tensor) -> bool:
+        """Each projection lies in one piece of memory, and tiles divide it; launches can overlap from Hopper on."""
+        if torch.cuda.get_device_capability(head_VE.device) < (9, 0):
+            return False
+        return all(_is_plain(layer) for layer in decoder.layers) and head_VE.shape[1] % 16 == 0
+
+    def queries(
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        return turn_parts(
+            self._parts(x, layer.qkv), layer.qkv.bias, *rope, positions_N, slots_N,
+            None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps, keys, values, layer.call.num_heads,
+        )  # fmt: skip
+
+    def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+        weight = mlp.gate_up.weight
+        assert weight is not None
+        return gated_product(x, weight, self._shape(weight, is_gated=True), is_gelu=mlp.is_gelu)
+
+    def join(
+        self,
+        x: torch.Tensor,
+        projection: Projection | None,
+        hidden: torch.Tensor,
+        post: Norm | None,
+        following: Norm | None,
+        scale: float,
+    ) -> torch.Tensor:
+        assert projection is not None and following is not None and scale == 1.0
+        return add_parts_norm(
+            hidden, self._parts(x, projection), projection.bias, None if post is None else post.weight,
+            following.weight, following.eps, gemma=following.is_offset,
+        )  # fmt: skip
+
+    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+        """[B, V] in the model's dtype."""
+        shape = self._shape(self._head, is_cut=False)
+        return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
+
+    def _parts(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        assert projection.weight is not None
+        return product(x, projection.weight, self._shape(projection.weight), dtype=torch.float32)
+
+    def _shape(self, weight: torch.Tensor, *, is_gated: bool = False, is_cut: bool = True) -> ProductShape:
+        """The cut depends on the weight's shape alone, so a row's sums run in the same order in every batch."""
+        num_out, num_in = weight.shape
+        num_tiles, num_parts = -(-num_out // TILE_N), 1
+        is_cut = is_cut and not is_gated
+        tile_k = next(t for t in (128 if is_cut else 64, 64, 32, 16) if num_in % t == 0)
+        if is_cut:
+            num_blocks = num_in // tile_k
+            num_parts = min(max(1, self._num_sms // num_tiles), num_blocks)
+            num_parts = -(-num_blocks // -(-num_blocks // num_parts))  # no part without work
+        per_row = PREFETCH_BYTES // (num_out * num_parts) // 128 * 128 if is_cut else 0
+        return ProductShape(
+            num_parts=num_parts,
+            tile_n=TILE_N,
+            tile_k=tile_k,
+            num_stages=4,
+            num_warps=4,
+            prefetch_bytes=per_row,
+        )
+
+
+def _is_plain(layer: Layer) -> bool:
+    """What the joined kernels compute: dense, norms before each half, of one kind, and no scaled residual."""
+    if not isinstance(layer.mlp, MLP) or layer.before_attention is None or layer.before_mlp is None:
+        return False
+    q_norm, posts = layer.q_norm, (layer.after_attention, layer.after_mlp)
+    kinds = {
+        (n.is_offset, n.eps) for n in (layer.before_attention, layer.before_mlp, *posts) if n is not None
+    }
+    return (
+        len(kinds) == 1
+        and layer.residual_scale == 1.0
+        and (q_norm is None or (not q_norm.is_offset and len(q_norm.weight) == layer.call.key_dim))
+        and all(p.weight is not None and p.weight.shape[1] % 16 == 0 for p in layer.projections)
+    )

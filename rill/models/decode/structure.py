@@ -1,0 +1,289 @@
+"""What a decoder is made of, read off a model's own modules: an architecture is data.
+
+`read_structure` looks at the parts of every layer, tries norms and activations on a few numbers, takes scale, window,
+cap and sinks from the model's own attention calls (rill.models.eager.probe) and gives up, with None, at the first thing
+that rill.models.decode.decoder does not compute. Nothing goes by the name of an architecture: a model that looks like
+one of these and is not is found out when its logits are compared with its modules' (rill.inference.native.self_check),
+and is run through its modules then.
+
+    h ─► norm? ─► qkv ─► [q, k norm] rope ─► attend ─► out ─► norm? ─► (+) ─► norm? ─► mlp or experts ─► norm? ─► (+) ─►
+
+Parameters stay the modules' own. q/k/v and gate/up projections share one storage each where that is allowed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rill.models.eager import AttentionCall, Probe, decoder_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary embeddings whose angles depend on the position alone."""
+NORM_ORDERS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
+"""Names of the norms before and after attention, before and after the MLP."""
+
+LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Norm:
+    weight: nn.Parameter
+    eps: float
+    is_offset: bool
+    """Multiplies by 1 + weight, without rounding in between."""
+
+
+@dataclass(slots=True)
+class Projection:
+    """One or more Linear modules with the same input, as one product."""
+
+    modules: list[nn.Linear]
+    weight: torch.Tensor | None
+    """Their weights in one storage; None where they may not be moved, and are multiplied one by one."""
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, linear: LinearFn) -> torch.Tensor:
+        if len(self.modules) == 1:
+            return linear(x, self.modules[0].weight, self.modules[0].bias)
+        if self.weight is not None:
+            return linear(x, self.weight, self.bias)
+        return torch.cat([linear(x, m.weight, m.bias) for m in self.modules], dim=-1)
+
+
+@dataclass(slots=True)
+class MLP:
+    gate_up: Projection
+    down: Projection
+    is_gelu: bool
+
+
+@dataclass(slots=True)
+class Layer:
+    index: int
+    call: AttentionCall
+    qkv: Projection
+    out: Projection
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rope: int
+    """Which of the structure's tables."""
+    mlp: MLP | nn.Module
+    """A module, experts for instance, is called as it is."""
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    residual_scale: float
+
+    @property
+    def projections(self) -> list[Projection]:
+        both = [self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, MLP) else []
+        return [self.qkv, self.out, *both]
+
+
+@dataclass(slots=True)
+class Structure:
+    embed: nn.Module
+    embed_scale: float
+    layers: list[Layer]
+    final_norm: Norm
+    ropes: list[tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines [max_len, D] in the model's precision."""
+
+    @property
+    def is_dense(self) -> bool:
+        """No layer calls a module, whose sums may depend on the batch."""
+        return all(isinstance(layer.mlp, MLP) for layer in self.layers)
+
+
+@torch.no_grad()
+def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len: int) -> Structure | None:
+    """None when the model has anything that the decoder does not compute. `fuse`: parameters may be moved."""
+    backbone: Any = model.base_model
+    blocks = decoder_blocks(model)
+    final_norm = _norm(getattr(backbone, "norm", None))
+    embed = model.get_input_embeddings()
+    scale = _embed_scale(embed, probe)
+    tables = _RopeTables(backbone, model.config.get_text_config(), embed.weight.data, max_len)
+    if final_norm is None or scale is None or len(blocks) != len(probe.calls) or not tables.is_plain:
+        return None
+    layers: list[Layer] = []
+    for index, (block, call) in enumerate(zip(blocks, probe.calls, strict=True)):
+        layer = _layer(index, block, call, tables, fuse=fuse)
+        if layer is None:
+            return None
+        layers.append(layer)
+    return Structure(embed, scale, layers, final_norm, tables.made)
+
+
+def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, fuse: bool) -> Layer | None:
+    parts = {name for name, child in block.named_children() if next(child.parameters(), None) is not None}
+    order = next((o for o in NORM_ORDERS if parts == {"self_attn", "mlp"} | {n for n in o if n}), None)
+    if order is None or call.key_dim != call.value_dim or call.key_dim % 2:
+        return None
+    norms = [None if name is None else _norm(getattr(block, name)) for name in order]
+    attention = block.self_attn
+    qkv = _projection(attention, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), fuse=fuse)
+    out = _projection(attention, (("o_proj",),), fuse=fuse)
+    head_norms = [_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+    known = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "sinks"}
+    rope = tables.index(index, call.key_dim, is_off=not getattr(attention, "use_rope", True))
+    if (
+        qkv is None
+        or out is None
+        or rope is None
+        or any(name and norm is None for name, norm in zip(order, norms, strict=True))
+        or any(name.split(".")[0] not in known for name, _ in attention.named_parameters())
+        or (head_norms[0] is None) != (head_norms[1] is None)
+        or (hasattr(attention, "q_norm") and head_norms[0] is None)
+    ):
+        return None
+    before_attention, after_attention, before_mlp, after_mlp = norms
+    return Layer(
+        index=index,
+        call=call,
+        qkv=qkv,
+        out=out,
+        q_norm=head_norms[0],
+        k_norm=head_norms[1],
+        rope=rope,
+        mlp=_mlp(block.mlp, fuse=fuse),
+        before_attention=before_attention,
+        after_attention=after_attention,
+        before_mlp=before_mlp,
+        after_mlp=after_mlp,
+        residual_scale=float(getattr(block, "residual_multiplier", 1.0)),
+    )
+
+
+def _mlp(module: nn.Module, *, fuse: bool) -> MLP | nn.Module:
+    gate_up = _projection(module, (("gate_proj", "up_proj"), ("gate_up_proj",)), fuse=fuse)
+    down = _projection(module, (("down_proj",),), fuse=fuse)
+    activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    names = {name.split(".")[0] for name, _ in module.named_parameters()}
+    if gate_up is None or down is None or activation is None or len(names) != len(gate_up.modules) + 1:
+        return module
+    if any(m.bias is not None for m in (*gate_up.modules, *down.modules)):
+        return module
+    x = torch.linspace(-4.0, 4.0, 33)
+    kinds = [torch.nn.functional.silu(x), torch.nn.functional.gelu(x, approximate="tanh")]
+    for is_gelu, wanted in enumerate(kinds):
+        if torch.allclose(activation(x), wanted, atol=1e-6):
+            return MLP(gate_up, down, bool(is_gelu))
+    return module
+
+
+def _norm(module: Any) -> Norm | None:
+    """None where it is not a root-mean-square norm: found by trying."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or weight.ndim != 1 or getattr(module, "bias", None) is not None:
+        return None
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    x32 = x.float()
+    scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    found = module(x).float()
+    for is_offset in (False, True):
+        wanted = scaled * (weight.float() + is_offset)
+        if (found - wanted).norm() <= 0.01 * wanted.norm().clamp(min=1e-6):
+            return Norm(weight, float(eps), is_offset)
+    return None
+
+
+def _embed_scale(embed: nn.Module, probe: Probe) -> float | None:
+    """What the embedding is multiplied with before the first layer; None where something else is done to it."""
+    plain = embed(probe.ids_1T)[0].float()
+    wanted = probe.embedded_TE.float()
+    if plain.shape != wanted.shape:
+        return None
+    scale = float((plain * wanted).sum() / plain.square().sum().clamp(min=1e-12))
+    return scale if (plain * scale - wanted).norm() <= 0.01 * wanted.norm() else None
+
+
+class _RopeTables:
+    """One table for each kind of layer that turns differently, and one that does not turn at all."""
+
+    def __init__(self, backbone: Any, config: Any, like: torch.Tensor, max_len: int) -> None:
+        self._module: Any = getattr(backbone, "rotary_emb", None)
+        values = config.to_dict()
+        self._kinds = values.get("layer_types")
+        rope = values.get("rope_parameters") or {}
+        several = [v for v in rope.values() if isinstance(v, dict)] or [rope]
+        self.is_plain = self._module is not None and all(
+            r.get("rope_type", "default") in ROPE_TYPES for r in several
+        )
+        self._takes_kind = (
+            self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
+        )
+        self._like, self._max_len = like, max_len
+        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._at: dict[str, int] = {}
+
+    def index(self, layer: int, dim: int, *, is_off: bool) -> int | None:
+        kind = "off" if is_off else self._kinds[layer] if self._takes_kind and self._kinds else ""
+        if kind not in self._at:
+            cos, sin = self._made(kind, dim)
+            if 2 * cos.shape[-1] == dim:  # of one half; the other is turned alike
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+            if cos.ndim != 2 or cos.shape[1] != dim:
+                return None  # a part of each head is turned, or none of it
+            self._at[kind] = len(self.made)
+            self.made.append((cos.contiguous(), sin.contiguous()))
+        return self._at[kind]
+
+    def _made(self, kind: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        like = self._like
+        if kind == "off":
+            return like.new_ones(self._max_len, dim), like.new_zeros(self._max_len, dim)
+        positions = torch.arange(self._max_len, device=like.device)[None]
+        cos, sin = self._module(like, positions, kind) if kind else self._module(like, positions)
+        return cos[0], sin[0]
+
+
+def _projection(parent: Any, choices: tuple[tuple[str, ...], ...], *, fuse: bool) -> Projection | None:
+    for names in choices:
+        modules = [getattr(parent, name, None) for name in names]
+        if all(type(m) is nn.Linear for m in modules):
+            return _fused(modules, fuse=fuse)  # type: ignore[arg-type]
+    return None
+
+
+def _fused(modules: list[nn.Linear], *, fuse: bool) -> Projection:
+    if len(modules) == 1:
+        return Projection(modules, modules[0].weight, modules[0].bias)
+    has_bias = [m.bias is not None for m in modules]
+    if not fuse or any(has_bias) != all(has_bias):
+        return Projection(modules, None, None)
+    weight = _share([m.weight for m in modules])
+    bias = _share([m.bias for m in modules]) if has_bias[0] else None
+    return Projection(modules, weight, bias)
+
+
+def _share(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor over all of them, stacked by rows; each parameter becomes a view of its part."""
+    joined = torch.cat([p.data for p in parameters])
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.shape[0]
+        parameter.data = joined[start:end]
+        start = end
+    return joined

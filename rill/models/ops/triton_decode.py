@@ -1,0 +1,179 @@
+"""Decode attention over the paged cache, in one launch: one query per row, every key/value head read once.
+
+There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. The program
+that finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch.
+The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
+
+Axes: B row, H query head, K key/value head, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rill.models.decode.decode_work import MAX_PIECES, TILE, WORDS, DecodeWork
+from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    part_ptr, stat_ptr, out_ptr, row, kv, num_pieces, H: tl.constexpr, G: tl.constexpr, GJ: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, MAX_PIECES: tl.constexpr,
+):  # fmt: skip
+    """One row's pieces become its output. Reads past the first-level cache, which others' writes do not reach."""
+    g = tl.arange(0, GJ)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, MAX_PIECES)
+    base = (row * H + kv * G + g) * MAX_PIECES
+    there = (g < G)[:, None] & (n < num_pieces)[None, :]
+    at_stat = (base[:, None] + n[None, :]) * 2
+    tops = tl.load(stat_ptr + at_stat, mask=there, other=-1e30, cache_modifier=".cg")
+    sums = tl.load(stat_ptr + at_stat + 1, mask=there, other=0.0, cache_modifier=".cg")
+    best = tl.max(tops, axis=1)
+    total = tl.sum(sums * tl.exp(tops - best[:, None]), axis=1)
+    acc = tl.zeros([GJ, DP], tl.float32)
+    for first in range(0, num_pieces, 8):
+        for step in tl.static_range(8):  # eight loads under way at a time
+            piece = first + step
+            mine = (g < G) & (piece < num_pieces)
+            its_top = tl.load(stat_ptr + (base + piece) * 2, mask=mine, other=-1e30, cache_modifier=".cg")
+            its_part = tl.load(
+                part_ptr + (base + piece)[:, None] * DP + d[None, :],
+                mask=mine[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.exp(its_top - best)[:, None] * its_part
+    acc = acc / tl.where(g < G, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + (kv * G + g)[:, None] * D + d[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(g < G)[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["first_entry", "first_row"])
+def _decode(  # type: ignore[no-untyped-def]
+    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, out_ptr,
+    part_ptr, stat_ptr, count_ptr, sinks_ptr, scale, window, cap,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GP: tl.constexpr, GJ: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = H // K
+    kv = tl.program_id(0) % K
+    entry = work_ptr + (first_entry + tl.program_id(0) // K) * WORDS
+    seq = tl.load(entry)
+    piece = tl.load(entry + 1)
+    num_pieces = tl.load(entry + 2)
+    table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
+    begin = tl.load(entry + 4)
+    end = tl.load(entry + 5)
+    if end > begin:  # an empty entry waits for nothing and makes room
+        first = 0
+        if HAS_WINDOW:
+            first = tl.maximum(tl.load(entry + 6) - window, 0)
+        g = tl.arange(0, GP)
+        d = tl.arange(0, DP)
+        head = kv * G + g
+        is_mine = (g < G)[:, None] & (d < D)[None, :]
+        await_inputs(PDL)
+        q = tl.load(
+            q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + d[None, :], mask=is_mine, other=0.0
+        )
+        top = tl.full([GP], -1e30, tl.float32)
+        total = tl.zeros([GP], tl.float32)
+        if HAS_SINKS:  # a key that was seen before all others, without a value: of the first piece
+            sink = tl.load(sinks_ptr + head, mask=g < G, other=0.0).to(tl.float32)
+            top = tl.where(piece == 0, sink, top)
+            total = tl.where(piece == 0, 1.0, total)
+        acc = tl.zeros([GP, DP], tl.float32)
+        # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
+        lo = tl.maximum(begin, first // TILE * TILE)
+        for at in range(lo, end, TILE):
+            t = at + tl.arange(0, TILE)
+            seen = (t < end) & (t >= first)
+            block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + t % BLOCK_SIZE
+            where = (slot * K + kv)[:, None] * D + d[None, :]
+            inside = seen[:, None] & (d < D)[None, :]
+            k = tl.load(keys_ptr + where, mask=inside, other=0.0)
+            v = tl.load(values_ptr + where, mask=inside, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if HAS_CAP:
+                s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
+            s = tl.where(seen[None, :], s, -1e30)
+            best = tl.maximum(top, tl.max(s, axis=1))
+            p = tl.where(seen[None, :], tl.exp(s - best[:, None]), 0.0)
+            keep = tl.exp(top - best)
+            total = total * keep + tl.sum(p, axis=1)
+            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            top = best
+        to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
+        if num_pieces == 1:
+            tl.store(out_ptr + to, (acc / total[:, None]).to(q.dtype), mask=is_mine)
+        else:
+            base = ((seq - first_row) * H + head) * MAX_PIECES
+            tl.store(part_ptr + (base + piece)[:, None] * DP + d[None, :], acc, mask=(g < G)[:, None])
+            tl.store(stat_ptr + (base + piece) * 2, top, mask=g < G)
+            tl.store(stat_ptr + (base + piece) * 2 + 1, total, mask=g < G)
+            tl.debug_barrier()  # every thread's part is written before this program is counted
+            counter = count_ptr + (seq - first_row) * K + kv
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1:
+                tl.store(counter, 0)  # ready for the next layer
+                out_row = out_ptr + seq.to(tl.int64) * H * D
+                _join(
+                    part_ptr, stat_ptr, out_row, seq - first_row, kv, num_pieces, H, G, GJ, D, DP, MAX_PIECES
+                )
+
+
+class DecodeAttention:
+    """Buffers for the pieces of up to max_rows rows, made once so that graphs can refer to them."""
+
+    num_warps = 4
+    num_stages = 3
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+    ) -> None:
+        self._heads, self._kv_heads = num_heads, num_kv_heads
+        self._dim, self._dim_padded = head_dim, max(16, power_of_2(head_dim))
+        parts = max_rows * num_heads * MAX_PIECES
+        self._part = torch.empty(parts * self._dim_padded, dtype=torch.float32, device=device)
+        self._stat = torch.empty(parts * 2, dtype=torch.float32, device=device)
+        self._count = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        query_stride: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        work: DecodeWork,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks_H: torch.Tensor | None = None,
+    ) -> None:
+        """The rows of `out` that the work names."""
+        group = self._heads // self._kv_heads
+        options: dict[str, Any] = {
+            "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
+            "GP": max(16, power_of_2(group)), "GJ": max(2, power_of_2(group)),
+            "BLOCK_SIZE": keys.shape[1],
+            "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
+            "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "PRECISION": precision(query.dtype),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
+        }  # fmt: skip
+        for first_row, first_entry, num_entries in work.runs:
+            _decode[(num_entries * self._kv_heads,)](
+                query, query_stride, keys, values, tables, tables.stride(0), work.entries, first_entry, first_row, out,
+                self._part, self._stat, self._count, sinks_H, scale, window, softcap, **options,
+            )  # fmt: skip

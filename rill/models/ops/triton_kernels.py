@@ -1,0 +1,326 @@
+"""CUDA kernels in Triton: attention of prompts, norms, rotary embedding, activation, invariant products.
+
+`TritonKernels` offers the same calls as rill.models.ops.cpu_kernels.CpuKernels, so the fused decoder and the registered
+attention run on either. Nothing here synchronises with the host, so all of it can be captured in a CUDA graph.
+Attention of single tokens is in rill.models.ops.triton_decode.
+
+Axes: N token of the flat batch, B sequence, H query head, K key/value head, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.decode.attention_paged import FlatKernels, PagedBatch
+from rill.models.ops.triton_decode import DecodeAttention
+from rill.models.ops.triton_language import (
+    await_inputs,
+    ceil_div,
+    early_launch,
+    power_of_2,
+    precision,
+    tl,
+    triton,
+)
+
+__all__ = ["PREFILL_TILE", "TritonKernels", "invariant_matmul"]
+
+PREFILL_TILE = 64
+
+
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    h_ptr, x_ptr, w_ptr, out_ptr, size, eps, HAS_X: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    h = tl.load(h_ptr + row * size + at, mask=mask, other=0.0)
+    kind = h.dtype
+    h = h.to(tl.float32)
+    if HAS_X:
+        h = (h + tl.load(x_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(kind)
+        tl.store(h_ptr + row * size + at, h, mask=mask)
+        h = h.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
+    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if GEMMA:
+        out = h * scale * (1.0 + w)
+    else:
+        out = (h * scale).to(kind).to(tl.float32) * w
+    tl.store(out_ptr + row * size + at, out.to(kind), mask=mask)
+
+
+@triton.jit
+def _act_mul(  # type: ignore[no-untyped-def]
+    x_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    gate = tl.load(x_ptr + row * 2 * size + at, mask=mask, other=0.0)
+    kind = gate.dtype
+    up = tl.load(x_ptr + row * 2 * size + size + at, mask=mask, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    if GELU:
+        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        act = g / (1.0 + tl.exp(-2.0 * z))
+    else:
+        act = g / (1.0 + tl.exp(-g))
+    tl.store(out_ptr + row * size + at, (act.to(kind).to(tl.float32) * up).to(kind), mask=mask)
+
+
+@triton.jit
+def _rope_store(  # type: ignore[no-untyped-def]
+    qkv_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, eps, keys_ptr, values_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: its query and key heads are turned together, and its values go along into the cache."""
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HP)[:, None]
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < H + K) & (at < D // 2)
+    x_ptr = qkv_ptr + row * (H + 2 * K) * D
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    position = tl.load(pos_ptr + row)
+    a = tl.load(x_ptr + head * D + at, mask=inside, other=0.0)
+    b = tl.load(x_ptr + head * D + D // 2 + at, mask=inside, other=0.0)
+    kind = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    half = at < D // 2
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
+        q_wa = tl.load(qw_ptr + at, mask=half, other=0.0).to(tl.float32)
+        q_wb = tl.load(qw_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        k_wa = tl.load(kw_ptr + at, mask=half, other=0.0).to(tl.float32)
+        k_wb = tl.load(kw_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        wa = tl.where(head < H, q_wa, k_wa)
+        wb = tl.where(head < H, q_wb, k_wb)
+        a = ((a * scale).to(kind).to(tl.float32) * wa).to(kind).to(tl.float32)
+        b = ((b * scale).to(kind).to(tl.float32) * wb).to(kind).to(tl.float32)
+    ca = tl.load(cos_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+    cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+    sa = tl.load(sin_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+    sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+    ra = ((a * ca).to(kind).to(tl.float32) - (b * sa).to(kind).to(tl.float32)).to(kind)
+    rb = ((b * cb).to(kind).to(tl.float32) + (a * sb).to(kind).to(tl.float32)).to(kind)
+    is_query = inside & (head < H)
+    tl.store(x_ptr + head * D + at, ra, mask=is_query)
+    tl.store(x_ptr + head * D + D // 2 + at, rb, mask=is_query)
+    is_key = inside & (head >= H)
+    to = keys_ptr + (slot * K + head - H) * D + at
+    tl.store(to, ra, mask=is_key)
+    tl.store(to + D // 2, rb, mask=is_key)
+    value = tl.arange(0, KP)[:, None]
+    has_value = (value < K) & half
+    from_ptr = x_ptr + (H + K + value) * D + at
+    to = values_ptr + (slot * K + value) * D + at
+    tl.store(to, tl.load(from_ptr, mask=has_value), mask=has_value)
+    tl.store(to + D // 2, tl.load(from_ptr + D // 2, mask=has_value), mask=has_value)
+
+
+@triton.jit
+def _prefill(  # type: ignore[no-untyped-def]
+    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, rows_ptr, starts_ptr, lens_ptr, tiles_ptr, out_ptr,
+    sinks_ptr, scale, window, cap, heads, kv_heads,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tiles_ptr + tile * 2)
+    offset = tl.load(tiles_ptr + tile * 2 + 1)
+    start = tl.load(starts_ptr + seq)
+    count = tl.load(starts_ptr + seq + 1) - start
+    length = tl.load(lens_ptr + seq)
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    kv = head // (heads // kv_heads)
+    m = offset + tl.arange(0, TILE_M)
+    d = tl.arange(0, DP)
+    position = length - count + m
+    q_at = (start + m).to(tl.int64)
+    inside_q = (m < count)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + q_at[:, None] * q_stride + head * D + d[None, :], mask=inside_q, other=0.0)
+    top = tl.full([TILE_M], -1e30, tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    if HAS_SINKS:  # a key that was seen before all others, without a value
+        top = tl.zeros([TILE_M], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32)
+        total = tl.full([TILE_M], 1.0, tl.float32)
+    acc = tl.zeros([TILE_M, DP], tl.float32)
+    end = tl.minimum(length, length - count + offset + TILE_M)
+    lo = 0
+    if HAS_WINDOW:
+        lo = tl.maximum(length - count + offset - window + 1, 0) // TILE * TILE
+    for at in range(lo, end, TILE):
+        t = at + tl.arange(0, TILE)
+        block = tl.load(tables_ptr + row * table_stride + t // BLOCK_SIZE, mask=t < end, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + t % BLOCK_SIZE
+        where = (slot * kv_heads + kv)[:, None] * D + d[None, :]
+        inside = (t < end)[:, None] & (d < D)[None, :]
+        k = tl.load(keys_ptr + where, mask=inside, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_CAP:
+            s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
+        seen = (t[None, :] <= position[:, None]) & (t < end)[None, :]
+        if HAS_WINDOW:
+            seen = seen & (t[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, -1e30)
+        best = tl.maximum(top, tl.max(s, axis=1))
+        p = tl.where(seen, tl.exp(s - best[:, None]), 0.0)
+        keep = tl.exp(top - best)
+        v = tl.load(values_ptr + where, mask=inside, other=0.0)
+        total = total * keep + tl.sum(p, axis=1)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = best
+    out = (acc / total[:, None]).to(q.dtype)
+    tl.store(out_ptr + (q_at[:, None] * heads + head) * D + d[None, :], out, mask=inside_q)
+
+
+@triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, b_ptr, out_ptr, rows, num_out, num_in, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1).to(tl.int64) * M + tl.arange(0, M)
+    n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    k = tl.arange(0, K)
+    acc = tl.zeros([M, N], tl.float32)
+    for at in range(0, num_in, K):
+        inside = at + k < num_in
+        x = tl.load(
+            x_ptr + m[:, None] * num_in + at + k[None, :],
+            mask=(m < rows)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            w_ptr + n[None, :] * num_in + at + k[:, None],
+            mask=(n < num_out)[None, :] & inside[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(b_ptr + n, mask=n < num_out, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + m[:, None] * num_out + n[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(m < rows)[:, None] & (n < num_out)[None, :],
+    )
+
+
+def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [rows, in] @ weight.T [in, out] with one tile shape for every number of rows."""
+    x = x.contiguous()
+    rows, num_in = x.shape
+    num_out = weight.shape[0]
+    out = torch.empty(rows, num_out, dtype=x.dtype, device=x.device)
+    grid = (ceil_div(num_out, 128), ceil_div(rows, 64))
+    _product[grid](
+        x, weight, bias, out, rows, num_out, num_in, HAS_BIAS=bias is not None, PRECISION=precision(x.dtype),
+        M=64, N=128, K=64, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+class TritonKernels(FlatKernels):
+    """DecoderOps and PagedKernels on CUDA."""
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, device: torch.device
+    ) -> None:
+        self._dim_padded = max(16, power_of_2(head_dim))
+        self._decode = DecodeAttention(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_rows=max_num_seqs,
+            device=device,
+        )
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def add_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+    ) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        rows, size = hidden.shape
+        block = power_of_2(size)
+        _add_norm[(rows,)](
+            hidden, addend, weight, out, size, eps, HAS_X=addend is not None, GEMMA=gemma, BLOCK=block,
+            num_warps=4 if block <= 2048 else 8, **early_launch(hidden.device),
+        )  # fmt: skip
+        return out
+
+    def act_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+        rows, width = gate_up.shape
+        out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+        _act_mul[(rows, ceil_div(width // 2, 2048))](
+            gate_up, out, width // 2, GELU=gelu, BLOCK=2048, num_warps=4, **early_launch(gate_up.device)
+        )
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        num_heads: int,
+    ) -> None:
+        kv_heads, dim = keys.shape[2:]
+        turned = power_of_2(num_heads + kv_heads)
+        _rope_store[(qkv.shape[0],)](
+            qkv, cos, sin, positions, slots, q_norm, k_norm, eps, keys, values, H=num_heads, K=kv_heads, D=dim,
+            HP=turned, KP=power_of_2(kv_heads), HALF=power_of_2(dim // 2),
+            HAS_NORM=q_norm is not None, num_warps=4 if turned * dim <= 4096 else 8, **early_launch(qkv.device),
+        )  # fmt: skip
+
+    def attend_flat(
+        self,
+        query: torch.Tensor,
+        query_stride: int,
+        num_heads: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        _, block_size, kv_heads, dim = keys.shape
+        out = torch.empty(query.shape[0], num_heads, dim, dtype=query.dtype, device=query.device)
+        tables, rows, lens = batch.block_tables_BM, batch.table_rows_B, batch.context_lens_B
+        assert rows is not None
+        if batch.num_decodes:
+            assert batch.decode_work is not None
+            self._decode(
+                query, query_stride, keys, values, tables, batch.decode_work, out,
+                scale=scale, window=window, softcap=softcap, sinks_H=sinks_H,
+            )  # fmt: skip
+        if batch.prefill_tiles is not None:
+            _prefill[(batch.prefill_tiles.shape[0], num_heads)](
+                query, query_stride, keys, values, tables, tables.stride(0), rows, batch.query_starts_B1, lens,
+                batch.prefill_tiles, out, sinks_H, scale, window, softcap, num_heads, kv_heads, D=dim,
+                DP=self._dim_padded, BLOCK_SIZE=block_size, TILE_M=PREFILL_TILE, TILE=64, HAS_WINDOW=window > 0,
+                HAS_CAP=softcap > 0, HAS_SINKS=sinks_H is not None, PRECISION=precision(query.dtype), num_warps=4,
+                num_stages=2,
+            )  # fmt: skip
+        return out

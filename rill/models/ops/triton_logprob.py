@@ -1,0 +1,105 @@
+"""Log-probabilities of tokens from logits on CUDA, in two reductions whose order does not depend on the batch.
+
+    chunks   the vocabulary is cut into chunks; each reduces to (max, Σexp, Σexp above a cut, argmax)
+    row      the chunks of a row become its largest logit and its normaliser
+
+rill.inference.native.triton_sampler reports a sampled token's log-probability from these, and `token_logprobs` gives a
+known token's from the same functions: an engine's samples, its scores and a trainer's recomputation agree in every bit
+where their logits do.
+
+Axes: S row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rill.models.ops.triton_language import ceil_div, power_of_2, tl, triton
+
+CHUNK = 4096
+ROW_WARPS = 8
+"""Of any kernel that reduces a row's chunks: how a sum is shared among threads decides its rounding."""
+
+
+@triton.jit
+def _chunks(  # type: ignore[no-untyped-def]
+    logits_ptr, inv_t_ptr, cut_ptr, stats_ptr, argmax_ptr, vocab, num_chunks, HAS_CUT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    x = x * tl.load(inv_t_ptr + row)
+    top = tl.max(x, axis=0)
+    top = tl.where(top == float("-inf"), -1e30, top)
+    weight = tl.exp(x - top)
+    out = row * num_chunks + chunk
+    tl.store(stats_ptr + out * 3, top)
+    tl.store(stats_ptr + out * 3 + 1, tl.sum(weight, axis=0))
+    if HAS_CUT:
+        weight = tl.where(x >= tl.load(cut_ptr + row), weight, 0.0)
+    tl.store(stats_ptr + out * 3 + 2, tl.sum(weight, axis=0))
+    tl.store(argmax_ptr + out, chunk * CHUNK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def row_stats(stats_ptr, row, num_chunks, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(each chunk's largest, the row's largest, the row's Σexp below it)."""
+    c = tl.arange(0, CHUNKS)
+    base = stats_ptr + (row * num_chunks + c) * 3
+    tops = tl.load(base, mask=c < num_chunks, other=-1e30)
+    sums = tl.load(base + 1, mask=c < num_chunks, other=0.0)
+    top = tl.max(tops, axis=0)
+    return tops, top, tl.sum(sums * tl.exp(tops - top), axis=0)
+
+
+@triton.jit
+def logprob_of(logits_ptr, row, vocab, token, inv_t, top, total):  # type: ignore[no-untyped-def]
+    x = tl.load(logits_ptr + row * vocab + token).to(tl.float32) * inv_t
+    return x - top - tl.log(total)
+
+
+@triton.jit
+def _known(  # type: ignore[no-untyped-def]
+    logits_ptr, inv_t_ptr, target_ptr, stats_ptr, out_ptr, vocab, num_chunks, CHUNKS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _, top, total = row_stats(stats_ptr, row, num_chunks, CHUNKS)
+    token, inv_t = tl.load(target_ptr + row), tl.load(inv_t_ptr + row)
+    tl.store(out_ptr + row, logprob_of(logits_ptr, row, vocab, token, inv_t, top, total))
+
+
+class ChunkStats:
+    """Buffers for the chunks of up to max_rows rows, made once so that graphs can refer to them."""
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        self.num_chunks = ceil_div(vocab, CHUNK)
+        self.num_chunks_padded = power_of_2(self.num_chunks)
+        self.values = torch.empty(max_rows * self.num_chunks * 3, dtype=torch.float32, device=device)
+        self.argmax = torch.empty(max_rows * self.num_chunks, dtype=torch.int32, device=device)
+
+    def fill(
+        self, logits_SV: torch.Tensor, inv_temperature_S: torch.Tensor, cut_S: torch.Tensor | None
+    ) -> None:
+        rows, vocab = logits_SV.shape
+        _chunks[(rows, self.num_chunks)](
+            logits_SV, inv_temperature_S, cut_S, self.values, self.argmax, vocab, self.num_chunks,
+            HAS_CUT=cut_S is not None, CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
+
+
+def token_logprobs(
+    logits_SV: torch.Tensor, targets_S: torch.Tensor, inv_temperature_S: torch.Tensor
+) -> torch.Tensor:
+    """log softmax(logits · 1/temperature) at each row's target: float32, the sampler's bits."""
+    rows, vocab = logits_SV.shape
+    out_S = torch.empty(rows, dtype=torch.float32, device=logits_SV.device)
+    if rows:
+        logits_SV = logits_SV.contiguous()
+        stats = ChunkStats(rows, vocab, logits_SV.device)
+        stats.fill(logits_SV, inv_temperature_S, None)
+        _known[(rows,)](
+            logits_SV, inv_temperature_S, targets_S, stats.values, out_S, vocab, stats.num_chunks,
+            CHUNKS=stats.num_chunks_padded, num_warps=ROW_WARPS,
+        )  # fmt: skip
+    return out_S

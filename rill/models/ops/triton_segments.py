@@ -1,0 +1,370 @@
+"""Causal attention over the segments of a packed row, forward and backward, in Triton: CUDA in 16 bits.
+
+Callers: rill.models.train.attention_packed. A segment's queries see the keys of that segment only; the last query
+sees the last key (there may be more keys than queries: a shared prefix). Guarantees: results do not depend on how other
+segments lie in the row, nothing is added atomically, so a step has the same bits each time it is run.
+
+Work is a list of tiles made once per pack and used by every layer, dearest first: a row of log-normal lengths then
+keeps all multiprocessors busy to the end, and no program starts only to find that its tile is empty.
+
+    forward         a tile of queries   → out, log-sum-exp          QKᵀ, PV
+    backward/keys   a tile of keys      → dK, dV in parts           QKᵀ, dOVᵀ, PᵀdO, dSᵀQ
+    backward/queries a tile of queries  → dQ                        QKᵀ, dOVᵀ, dSK
+
+dK and dV of one key/value head are summed over its query heads: within a program over HEADS_AT_ONCE of them, the
+rest as `parts` that are added afterwards.
+
+Q query token, M key token, H query head, G key/value head, E head width, C column of per-query sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+QUERY_TILE = 64
+KEY_TILE = 64
+HEADS_AT_ONCE = 3
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How one kernel is launched: rows of the streamed side per turn, warps, depth of the pipeline."""
+
+    inner: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Measured on an H200 with heads of 128: two programs of four warps on a multiprocessor beat one of eight.
+_FORWARD = _Shape(64, 4, 3)
+_KEYS = _Shape(64, 4, 2)
+_QUERIES = _Shape(64, 4, 2)
+
+
+def plan_tiles(
+    query_lengths: Sequence[int], key_lengths: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(query tiles, key tiles): int32 [tiles, 6] of the segment's first query, number of queries, first key, number of
+    keys, first column of per-query sums, and the tile's number in it.
+
+    Sorted by the number of (query, key) pairs, most first. Sums lie tile by tile: the copy engine reads
+    from multiples of 16 bytes only, and no program needs to mask them.
+    """
+    q, k = np.asarray(query_lengths), np.asarray(key_lengths)
+    padded = -(-q // QUERY_TILE) * QUERY_TILE
+    segments = np.stack([np.cumsum(q) - q, q, np.cumsum(k) - k, k, np.cumsum(padded) - padded], axis=1)
+    hidden = segments[:, 3] - segments[:, 1]
+    queries = _tiles(segments, q, QUERY_TILE)
+    seen = np.minimum(
+        queries[:, 3], (queries[:, 5] + 1) * QUERY_TILE + np.repeat(hidden, -(-q // QUERY_TILE))
+    )
+    keys = _tiles(segments, k, KEY_TILE)
+    seeing = keys[:, 1] - np.maximum(0, keys[:, 5] * KEY_TILE - np.repeat(hidden, -(-k // KEY_TILE)))
+    return queries[np.argsort(-seen, kind="stable")], keys[np.argsort(-seeing, kind="stable")]
+
+
+def _tiles(segments: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    counts = -(-lengths // size)
+    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.concatenate([np.repeat(segments, counts, axis=0), numbers[:, None]], axis=1).astype(np.int32)
+
+
+@triton.jit
+def _tile(tiles_ptr, lanes):  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+    """(first query, queries, first key, keys, first sum, tile number, lane) of this program."""
+    at = tiles_ptr + tl.program_id(0) // lanes * 6
+    q_start, q_len, k_start, k_len = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return q_start, q_len, k_start, k_len, tl.load(at + 4), tl.load(at + 5), tl.program_id(0) % lanes
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_rows(ptr, start, rows, end, head, num_heads, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = ((start + rows).to(tl.int64) * num_heads + head) * WIDTH
+    return tl.load(ptr + at[:, None] + tl.arange(0, WIDTH)[None, :], mask=(rows < end)[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(ptr, values, start, rows, end, head, num_heads, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = ((start + rows).to(tl.int64) * num_heads + head) * WIDTH
+    to = ptr + at[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(to, values.to(ptr.dtype.element_ty), mask=(rows < end)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sees(rows, keys, ahead, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a query sees a key; `rows` and `keys` count from the segment's start and are broadcast."""
+    sees = rows + ahead >= keys
+    if HAS_WINDOW:
+        sees &= rows + ahead - window < keys
+    return sees
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _key_range(number, ahead, window, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first block of keys that a query tile needs, first one that not every query sees in full)."""
+    begin = 0
+    whole = (number * M + ahead + 1) // N * N
+    if HAS_WINDOW:
+        begin = tl.maximum(0, number * M + ahead - window + 1) // N * N
+        whole = begin
+    return begin, whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    q_ptr, k_rows, v_rows, out_ptr, lse_ptr, tiles_ptr, scale, window, sums_step, num_heads, group,
+    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
+    rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
+    ahead, kv_at = k_len - q_len, head // group * WIDTH
+    q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, WIDTH], tl.float32)
+    begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
+    for start in range(begin, whole, N):
+        k = k_rows.load([k_start + start, kv_at])
+        v = v_rows.load([k_start + start, kv_at])
+        scores = tl.dot(q, tl.trans(k)) * scale
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        top = new_top
+    for start in range(whole, tl.minimum(k_len, number * M + ahead + M), N):
+        k = k_rows.load([k_start + start, kv_at])
+        v = v_rows.load([k_start + start, kv_at])
+        sees = _sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW)
+        scores = tl.where(sees, tl.dot(q, tl.trans(k)) * scale, -1.0e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        if HAS_WINDOW:
+            p = tl.where(sees, p, 0.0)  # a query that sees nothing of this block has no largest score yet
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        top = new_top
+    _store_rows(out_ptr, acc / total[:, None], q_start, rows, q_len, head, num_heads, WIDTH)
+    # Past the segment's end an infinite one: whatever is read in place of such a query weighs nothing.
+    lse = tl.where(rows < q_len, top + tl.log2(total), float("inf"))
+    tl.store(lse_ptr + head * sums_step + sums + rows, lse)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_sums(  # type: ignore[no-untyped-def]
+    out_ptr, grad_ptr, delta_ptr, tiles_ptr, sums_step, num_heads, WIDTH: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """delta = Σ out · grad over the head's width."""
+    q_start, q_len, _, _, sums, number, head = _tile(tiles_ptr, num_heads)
+    rows = number * M + tl.arange(0, M)
+    out = _load_rows(out_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
+    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH).to(tl.float32)
+    tl.store(delta_ptr + head * sums_step + sums + rows, tl.sum(out * grad, 1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_keys(  # type: ignore[no-untyped-def]
+    q_rows, k_ptr, v_ptr, grad_rows, lse_rows, delta_rows, dk_ptr, dv_ptr, tiles_ptr, scale, window,
+    num_keys, kv_heads, group,
+    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    parts = group // HEADS
+    q_start, q_len, k_start, k_len, sums, number, lane = _tile(tiles_ptr, kv_heads * parts)
+    kv_head, part = lane // parts, lane % parts
+    columns = number * N + tl.arange(0, N)
+    k = _load_rows(k_ptr, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
+    v = _load_rows(v_ptr, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
+    dk = tl.zeros([N, WIDTH], tl.float32)
+    dv = tl.zeros([N, WIDTH], tl.float32)
+    ahead = k_len - q_len
+    begin = tl.maximum(0, number * N - ahead) // M * M  # the first queries that see any of these keys
+    end = q_len
+    whole = tl.cdiv(tl.maximum(0, number * N + N - 1 - ahead), M) * M  # from here on they see all
+    if HAS_WINDOW:
+        end = tl.minimum(q_len, number * N + N + window - ahead)
+        whole = end
+    for index in range(HEADS):
+        head = kv_head * group + part * HEADS + index
+        for start in range(begin, tl.minimum(whole, end), M):
+            rows = start + tl.arange(0, M)
+            q = q_rows.load([q_start + start, head * WIDTH])
+            grad = grad_rows.load([q_start + start, head * WIDTH])
+            lse = lse_rows.load([head, sums + start]).reshape([M])
+            delta = delta_rows.load([head, sums + start]).reshape([M])
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
+            p = tl.where(_sees(rows[None, :], columns[:, None], ahead, window, HAS_WINDOW), p, 0.0)
+            dv = tl.dot(p.to(q.dtype), grad, dv)
+            ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk)
+        for start in range(whole, end, M):
+            q = q_rows.load([q_start + start, head * WIDTH])
+            grad = grad_rows.load([q_start + start, head * WIDTH])
+            lse = lse_rows.load([head, sums + start]).reshape([M])
+            delta = delta_rows.load([head, sums + start]).reshape([M])
+            p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])
+            dv = tl.dot(p.to(q.dtype), grad, dv)
+            ds = p * (tl.dot(v, tl.trans(grad)) - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk)
+    k_start += part * num_keys
+    _store_rows(dk_ptr, dk * (scale * 0.6931471805599453), k_start, columns, k_len, kv_head, kv_heads, WIDTH)
+    _store_rows(dv_ptr, dv, k_start, columns, k_len, kv_head, kv_heads, WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_queries(  # type: ignore[no-untyped-def]
+    q_ptr, k_rows, v_rows, grad_ptr, lse_ptr, delta_ptr, dq_ptr, tiles_ptr, scale, window,
+    sums_step, num_heads, group,
+    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    q_start, q_len, k_start, k_len, sums, number, head = _tile(tiles_ptr, num_heads)
+    rows, columns = number * M + tl.arange(0, M), tl.arange(0, N)
+    ahead, kv_at = k_len - q_len, head // group * WIDTH
+    q = _load_rows(q_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    grad = _load_rows(grad_ptr, q_start, rows, q_len, head, num_heads, WIDTH)
+    lse = tl.load(lse_ptr + head * sums_step + sums + rows)
+    delta = tl.load(delta_ptr + head * sums_step + sums + rows)
+    dq = tl.zeros([M, WIDTH], tl.float32)
+    begin, whole = _key_range(number, ahead, window, M, N, HAS_WINDOW)
+    for start in range(begin, whole, N):
+        k = k_rows.load([k_start + start, kv_at])
+        v = v_rows.load([k_start + start, kv_at])
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+        ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    for start in range(whole, tl.minimum(k_len, number * M + ahead + M), N):
+        k = k_rows.load([k_start + start, kv_at])
+        v = v_rows.load([k_start + start, kv_at])
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+        p = tl.where(_sees(rows[:, None], start + columns[None, :], ahead, window, HAS_WINDOW), p, 0.0)
+        ds = p * (tl.dot(grad, tl.trans(v)) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    _store_rows(dq_ptr, dq * (scale * 0.6931471805599453), q_start, rows, q_len, head, num_heads, WIDTH)
+
+
+@torch.library.custom_op("rill::segment_attention", mutates_args=())
+def segment_attention(
+    query_QHE: Tensor,
+    key_MGE: Tensor,
+    value_MGE: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """(out_QHE, log-sum-exp in base 2 by tile). `window` 0: every earlier key is seen; else the last `window` ones."""
+    q, k, v = query_QHE.contiguous(), key_MGE.contiguous(), value_MGE.contiguous()
+    _, num_heads, width = q.shape
+    out = torch.empty_like(q)
+    lse = torch.empty(num_heads, len(query_tiles) * QUERY_TILE, dtype=torch.float32, device=q.device)
+    _forward[(len(query_tiles) * num_heads,)](
+        q, _streamed(k, _FORWARD.inner), _streamed(v, _FORWARD.inner), out, lse, query_tiles, scale * _LOG2_E,
+        window, lse.stride(0), num_heads, num_heads // k.shape[1],
+        WIDTH=width, M=QUERY_TILE, N=_FORWARD.inner, HAS_WINDOW=window > 0, **_FORWARD.launch,
+    )  # fmt: skip
+    return out, lse
+
+
+@torch.library.custom_op("rill::segment_attention_backward", mutates_args=())
+def segment_attention_backward(
+    grad_QHE: Tensor,
+    query_QHE: Tensor,
+    key_MGE: Tensor,
+    value_MGE: Tensor,
+    out_QHE: Tensor,
+    lse_HC: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV)."""
+    grad, q, k, v = (x.contiguous() for x in (grad_QHE, query_QHE, key_MGE, value_MGE))
+    _, num_heads, width = q.shape
+    num_keys, kv_heads, _ = k.shape
+    group = num_heads // kv_heads
+    heads = max(h for h in range(1, HEADS_AT_ONCE + 1) if group % h == 0)
+    parts = group // heads
+    dq, delta = torch.empty_like(q), torch.empty_like(lse_HC)
+    part_dtype = q.dtype if parts == 1 else torch.float32
+    dk, dv = (torch.empty(parts, num_keys, kv_heads, width, dtype=part_dtype, device=q.device) for _ in "kv")
+    _row_sums[(len(query_tiles) * num_heads,)](
+        out_QHE, grad, delta, query_tiles, delta.stride(0), num_heads, WIDTH=width, M=QUERY_TILE, num_warps=4
+    )
+    _backward_keys[(len(key_tiles) * kv_heads * parts,)](
+        _streamed(q, _KEYS.inner), k, v, _streamed(grad, _KEYS.inner), _sums_of(lse_HC), _sums_of(delta), dk, dv,
+        key_tiles, scale * _LOG2_E, window, num_keys, kv_heads, group,
+        WIDTH=width, M=_KEYS.inner, N=KEY_TILE, HEADS=heads, HAS_WINDOW=window > 0, **_KEYS.launch,
+    )  # fmt: skip
+    _backward_queries[(len(query_tiles) * num_heads,)](
+        q, _streamed(k, _QUERIES.inner), _streamed(v, _QUERIES.inner), grad, lse_HC, delta, dq, query_tiles,
+        scale * _LOG2_E, window, delta.stride(0), num_heads, group,
+        WIDTH=width, M=QUERY_TILE, N=_QUERIES.inner, HAS_WINDOW=window > 0, **_QUERIES.launch,
+    )  # fmt: skip
+    if parts == 1:
+        return dq, dk[0], dv[0]
+    return dq, dk.sum(0).to(q.dtype), dv.sum(0).to(q.dtype)
+
+
+def _streamed(x_THE: Tensor, num_rows: int) -> TensorDescriptor:
+    """`num_rows` tokens of one head at a time through the bulk copy engine; past the last token it reads zeros."""
+    num_tokens, num_heads, width = x_THE.shape
+    return TensorDescriptor(x_THE, [num_tokens, num_heads * width], [num_heads * width, 1], [num_rows, width])
+
+
+def _sums_of(x_HC: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(x_HC, list(x_HC.shape), list(x_HC.stride()), [1, _KEYS.inner])
+
+
+@segment_attention.register_fake
+def _(
+    query_QHE: Tensor, key_MGE: Tensor, value_MGE: Tensor, query_tiles: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    lse = query_QHE.new_empty(query_QHE.shape[1], query_tiles.shape[0] * QUERY_TILE, dtype=torch.float32)
+    return query_QHE.new_empty(query_QHE.shape), lse
+
+
+@segment_attention_backward.register_fake
+def _(
+    grad_QHE: Tensor, query_QHE: Tensor, key_MGE: Tensor, value_MGE: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (query_QHE, key_MGE, value_MGE))  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradient(ctx: Any, grad_QHE: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, query_tiles, key_tiles, out, lse = ctx.saved_tensors
+    grads = segment_attention_backward(
+        grad_QHE, q, k, v, out, lse, query_tiles, key_tiles, ctx.scale, ctx.window
+    )
+    return (*grads, None, None, None, None)
+
+
+segment_attention.register_autograd(_gradient, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.rill.segment_attention)
+def _flops(query_shape: Any, key_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """A guess (the lengths are on the device) that keeps the compiler from computing attention twice."""
+    num_queries, num_heads, width = query_shape
+    return int(4 * num_queries * num_heads * width * 1024)

@@ -1,0 +1,297 @@
+"""Kernels for steps of few rows, where the time goes into reading weights: products that keep memory busy.
+
+A product of few rows is cut along both sides of its weight so that every multiprocessor reads a part of it at once, and
+what was cut along the summed axis is added up, always in the same order, by the kernel that reads it next:
+
+    product ─► parts [P, B, N] float32 ─► turn and store │ add and norm
+
+Launches overlap (rill.models.ops.triton_language.await_inputs): a product asks for its weights while the kernel before
+it still runs, so that the small kernels between two products cost memory no time.
+
+Called by rill.models.decode.skinny, captured in its graphs.
+
+Axes: B row, N output, K input, P part of the summed axis, H query head, G key/value head, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rill.models.ops.triton_language import (
+    await_inputs,
+    ceil_div,
+    early_launch,
+    power_of_2,
+    precision,
+    tl,
+    triton,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """How a product is cut for one shape of weight."""
+
+    num_parts: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    num_warps: int
+    prefetch_bytes: int
+    """Of each row of a tile, asked for while the kernel before still runs. 0: none."""
+
+
+@triton.jit
+def _prefetch(pointers, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask for num_bytes (a multiple of 16) from each pointer on; nobody waits for them. From Hopper on."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _activated(gate, up, kind: tl.constexpr, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded where the modules' own functions round."""
+    g = gate.to(kind).to(tl.float32)
+    if GELU:
+        z = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        act = g / (1.0 + tl.exp(-2.0 * z))
+    else:
+        act = g / (1.0 + tl.exp(-g))
+    return (act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, out_ptr, rows, num_out, num_in, part_in, prefetch_bytes,
+    GATED: tl.constexpr, GELU: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[part, row, n] = Σ x[row, k] w[n, k] over the part's k; GATED: act(gate) · up, w being gates above ups."""
+    i = tl.arange(0, TILE_N)
+    if GATED:
+        # Half of the tile are gates, half the ups that belong to them.
+        n = tl.program_id(0) * (TILE_N // 2) + i % (TILE_N // 2)
+        w_row = tl.minimum(n, num_out - 1) + tl.where(i < TILE_N // 2, 0, num_out)
+    else:
+        n = tl.program_id(0) * TILE_N + i
+        w_row = tl.minimum(n, num_out - 1)
+    part = tl.program_id(1)
+    first = part * part_in
+    end = tl.minimum(first + part_in, num_in)
+    w_rows = w_ptr + w_row.to(tl.int64) * num_in
+    if PREFETCH:
+        # In two halves a row, one to a thread: what several threads hold alike is asked for several times.
+        size = tl.minimum(prefetch_bytes, (end - first) * 2) // 2
+        halves = tl.zeros([TILE_N, 2], tl.int32) + size
+        _prefetch((w_rows + first)[:, None] + tl.arange(0, 2)[None, :] * (size // 2), halves)
+    await_inputs(PDL)
+    b = tl.arange(0, TILE_B)
+    k = tl.arange(0, TILE_K)
+    x_at = x_ptr + b[:, None] * num_in + k[None, :]
+    w_at = w_rows[:, None] + k[None, :]
+    acc = tl.zeros([TILE_N, TILE_B], tl.float32)
+    for at in range(first, end, TILE_K):
+        w = tl.load(w_at + at)
+        x = tl.load(x_at + at, mask=(b < rows)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_N // 2, TILE_B)), (1, 2, 0)))
+        out = _activated(gate, up, kind, GELU)
+        n = tl.program_id(0) * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+    else:
+        out = acc.to(kind)
+    to = out_ptr + (part.to(tl.int64) * rows + b[None, :]) * num_out + n[:, None]
+    tl.store(to, out, mask=(b < rows)[None, :] & (n < num_out)[:, None])
+
+
+@triton.jit
+def _normed(h, w, size, eps, kind: tl.constexpr, GEMMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=0) / size + eps)
+    if GEMMA:
+        return (h * scale * (1.0 + w)).to(kind)
+    return ((h * scale).to(kind).to(tl.float32) * w).to(kind)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_parts_norm(  # type: ignore[no-untyped-def]
+    h_ptr, part_ptr, bias_ptr, post_ptr, w_ptr, out_ptr, rows, size, eps, P: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_POST: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: h += [norm of] Σ parts, in place; out = norm of h."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < size
+    kind: tl.constexpr = h_ptr.dtype.element_ty
+    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    await_inputs(PDL)
+    h = tl.load(h_ptr + row * size + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(P):
+        x += tl.load(part_ptr + (part * rows + row) * size + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = x.to(kind).to(tl.float32)
+    if HAS_POST:
+        post = tl.load(post_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = _normed(x, post, size, eps, kind, GEMMA).to(tl.float32)
+    h = (h + x).to(kind)
+    tl.store(h_ptr + row * size + at, h, mask=mask)
+    tl.store(out_ptr + row * size + at, _normed(h.to(tl.float32), w, size, eps, kind, GEMMA), mask=mask)
+
+
+@triton.jit
+def _head_of_parts(  # type: ignore[no-untyped-def]
+    part_ptr, bias_ptr, step, at, mask, kind: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    x = tl.load(part_ptr + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, P):
+        x += tl.load(part_ptr + part * step + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return x.to(kind)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _turn_parts(  # type: ignore[no-untyped-def]
+    part_ptr, bias_ptr, query_ptr, cos_ptr, sin_ptr, pos_ptr, slot_ptr, qw_ptr, kw_ptr, rows, eps, keys_ptr, values_ptr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: Σ parts; queries and keys are turned, keys and values go into the cache."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, HALF)
+    half = at < D // 2
+    kind: tl.constexpr = query_ptr.dtype.element_ty
+    position = tl.load(pos_ptr + row)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    await_inputs(PDL)
+    width = (H + 2 * G) * D
+    mine = part_ptr + row * width
+    here = head * D + at
+    a = _head_of_parts(mine, bias_ptr, rows * width, here, half, kind, P, HAS_BIAS)
+    b = _head_of_parts(mine, bias_ptr, rows * width, here + D // 2, half, kind, P, HAS_BIAS)
+    if head >= H + G:
+        to = values_ptr + (slot * G + head - H - G) * D + at
+        tl.store(to, a, mask=half)
+        tl.store(to + D // 2, b, mask=half)
+    else:
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        if HAS_NORM:
+            scale = 1.0 / tl.sqrt_rn((tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0)) / D + eps)
+            weight_ptr = qw_ptr
+            if head >= H:
+                weight_ptr = kw_ptr
+            wa = tl.load(weight_ptr + at, mask=half, other=0.0).to(tl.float32)
+            wb = tl.load(weight_ptr + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+            x = ((x * scale).to(kind).to(tl.float32) * wa).to(kind).to(tl.float32)
+            y = ((y * scale).to(kind).to(tl.float32) * wb).to(kind).to(tl.float32)
+        ca = tl.load(cos_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+        cb = tl.load(cos_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        sa = tl.load(sin_ptr + position * D + at, mask=half, other=0.0).to(tl.float32)
+        sb = tl.load(sin_ptr + position * D + D // 2 + at, mask=half, other=0.0).to(tl.float32)
+        turned_x = ((x * ca).to(kind).to(tl.float32) - (y * sa).to(kind).to(tl.float32)).to(kind)
+        turned_y = ((y * cb).to(kind).to(tl.float32) + (x * sb).to(kind).to(tl.float32)).to(kind)
+        if head < H:
+            to = query_ptr + (row * H + head) * D + at
+        else:
+            to = keys_ptr + (slot * G + head - H) * D + at
+        tl.store(to, turned_x, mask=half)
+        tl.store(to + D // 2, turned_y, mask=half)
+
+
+def product(
+    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """Parts [P, B, N] whose sum is x @ weight.T."""
+    num_out = weight_NK.shape[0]
+    out = torch.empty(shape.num_parts, len(x_BK), num_out, dtype=dtype, device=x_BK.device)
+    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=False, is_gelu=False)
+
+
+def gated_product(
+    x_BK: torch.Tensor, weight_NK: torch.Tensor, shape: ProductShape, *, is_gelu: bool
+) -> torch.Tensor:
+    """act(x @ gate.T) · (x @ up.T), gates being the first half of the weight's rows."""
+    assert shape.num_parts == 1
+    num_out = weight_NK.shape[0] // 2
+    out = torch.empty(len(x_BK), num_out, dtype=x_BK.dtype, device=x_BK.device)
+    return _launch(x_BK, weight_NK, out, shape, num_out, is_gated=True, is_gelu=is_gelu)
+
+
+def _launch(
+    x_BK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out: torch.Tensor,
+    shape: ProductShape,
+    num_out: int,
+    *,
+    is_gated: bool,
+    is_gelu: bool,
+) -> torch.Tensor:
+    rows, num_in = x_BK.shape
+    num_tiles = ceil_div(num_out, shape.tile_n // 2 if is_gated else shape.tile_n)
+    part_in = ceil_div(num_in // shape.tile_k, shape.num_parts) * shape.tile_k
+    early = early_launch(x_BK.device)
+    _product[(num_tiles, shape.num_parts)](
+        x_BK, weight_NK, out, rows, num_out, num_in, part_in, shape.prefetch_bytes, GATED=is_gated, GELU=is_gelu,
+        TILE_B=max(16, power_of_2(rows)), TILE_N=shape.tile_n, TILE_K=shape.tile_k,
+        PREFETCH=early["PDL"] and shape.prefetch_bytes > 0 and x_BK.dtype.itemsize == 2,
+        PRECISION=precision(x_BK.dtype), num_warps=shape.num_warps, num_stages=shape.num_stages, **early,
+    )  # fmt: skip
+    return out
+
+
+def add_parts_norm(
+    hidden_BE: torch.Tensor,
+    parts_PBE: torch.Tensor,
+    bias: torch.Tensor | None,
+    post_norm: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gemma: bool,
+) -> torch.Tensor:
+    """hidden += Σ parts (normed first, where post_norm is given), in place; returns RMSNorm(hidden)."""
+    rows, size = hidden_BE.shape
+    out = torch.empty_like(hidden_BE)
+    _add_parts_norm[(rows,)](
+        hidden_BE, parts_PBE, bias, post_norm, weight, out, rows, size, eps, P=len(parts_PBE),
+        HAS_BIAS=bias is not None, HAS_POST=post_norm is not None, GEMMA=gemma, BLOCK=power_of_2(size),
+        num_warps=8, **early_launch(hidden_BE.device),
+    )  # fmt: skip
+    return out
+
+
+def turn_parts(
+    parts_PBN: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """Queries [B, H·D], turned; keys and values go to their slots of the cache."""
+    num_parts, rows, _ = parts_PBN.shape
+    kv_heads, dim = keys.shape[2:]
+    query = torch.empty(rows, num_heads * dim, dtype=keys.dtype, device=keys.device)
+    _turn_parts[(rows, num_heads + 2 * kv_heads)](
+        parts_PBN, bias, query, cos, sin, positions, slots, q_norm, k_norm, rows, eps, keys, values, H=num_heads,
+        G=kv_heads, D=dim, HALF=power_of_2(dim // 2), P=num_parts, HAS_BIAS=bias is not None,
+        HAS_NORM=q_norm is not None, num_warps=1, **early_launch(keys.device),
+    )  # fmt: skip
+    return query

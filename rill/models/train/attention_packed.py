@@ -1,0 +1,260 @@
+"""Attention over packed sequences: many sequences in one row, none seeing another (rill.models.train.packed_layout).
+
+Registered in transformers' attention interface as `rill_packed`; a model loaded with that name takes the keyword
+`packed=PackedLayout(...)` in its forward call. Callers: rill.training only.
+
+Exact routes, chosen by device, dtype and head width: rill.models.ops.triton_segments (Hopper GPUs, 16-bit),
+FlashAttention's variable-length kernel (other CUDA, 16-bit), and padded batches of segments of similar shape through
+scaled_dot_product_attention (everything else). Architectures that
+cap their scores or have learnt sinks take the padded batches everywhere, with scores written out. With context
+parallelism a rank holds a slice of the row, and keys and values are gathered over the group first.
+
+M token of the pack, Q query token of this rank, H query head, G key/value head, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rill.errors import UnsupportedError
+from rill.models.train.packed_layout import PackedLayout, PaddedGroup
+
+ATTENTION_NAME = "rill_packed"
+_TRITON_WIDTHS = (32, 64, 128)
+"""Head widths of rill.models.ops.triton_segments; others take FlashAttention's kernel."""
+
+
+class _Scores(NamedTuple):
+    """How one layer turns products of queries and keys into probabilities."""
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None = None
+    """c tanh(score / c) takes the place of each score."""
+    sinks_H: Tensor | None = None
+    """A learnt score for each head that takes its part of the probability and has no value."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed: PackedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, Q, E] queries → [1, Q, H, E]. The signature is transformers' attention interface; s_aux are sinks.
+
+    Other arguments change nothing: rill.models.eager has seen them when the model was loaded.
+    """
+    if packed is None:
+        raise UnsupportedError("the model's layers do not hand their arguments down to attention")
+    if dropout:
+        raise UnsupportedError("packed attention has no dropout: a policy is trained as it samples")
+    if packed.context_group is not None:
+        key, value = gather_row(key, value, packed.context_group)
+    if packed.groups:
+        return _attend(query, key, value, packed, _Scores(scaling, sliding_window, softcap, s_aux)), None
+    assert softcap is None and s_aux is None, "a model of changes_scores() takes layouts without use_flash"
+    width = value.shape[-1]
+    if (
+        width < key.shape[-1]
+    ):  # narrower than keys, as in multi-head latent attention; the kernels know one width
+        value = functional.pad(value, (0, key.shape[-1] - width))
+    return _flash_attention(query, key, value, packed, scaling, sliding_window)[..., :width], None
+
+
+def changes_scores(model: nn.Module) -> bool:
+    """Whether a model's attention is more than causal softmax: capped scores, as Gemma 2's, or sinks, as gpt-oss's."""
+    values = model.config.get_text_config().to_dict()  # type: ignore[union-attr, operator]
+    has_sinks = any("sink" in name for name, _ in model.named_parameters())
+    return has_sinks or bool(values.get("attn_logit_softcapping"))
+
+
+def register() -> None:
+    """Make `rill_packed` known to transformers. Safe to call again.
+
+    No mask function is registered: the layout is the mask, and looking for one transformers would wait for the device.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    query_QHE, key_MGE, value_MGE = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.key_index is not None:
+        key_MGE = key_MGE.index_select(0, packed.key_index)
+        value_MGE = value_MGE.index_select(0, packed.key_index)
+    width = query_QHE.shape[-1]
+    if packed.query_tiles is not None and packed.key_tiles is not None and width in _TRITON_WIDTHS:
+        out_QHE: Tensor = torch.ops.rill.segment_attention(
+            query_QHE,
+            key_MGE,
+            value_MGE,
+            packed.query_tiles,
+            packed.key_tiles,
+            width**-0.5 if scaling is None else scaling,
+            sliding_window or 0,
+        )[0]
+        return out_QHE[None]
+    # The kernel aligns the causal mask to the bottom right: the last query of a segment sees its last key.
+    out_QHE = torch.ops.aten._flash_attention_forward(
+        query_QHE,
+        key_MGE,
+        value_MGE,
+        packed.cu_queries,
+        packed.cu_keys,
+        packed.max_queries,
+        packed.max_keys,
+        0.0,
+        True,
+        False,
+        scale=scaling,
+        window_size_left=None if sliding_window is None else sliding_window - 1,
+        window_size_right=None if sliding_window is None else 0,
+    )[0]
+    return out_QHE[None]
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """torch.compile a decoder layer, once for all row lengths, without the padded attention inside it: its shapes
+    differ with every pack, and each one would be compiled anew."""
+    global _attend
+    # Here and not as a decorator: it imports the compiler, seconds that a process without compiled layers can spare.
+    _attend = torch.compiler.disable(_padded_attention)  # type: ignore[no-untyped-call]
+    layer.compile(dynamic=True)
+
+
+def _padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedLayout,
+    scores: _Scores,
+) -> Tensor:
+    dtype, sliding_window = query.dtype, scores.sliding_window
+    if query.device.type == "cpu" and dtype == torch.bfloat16:
+        # torch's CPU kernel has a backward pass in bfloat16 that takes many times that in float32.
+        query, key, value = query.float(), key.float(), value.float()
+    query_QHE, key_MGE, value_MGE = (x[0].transpose(0, 1) for x in (query, key, value))
+    num_repeats = query_QHE.shape[1] // key_MGE.shape[1]
+    pieces: list[Tensor] = []
+    rows: list[Tensor] = []
+    for group in packed.groups:
+        q, k, v = (_take(x, group) for x in (query_QHE, key_MGE, value_MGE))
+        if group.keys is not None:
+            k, v = key_MGE[group.keys].transpose(1, 2), value_MGE[group.keys].transpose(1, 2)
+        mask = group.mask
+        if sliding_window is not None and k.shape[2] > sliding_window:
+            mask = _windowed(mask, q.shape[2], k.shape[2], sliding_window, q.device)
+        k, v = _repeat_heads(k, num_repeats), _repeat_heads(v, num_repeats)
+        if scores.softcap is None and scores.sinks_H is None:
+            out_bHqE = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
+            )
+        else:
+            out_bHqE = _written_out(q, k, v, mask, scores)
+        out = out_bHqE.transpose(1, 2).flatten(0, 1)
+        pieces.append(out if group.contiguous is not None else out.index_select(0, group.flat))
+        rows.append(group.rows)
+    if len(pieces) == 1 and packed.groups[0].contiguous is not None:
+        return pieces[0][None].to(dtype)
+    out_QHE = torch.cat(pieces).to(dtype)
+    # rows is a permutation of the queries: its inverse puts every output back in its place.
+    return out_QHE.index_select(0, torch.argsort(torch.cat(rows)))[None]
+
+
+def _written_out(
+    q_bHqE: Tensor, k_bHkE: Tensor, v_bHkE: Tensor, mask: Tensor | None, scores: _Scores
+) -> Tensor:
+    """Attention with capped scores and sinks, softmax in float32; holds [b, H, q, k]."""
+    scaling = q_bHqE.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    score_bHqk = (q_bHqE @ k_bHkE.transpose(2, 3)).float() * scaling
+    if scores.softcap is not None:
+        score_bHqk = torch.tanh(score_bHqk / scores.softcap) * scores.softcap
+    if mask is None:
+        mask = torch.ones(score_bHqk.shape[2:], dtype=torch.bool, device=score_bHqk.device).tril()
+    score_bHqk = score_bHqk.masked_fill(~mask, -math.inf)
+    if scores.sinks_H is not None:
+        sink_bHq1 = scores.sinks_H.float()[None, :, None, None].expand(*score_bHqk.shape[:3], 1)
+        score_bHqk = torch.cat((score_bHqk, sink_bHq1), dim=-1)
+    share_bHqk = score_bHqk.softmax(-1)[..., : k_bHkE.shape[2]]
+    return share_bHqk.to(v_bHkE.dtype) @ v_bHkE
+
+
+def _take(x_MHE: Tensor, group: PaddedGroup) -> Tensor:
+    """[b, heads, q, E] of a group's queries."""
+    num_rows, num_cols = group.queries.shape
+    if group.contiguous is not None:
+        block = x_MHE[group.contiguous : group.contiguous + num_rows * num_cols]
+        return block.view(num_rows, num_cols, *block.shape[1:]).transpose(1, 2)
+    return x_MHE[group.queries].transpose(1, 2)
+
+
+def _repeat_heads(x: Tensor, num_repeats: int) -> Tensor:
+    if num_repeats == 1:
+        return x
+    b, g, k, e = x.shape
+    return x[:, :, None].expand(b, g, num_repeats, k, e).reshape(b, g * num_repeats, k, e)
+
+
+def _windowed(mask: Tensor | None, q: int, k: int, window: int, device: torch.device) -> Tensor:
+    """The mask without keys that lie `window` or more tokens before a query, counted from the prefix's start."""
+    if mask is None:
+        mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=device).tril()
+    width = k - q  # of the widest prefix; a shorter one leaves columns between itself and the segment's own
+    prefix_b1 = mask[:, 0, 0, :width].sum(-1, keepdim=True)
+    query_at_bq = prefix_b1 + torch.arange(q, device=device)
+    prefix_at_bw = torch.arange(width, device=device).expand(len(prefix_b1), width)
+    key_at_bk = torch.cat((prefix_at_bw, query_at_bq), dim=1)
+    return mask & (query_at_bq[:, :, None] - key_at_bk[:, None, :] < window)[:, None]
+
+
+# --- context parallelism ----------------------------------------------------------------------------------
+
+
+def gather_row(key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """[1, G, Q, E] of this rank → [1, G, M, E] of the whole row; gradients are summed back to their owners."""
+    both = _GatherTokens.apply(torch.stack((key, value)), group)  # type: ignore[no-untyped-call]
+    return both[0], both[1]
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All-gather over dimension 3 (tokens); the backward pass is a reduce-scatter. Slices are equal in size."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts, dim=3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        parts = [part.contiguous() for part in grads[0].chunk(dist.get_world_size(ctx.group), dim=3)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None
+
+
+_attend = _padded_attention

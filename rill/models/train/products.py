@@ -1,0 +1,98 @@
+"""Matrix products of a training step on the CPU: in 16 bits they are summed in float32 and rounded once.
+
+Callers: rill.training.engine and rill.training.score replace the forward of every nn.Linear (`sum_in_float32`);
+rill.models.train.head multiplies with `product`. What torch does with a bfloat16 product depends on the processor, and
+without instructions for it takes several times as long as in float32. Here the numbers are the
+same on every machine, up to the order of a float32 sum.
+
+Weight gradients may be added up in float32 beside the weights (`GradientSums`), so that several micro-batches are as
+good as one. On CUDA nothing is replaced: its products are summed in float32 by the hardware.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class GradientSums(Protocol):
+    """Where float32 weight gradients are added up beside the weights, when autograd's own place is too coarse."""
+
+    def sum_of(self, weight: Tensor) -> tuple[Tensor, bool] | None:
+        """(float32 tensor, whether it already holds something), or None: return the gradient to autograd."""
+        ...
+
+
+def is_coarse(tensor: Tensor) -> bool:
+    """Whether torch's own products of it would depend on the processor."""
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in a's precision."""
+    return (a.float() @ b.float()).to(a.dtype) if is_coarse(a) else a @ b
+
+
+def linear(x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, sums: GradientSums | None = None) -> Tensor:
+    """x Wᵀ + b, with exact gradients; the weight's goes into `sums` where that has a place for it."""
+    if not is_coarse(x):
+        return functional.linear(x, weight_OK, bias_O)
+    return _Linear.apply(x, weight_OK, bias_O, sums)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def weight_gradient(
+    grad_NO: Tensor, x_NK: Tensor, weight_OK: Tensor, sums: GradientSums | None
+) -> Tensor | None:
+    """gᵀ x: added to `sums` (then None), or returned in the weight's precision."""
+    return hand_over(grad_NO.float().t() @ x_NK.float(), weight_OK, sums)
+
+
+def hand_over(total_OK: Tensor, weight_OK: Tensor, sums: GradientSums | None) -> Tensor | None:
+    """A weight's gradient to `sums` (then None), or for autograd in the weight's precision."""
+    place = sums.sum_of(weight_OK) if sums is not None and is_coarse(weight_OK) else None
+    if place is None:
+        return total_OK.to(weight_OK.dtype)
+    place[0].add_(total_OK) if place[1] else place[0].copy_(total_OK)
+    return None
+
+
+def sum_in_float32(model: nn.Module, sums: GradientSums | None = None) -> None:
+    """Replace the forward of `model`'s linear layers; in float32 they go on as before."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            layer: Any = module
+            layer.forward = functools.wraps(layer.forward)(_Forward(module, sums))
+
+
+class _Forward:
+    def __init__(self, module: nn.Linear, sums: GradientSums | None) -> None:
+        self._module, self._sums = module, sums
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._module.weight, self._module.bias, self._sums)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: GradientSums | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Checkpointing gives back other tensors than were saved, and sums are found by the weight itself.
+        ctx.weight, ctx.sums = weight, sums
+        out = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = product(grad, weight).view(x.shape) if needs_x else None
+        grad_weight = weight_gradient(grad, x.flatten(0, -2), ctx.weight, ctx.sums) if needs_weight else None
+        grad_bias = grad.float().sum(0).to(grad.dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None

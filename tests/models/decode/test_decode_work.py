@@ -1,0 +1,62 @@
+"""The list of attention's work: every token once, cut by a row's own length alone or evenly over a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rill.models.decode.decode_work import MAX_PIECES, TILE, WHOLE, spread, work_in_runs, work_list
+
+LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=20)
+
+
+def by_row(words: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> dict[int, list[list[int]]]:
+    rows: dict[int, list[list[int]]] = {}
+    for word in words.tolist():
+        rows.setdefault(word[0], []).append(word[1:7])
+    return {row: sorted(pieces) for row, pieces in rows.items()}
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(0, 300))
+def test_the_pieces_of_a_row_cover_its_context_once(lengths: list[int], num_entries: int) -> None:
+    tables = np.arange(len(lengths), dtype=np.int32) * 3
+    given_lengths = np.array(lengths, dtype=np.int32)
+    piece = spread(given_lengths, num_entries) if num_entries else None
+    words = work_list(given_lengths, tables, piece)
+    rows = by_row(words)
+    assert sorted(rows) == list(range(len(lengths)))
+    for row, pieces in rows.items():
+        assert len(pieces) <= MAX_PIECES
+        at = 0
+        for index, (piece, count, table, begin, end, length) in enumerate(pieces):
+            assert (piece, count, table, length) == (index, len(pieces), 3 * row, lengths[row])
+            assert begin == at < end and begin % TILE == 0
+            at = end
+        assert at == lengths[row]
+        assert len(pieces) == 1 or lengths[row] > (piece or WHOLE)
+    sizes = words[:, 5] - words[:, 4]
+    assert (np.diff(sizes) <= 0).all(), "the longest pieces come first"
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.integers(1, 7))
+def test_the_cut_of_a_row_depends_on_nothing_but_its_length(lengths: list[int], max_rows: int) -> None:
+    given_lengths = np.array(lengths, dtype=np.int32)
+    tables = np.zeros(len(lengths), dtype=np.int32)
+    words, runs = work_in_runs(given_lengths, tables, max_rows)
+    assert [first for first, _, _ in runs] == list(range(0, len(lengths), max_rows))
+    assert sum(count for _, _, count in runs) == len(words)
+    for first_row, first_entry, count in runs:
+        rows = words[first_entry : first_entry + count, 0]
+        assert rows.min() >= first_row and rows.max() < first_row + max_rows
+    for row, pieces in by_row(words).items():
+        assert pieces == by_row(work_list(given_lengths[row : row + 1], tables[:1]))[0]
+
+
+def test_little_work_is_cut_finer_than_much() -> None:
+    few, many = np.full(4, 2000, dtype=np.int32), np.full(256, 2000, dtype=np.int32)
+    assert spread(few, 128) == TILE and spread(many, 128) is None
+    assert len(work_list(few, few, TILE)) == 4 * MAX_PIECES
+    assert len(work_list(few, few)) == 4 * 8

@@ -1,0 +1,76 @@
+"""The CUDA kernels one by one, against plain torch in higher precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rill.models.decode.decode_work import DecodeWork, work_in_runs
+from rill.models.ops.torch_kernels import attend_one
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(found).all()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap", "max_rows"), [(0, 0.0, 16), (40, 0.0, 16), (0, 5.0, 3)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@torch.no_grad()
+def test_decode_attention_of_unequal_lengths(
+    dtype: torch.dtype, window: int, softcap: float, max_rows: int, has_sinks: bool
+) -> None:
+    from rill.models.ops.triton_decode import DecodeAttention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads, kv_heads, dim, block = 12, 2, 128, 16
+    lengths = np.array([1, 5, 64, 511, 512, 513, 300, 4096, 5000], dtype=np.int32)
+    counts = -(-lengths // block)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device="cuda").to(dtype)
+
+    keys, values = (randn(int(counts.sum()) + 1, block, kv_heads, dim) for _ in range(2))
+    tables = torch.zeros(len(lengths), int(counts.max()), dtype=torch.int32, device="cuda")
+    order = torch.randperm(int(counts.sum()), generator=generator, device="cuda").int() + 1
+    ends = np.cumsum(counts)
+    for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
+        tables[row, :count] = order[end - count : end]
+    query = randn(len(lengths), (heads + 2 * kv_heads) * dim)
+    sinks = randn(heads) if has_sinks else None
+    attend = DecodeAttention(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=max_rows, device=torch.device("cuda")
+    )
+    rows = np.arange(len(lengths), dtype=np.int32)
+    entries, runs = work_in_runs(lengths, rows, max_rows)
+    work = DecodeWork(torch.from_numpy(entries).cuda(), runs)
+    found = []
+    for _ in range(2):  # the second launch finds the counters as the first one left them
+        out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
+        attend(
+            query,
+            query.shape[1],
+            keys,
+            values,
+            tables,
+            work,
+            out,
+            scale=dim**-0.5,
+            window=window,
+            softcap=softcap,
+            sinks_H=sinks,
+        )
+        found.append(out)
+    assert torch.equal(*found)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks = tables[row, :count].long()
+        key, value = (c[blocks].flatten(0, 1)[:length].double() for c in (keys, values))
+        one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
+        expected = attend_one(one, key, value, dim**-0.5, window, softcap, sinks)[0]
+        assert error(found[0][row], expected) < TOLERANCE[dtype], (row, length)

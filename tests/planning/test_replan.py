@@ -1,0 +1,102 @@
+"""A run switches plans when it pays, and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rill.planning.cost import Pool, Problem
+from rill.planning.price import price, stage_seconds
+from rill.planning.replan import Policy, decide
+from rill.planning.search import Tree, search
+from tests.planning.test_search import three
+
+
+def predicted(problem: Problem, tree: Tree) -> dict[str, float]:
+    return {s.nodes[0]: stage_seconds(problem, s) for s in price(problem, tree).tree.stages()}
+
+
+def drifted(problem: Problem, worker: str, factor: float) -> Problem:
+    cost = problem.workers[worker]
+    options = tuple(replace(o, work_s=o.work_s.scaled(factor)) for o in cost.options)
+    return replace(problem, workers={**problem.workers, worker: replace(cost, options=options)})
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 0.3))
+def test_noise_moves_nothing(seed: int, noise: float) -> None:
+    """As long as the median of the window stays within what the policy calls a drift."""
+    problem = three(16, swap_s=0.3)
+    tree = search(problem).tree
+    draw = np.random.default_rng(seed)
+    observed = {
+        name: list(seconds * np.clip(draw.normal(1.0, noise, 12), 0.2, 3.0))
+        for name, seconds in predicted(problem, tree).items()
+    }
+    policy = Policy(window=8)
+    decision = decide(problem, tree, observed, steps_left=1000, policy=policy)
+    assert not decision.is_switch, decision.reason
+
+
+@settings(max_examples=25, deadline=None)
+@given(factor=st.floats(2.5, 6.0), worker=st.sampled_from(["rollout", "actor"]), seed=st.integers(0, 1000))
+def test_a_planted_drift_moves_and_wins_back_most_of_what_was_lost(
+    factor: float, worker: str, seed: int
+) -> None:
+    problem = three(16, swap_s=20.0)  # dear swaps: workers are apart, and shares of devices matter
+    tree = search(problem).tree
+    world = drifted(problem, worker, factor)
+    draw = np.random.default_rng(seed)
+    observed = {
+        name: list(seconds * draw.normal(1.0, 0.02, 5)) for name, seconds in predicted(world, tree).items()
+    }
+    kept_s, best_s = price(world, tree).step_s, search(world).step_s
+    decision = decide(problem, tree, observed, steps_left=500, switch_s=30.0)
+    if kept_s < 1.07 * best_s:
+        return  # there is nothing to win
+    assert decision.found is not None, decision.reason
+    moved_s = price(world, decision.found.tree).step_s
+    assert (kept_s - moved_s) >= 0.8 * (kept_s - best_s)
+    assert worker in decision.reason
+
+
+def test_a_switch_that_cannot_be_earned_back_is_not_made() -> None:
+    problem = three(16, swap_s=20.0)
+    tree = search(problem).tree
+    seen = predicted(drifted(problem, "actor", 5.0), tree)
+    observed = {name: [seconds] * 4 for name, seconds in seen.items()}
+    assert decide(problem, tree, observed, steps_left=500).is_switch
+    late = decide(problem, tree, observed, steps_left=2, switch_s=1e4)
+    assert not late.is_switch
+    assert "too few" in late.reason
+
+
+def test_right_after_a_switch_there_is_no_other() -> None:
+    problem = three(16, swap_s=20.0)
+    tree = search(problem).tree
+    observed = {n: [s] * 4 for n, s in predicted(drifted(problem, "actor", 5.0), tree).items()}
+    assert not decide(problem, tree, observed, steps_left=500, steps_since_switch=2).is_switch
+
+
+def test_after_a_switch_the_new_times_are_the_predicted_ones() -> None:
+    problem = three(16, swap_s=20.0)
+    tree = search(problem).tree
+    world = drifted(problem, "actor", 5.0)
+    observed = {n: [s] * 4 for n, s in predicted(world, tree).items()}
+    first = decide(problem, tree, observed, steps_left=500)
+    assert first.found is not None
+    observed = {n: [s] * 4 for n, s in predicted(world, first.found.tree).items()}
+    assert not decide(first.problem, first.found.tree, observed, steps_left=500).is_switch
+
+
+def test_devices_that_leave_force_a_plan_that_fits_and_new_ones_are_used() -> None:
+    problem = three(16, swap_s=20.0)
+    tree = search(problem).tree
+    fewer = decide(problem, tree, {}, steps_left=100, pools=(replace(problem.pools[0], count=6),))
+    assert fewer.found is not None
+    assert sum(fewer.found.tree.devices) <= 6
+    more: tuple[Pool, ...] = (replace(problem.pools[0], count=64),)
+    assert decide(problem, tree, {}, steps_left=100, pools=more).is_switch
