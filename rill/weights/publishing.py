@@ -39,6 +39,8 @@ class PublishingWorker(Worker):
     """Rank 0's."""
     engines: Engines | None = None
     """Rank 0's, once they have met."""
+    gathered: SealedManifest | None = None
+    """Rank 0's: the newest weights, where engines reach them."""
 
     @abstractmethod
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:
@@ -54,15 +56,16 @@ class PublishingWorker(Worker):
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are."""
         with self.device_lock():
-            manifest = self._gather(version)
-        return self._bring_engines_to(manifest)
+            self.gathered = self._gather(version)
+        return self.deliver()
 
-    def _bring_engines_to(self, manifest: SealedManifest | None) -> Synced | None:
-        """Outside a turn on the devices: engines that share them need their own."""
-        if manifest is None:
+    def deliver(self) -> Synced | None:
+        """Bring the engines to what was gathered last. Outside a turn on the devices: engines that share them need
+        their own; and once those that were lost are back, which the driver sees to."""
+        if self.gathered is None:
             return None
         with self.timer("sync"):
-            return self._engines().bring_to(manifest)
+            return self._engines().bring_to(self.gathered)
 
     @concurrent
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:

@@ -29,7 +29,6 @@ from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
 from rill.weights.publishing import PublishingWorker
-from rill.workflows.actor import TrainedStep
 from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -82,15 +81,13 @@ class RecordingActor(PublishingWorker):
     def num_shares(self) -> int:
         return 1
 
-    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
+    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         parts = [(part.chunk, part.samples()) for part in source.parts(self, self.world)]
         path = self.folder / f"step-{parts[0][0].step:04d}.pickle"
         assert not path.exists(), f"step {parts[0][0].step} was trained twice"
         path.write_bytes(pickle.dumps((version, parts)))
-        return self.synced(PolicyVersion(version + 1))
-
-    def synced(self, version: PolicyVersion) -> TrainedStep:
-        return TrainedStep({}, self._bring_engines_to(self._gather(version)), 0.0)
+        self.gathered = self._gather(PolicyVersion(version + 1))
+        return {}
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
