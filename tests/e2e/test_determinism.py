@@ -121,7 +121,7 @@ def stopped(root: Path, *settings: str) -> Run:
     """Ends after its third step; its last checkpoint is of the second."""
 
     def stop(report: StepReport) -> None:
-        if report.step == 3:
+        if report.phase == "step" and report.step == 3:
             raise RunError("stopped by the test")
 
     with pytest.raises(RunError, match="stopped by the test"):
