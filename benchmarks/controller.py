@@ -111,7 +111,6 @@ class NullActor(PublishingWorker):
         if self.work_s:
             time.sleep(self.work_s)
         num_samples = sum(len(part.samples()) for part in source.parts(self, ALONE))
-        self.gathered = self._gather(PolicyVersion(version + 1))
         return {"samples": float(num_samples)}
 
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:

@@ -39,8 +39,6 @@ class PublishingWorker(Worker):
     """Rank 0's."""
     engines: Engines | None = None
     """Rank 0's, once they have met."""
-    gathered: SealedManifest | None = None
-    """Rank 0's: the newest weights, where engines reach them."""
 
     @abstractmethod
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:
@@ -54,18 +52,17 @@ class PublishingWorker(Worker):
         self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
 
     def publish(self, version: PolicyVersion) -> Synced | None:
-        """Bring the engines to the weights as they are."""
+        """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
         with self.device_lock():
-            self.gathered = self._gather(version)
-        return self.deliver()
+            manifest = self._gather(version)
+        return self._bring_engines_to(manifest)
 
-    def deliver(self) -> Synced | None:
-        """Bring the engines to what was gathered last. Outside a turn on the devices: engines that share them need
-        their own; and once those that were lost are back, which the driver sees to."""
-        if self.gathered is None:
+    def _bring_engines_to(self, manifest: SealedManifest | None) -> Synced | None:
+        """Outside a turn on the devices: engines that share them need their own."""
+        if manifest is None:
             return None
         with self.timer("sync"):
-            return self._engines().bring_to(self.gathered)
+            return self._engines().bring_to(manifest)
 
     @concurrent
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:

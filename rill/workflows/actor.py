@@ -1,7 +1,7 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
 Calls, in order: `warm_up` until the supervised steps are done, `publish` before the first step, then `train` once a
-step and `deliver` to bring what it made to the engines (rill.weights.publishing), and `save` now and then.
+step and `publish` to bring what it made to the engines (rill.weights.publishing), and `save` now and then.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ActorWorker(PublishingWorker, LearningWorker):
             return metrics
 
     def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
-        """One step from `version`: gradients are added chunk by chunk, the optimizer steps when the batch is through,
-        and what it made is gathered for the engines (`deliver`)."""
+        """One step from `version`: gradients are added chunk by chunk, and the optimizer steps when the batch is
+        through. `publish` follows."""
         advantages = Advantages(self.algorithm, self.trainer) if self.judges else None
         num_samples = 0
         with ExitStack() as turn:
@@ -112,8 +112,6 @@ class ActorWorker(PublishingWorker, LearningWorker):
             with self.timer("finish"):
                 metrics = {**(advantages.metrics if advantages else {}), **self.trainer.finish()}
             self.algorithm.observe(metrics, num_samples)
-            with self.timer("publish"):
-                self.gathered = self._gather(PolicyVersion(version + 1))
         return metrics
 
     def score(self, source: Edge, target: Channel) -> Mapping[str, float]:

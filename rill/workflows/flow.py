@@ -161,7 +161,7 @@ class Flow:
             metrics |= mean_of([row for row in call.wait(timeout_s=timeout_s) if row])
         metrics |= mean_of(self._update.wait(timeout_s=timeout_s))
         trained_s = time.monotonic()
-        synced: Synced = answer(self._trainer.on(0).deliver(), timeout_s)
+        synced: Synced = answer(self._trainer.publish(PolicyVersion(self.version + 1)), timeout_s)
         return TrainedStep(metrics, synced, time.monotonic() - trained_s)
 
     def _raise_failed(self) -> None:

@@ -28,7 +28,7 @@ from rill.telemetry.run import Run
 from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
-from rill.weights.publishing import PublishingWorker
+from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -86,8 +86,11 @@ class RecordingActor(PublishingWorker):
         path = self.folder / f"step-{parts[0][0].step:04d}.pickle"
         assert not path.exists(), f"step {parts[0][0].step} was trained twice"
         path.write_bytes(pickle.dumps((version, parts)))
-        self.gathered = self._gather(PolicyVersion(version + 1))
         return {}
+
+    def deliver(self, version: PolicyVersion) -> Synced | None:
+        """As `publish`, without a turn on the devices."""
+        return self._bring_engines_to(self._gather(version))
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
