@@ -44,7 +44,6 @@ from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightMani
 from rill.weights.inproc import InprocTransport
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.weights.publishing import PublishingWorker
-from rill.workflows.actor import TrainedStep
 from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -108,12 +107,11 @@ class NullActor(PublishingWorker):
     def num_shares(self) -> int:
         return self.world_size
 
-    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
+    def train(self, source: Edge, version: PolicyVersion) -> dict[str, float]:
         if self.work_s:
             time.sleep(self.work_s)
         num_samples = sum(len(part.samples()) for part in source.parts(self, ALONE))
-        synced = self._bring_engines_to(self._gather(PolicyVersion(version + 1)))
-        return TrainedStep({"samples": float(num_samples)}, synced, 0.0)
+        return {"samples": float(num_samples)}
 
     def _gather(self, version: PolicyVersion) -> SealedManifest | None:
         if self.rank > 0:

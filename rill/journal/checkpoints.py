@@ -6,7 +6,7 @@ checkpoints/step-000020/
   manifest.json     written last; a folder without it does not count
 
 `save` returns when training may go on; files are written behind it, and the manifest when all of them are there, which
-the next `save`, or `settle`, makes sure of.
+the next `save`, or leaving the block, makes sure of.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from rill.errors import CheckpointError, WorkerError
+from rill.errors import CheckpointError, RillError, WorkerError
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run, write_atomically
@@ -27,6 +28,8 @@ from rill.telemetry.run import Run, write_atomically
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+SETTLE_S = 30.0
+"""How long a run that fails waits for the files of its last checkpoint."""
 DAMAGED = "manifest.damaged.json"
 """What becomes of the manifest of one that could not be loaded."""
 
@@ -77,6 +80,19 @@ class RunCheckpoints:
         """As `settle`, without waiting."""
         if self._unsettled is not None and all(handle.done() for handle in self._unsettled[1]):
             self.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """However the run ends, a checkpoint that is being written counts if it can."""
+        if error is None:
+            self.settle()
+        else:
+            with suppress(RillError):  # what goes wrong is told by the error that is under way
+                self.settle(SETTLE_S)
 
     @contextmanager
     def _told(self, step: int) -> Iterator[None]:

@@ -52,7 +52,7 @@ class PublishingWorker(Worker):
         self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
 
     def publish(self, version: PolicyVersion) -> Synced | None:
-        """Bring the engines to the weights as they are."""
+        """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
         with self.device_lock():
             manifest = self._gather(version)
         return self._bring_engines_to(manifest)

@@ -1,15 +1,13 @@
 """The actor: one rank of the trainer that owns the policy, and the publisher of its weights.
 
 Calls, in order: `warm_up` until the supervised steps are done, `publish` before the first step, then `train` once a
-step, which brings what it made to the engines (publishing.py), and `save` now and then.
+step and `publish` to bring what it made to the engines (rill.weights.publishing), and `save` now and then.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,21 +28,11 @@ from rill.weights import (
     open_publisher,
     take_part,
 )
-from rill.weights.publishing import PublishingWorker, Synced
+from rill.weights.publishing import PublishingWorker
 from rill.workflows.config import SyncConfig, WarmStartConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import Advantages, LearningWorker
 from rill.workflows.scorers import TeacherConfig, rendezvous_of
-
-
-class TrainedStep(NamedTuple):
-    """What a training step gives back; a tuple, because there is one at every step."""
-
-    metrics: Mapping[str, float]
-    synced: Synced | None
-    """How the new weights reached the engines; None from ranks other than the first."""
-    sync_s: float
-    """Of the step: gathering the new weights and bringing the engines to them."""
 
 
 class ActorWorker(PublishingWorker, LearningWorker):
@@ -105,9 +93,9 @@ class ActorWorker(PublishingWorker, LearningWorker):
                 self._warm_start = None
             return metrics
 
-    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
-        """One step from `version`: gradients are added chunk by chunk, the optimizer steps when the batch is through,
-        and the engines are brought to what it made."""
+    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
+        """One step from `version`: gradients are added chunk by chunk, and the optimizer steps when the batch is
+        through. `publish` follows."""
         advantages = Advantages(self.algorithm, self.trainer) if self.judges else None
         num_samples = 0
         with ExitStack() as turn:
@@ -124,11 +112,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
             with self.timer("finish"):
                 metrics = {**(advantages.metrics if advantages else {}), **self.trainer.finish()}
             self.algorithm.observe(metrics, num_samples)
-            trained_s = time.perf_counter()
-            with self.timer("publish"):
-                manifest = self._gather(PolicyVersion(version + 1))
-        synced = self._bring_engines_to(manifest)
-        return TrainedStep(metrics, synced, time.perf_counter() - trained_s)
+        return metrics
 
     def score(self, source: Edge, target: Channel) -> Mapping[str, float]:
         """Add what advantages need of the policy itself: its log-probabilities, for a KL penalty in the reward."""

@@ -14,12 +14,14 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from rill.errors import ChannelClosedError, RequestError
 from rill.inference.base import Completion, Request
 from rill.runtime.channel import Channel
+from rill.runtime.context import current
 from rill.runtime.worker import Worker
 from rill.workflows.episodes import Episodes, EpisodeSettings, Flows
 from rill.workflows.policy import PolicyClient
@@ -69,17 +71,18 @@ class RemoteEngines:
         self._requests = requests
         self._answers = answers
         self._rank = rank
+        self._process = current().address.identity
+        """Part of the names that engines see: what a process that died had asked may still be under way there."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Future[Completion]] = {}
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
     def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
         futures: list[Future[Completion]] = [Future() for _ in requests]
+        named = [replace(request, id=f"{request.id}@{self._process}") for request in requests]
         with self._lock:
-            self._waiting.update((r.id, f) for r, f in zip(requests, futures, strict=True))
-        questions = [
-            Question(tuple(asked), epoch, self._rank) for _, asked in groupby(requests, key=_group_of)
-        ]
+            self._waiting.update((r.id, f) for r, f in zip(named, futures, strict=True))
+        questions = [Question(tuple(asked), epoch, self._rank) for _, asked in groupby(named, key=_group_of)]
         self._requests.put_many(questions, [float(len(question.requests)) for question in questions])
         return futures
 
@@ -98,7 +101,7 @@ class RemoteEngines:
         if isinstance(answer, Refused):
             future.set_exception(RequestError(answer.reason))
         else:
-            future.set_result(answer)
+            future.set_result(replace(answer, request_id=answer.request_id.rpartition("@")[0]))
 
 
 def _group_of(request: Request) -> str:

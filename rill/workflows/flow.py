@@ -13,6 +13,7 @@ call a line. Nothing here knows what the groups compute.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -23,12 +24,21 @@ from rill.runtime.device.placement import resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
-from rill.workflows.actor import TrainedStep
+from rill.weights.publishing import Synced
 from rill.workflows.config import FlowConfig, LoopConfig
 from rill.workflows.controller import Batch, Controller
 from rill.workflows.edges import Edge
 from rill.workflows.episodes import Flows
 from rill.workflows.fleet import Engines, Fleet, answer
+
+
+class TrainedStep(NamedTuple):
+    """A step that is applied."""
+
+    metrics: Mapping[str, float]
+    synced: Synced
+    """How the new weights reached the engines."""
+    sync_s: float
 
 
 class Stream(NamedTuple):
@@ -86,6 +96,7 @@ class Flow:
         self._channel = channel
         self._edges: dict[str, tuple[Edge, Channel]] = {}
         self._selected: Handle | None = None
+        self._trainer: WorkerGroup[Any]
         self._update: Handle | None = None
         self._calls: list[Handle] = []
 
@@ -117,7 +128,7 @@ class Flow:
         """Train on the batch, then bring the engines to version + 1: they pull, flush their caches and prove that they
         compute what the trainer computes."""
         edge, _ = self._edge(group, batch, "train")
-        self._update = group.train(edge, self.version)
+        self._trainer, self._update = group, group.train(edge, self.version)
 
     # --- the loop's ---------------------------------------------------------------------------------------
 
@@ -141,14 +152,17 @@ class Flow:
         return batch
 
     def end(self) -> TrainedStep:
-        """Wait for the step to be applied; metrics of all its calls together, each the mean of the group's ranks."""
+        """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
+        the mean of the group's ranks."""
         assert self._update is not None, "a step updates the policy"
         timeout_s = self._loop.step_timeout_s
         metrics: dict[str, float] = {}
         for call in self._calls:
             metrics |= mean_of([row for row in call.wait(timeout_s=timeout_s) if row])
-        ranks: list[TrainedStep] = self._update.wait(timeout_s=timeout_s)
-        return ranks[0]._replace(metrics={**metrics, **mean_of([rank.metrics for rank in ranks])})
+        metrics |= mean_of(self._update.wait(timeout_s=timeout_s))
+        trained_s = time.monotonic()
+        synced: Synced = answer(self._trainer.publish(PolicyVersion(self.version + 1)), timeout_s)
+        return TrainedStep(metrics, synced, time.monotonic() - trained_s)
 
     def _raise_failed(self) -> None:
         """A stage that failed will never hand its samples on: nobody need wait for the batch."""

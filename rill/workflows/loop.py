@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rill.errors import RillError
 from rill.journal.checkpoints import RunCheckpoints
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
@@ -36,9 +34,6 @@ from rill.workflows.flow import Flow
 
 TEND_S = 1.0
 """How often engines are looked after while the driver waits for them."""
-
-SETTLE_S = 30.0
-"""How long a run that fails waits for the files of its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +88,13 @@ class Loop:
         fleet.publish(self._version)
         if self.step == 0:
             self._report(self._evaluated())
-        try:
-            while self.step < self.config.steps:
-                self._take_step()
-        except Exception:
-            with suppress(RillError):  # what goes wrong is told by the error that is under way
-                self._checkpoints.settle(SETTLE_S)
-            raise
+        while self.step < self.config.steps:
+            self._take_step()
         self._ask(self._controller.trained(self.step))
         if fleet.is_open:
             self._ask(self._controller.finish())
             fleet.end_epoch()
         self._checkpoints.save(self.step)
-        self._checkpoints.settle()
 
     def save(self) -> None:
         """A checkpoint of where it stands. With keep_unfinished, engines that run ahead are stopped meanwhile, so that
@@ -158,7 +147,6 @@ class Loop:
             self._report(metrics)
         except KeyboardInterrupt:  # an observer's wish to stop here: the step is whole, and is kept
             self.save()
-            self._checkpoints.settle()
             raise
         if self.config.checkpoint_every > 0 and self.step % self.config.checkpoint_every == 0:
             self.save()

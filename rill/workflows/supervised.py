@@ -22,6 +22,7 @@ from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
 from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig, load_tokenizer
+from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
@@ -184,30 +185,31 @@ class SupervisedWorkflow:
                 loader=config.loader,
                 loop=loop,
             )
-            checkpoints = RunCheckpoints(
-                self.folder, {config.workflow: worker}, loop.keep_checkpoints, loop.timeout_s
-            )
-            step = checkpoints.load_latest() or 0
-            reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
-            notes = [f"no evaluations: {reason}"] if reason else []
-            while step < loop.steps:
-                num_steps = min(loop.report_every, loop.steps - step)
-                figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
-                step += num_steps
-                if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
-                    figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
-                try:
-                    self._report(step, figures, notes)
-                except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
-                    checkpoints.save(step)
-                    checkpoints.settle()
-                    raise
-                if step == loop.steps or (
-                    loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
-                ):
-                    checkpoints.save(step)
-            checkpoints.settle()
+            groups = {config.workflow: worker}
+            with RunCheckpoints(self.folder, groups, loop.keep_checkpoints, loop.timeout_s) as checkpoints:
+                self._train(worker, checkpoints)
             worker.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=loop.timeout_s)
+
+    def _train(self, worker: WorkerGroup[SupervisedWorker], checkpoints: RunCheckpoints) -> None:
+        loop = self.config.loop
+        step = checkpoints.load_latest() or 0
+        reason = worker.why_no_evaluations().wait(timeout_s=loop.timeout_s)[0]
+        notes = [f"no evaluations: {reason}"] if reason else []
+        while step < loop.steps:
+            num_steps = min(loop.report_every, loop.steps - step)
+            figures = worker.train(num_steps).wait(timeout_s=loop.timeout_s)[0]
+            step += num_steps
+            if loop.eval_every and (crosses(step, num_steps, loop.eval_every) or step == loop.steps):
+                figures = {**figures, **worker.evaluate().wait(timeout_s=loop.timeout_s)[0]}
+            try:
+                self._report(step, figures, notes)
+            except KeyboardInterrupt:  # an observer's wish to stop here: what is done is kept
+                checkpoints.save(step)
+                raise
+            if step == loop.steps or (
+                loop.checkpoint_every and crosses(step, num_steps, loop.checkpoint_every)
+            ):
+                checkpoints.save(step)
 
     def _report(self, step: int, figures: Mapping[str, float], notes: list[str]) -> None:
         report = StepReport(step=step, num_steps=self.config.loop.steps, metrics=figures, notes=tuple(notes))

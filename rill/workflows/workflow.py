@@ -50,7 +50,6 @@ class Workflow(ABC):
             self.groups(launch)
             launch.ready()
             launch.colocate()
-            checkpoints = RunCheckpoints(self.folder, launch.trained, config.loop.keep_checkpoints, timeout_s)
             flow = Flow(
                 config.flow,
                 config.loop,
@@ -60,20 +59,22 @@ class Workflow(ABC):
                 launch.flows,
                 launch.channel,
             )
-            loop = Loop(
-                config.loop,
-                flow,
-                self.step,
-                controller,
-                checkpoints,
-                self.observers,
-                eval_every=config.eval.every,
-                has_evals=bool(launch.evals),
-            )
-            is_resumed = loop.restore()
-            controller.start(launch.flows).wait(timeout_s=timeout_s)
-            if not is_resumed and config.sft.steps:
-                loop.save()  # what the supervised steps made is not lost before the first checkpoint
-                checkpoints.settle()
-            loop.run()
+            with RunCheckpoints(
+                self.folder, launch.trained, config.loop.keep_checkpoints, timeout_s
+            ) as checkpoints:
+                loop = Loop(
+                    config.loop,
+                    flow,
+                    self.step,
+                    controller,
+                    checkpoints,
+                    self.observers,
+                    eval_every=config.eval.every,
+                    has_evals=bool(launch.evals),
+                )
+                is_resumed = loop.restore()
+                controller.start(launch.flows).wait(timeout_s=timeout_s)
+                if not is_resumed and config.sft.steps:
+                    loop.save()  # what the supervised steps made is not lost before the first checkpoint
+                loop.run()
             self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)

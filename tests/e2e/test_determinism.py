@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rill.errors import RunError
+from rill.journal.checkpoints import step_of, whole_checkpoints
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
 from tests.e2e.test_sft import assert_near
@@ -73,6 +74,21 @@ def test_ppo_with_four_models_gives_the_same_weights_twice_in_any_placement_and_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sft", [(), ("sft.steps=4",)], ids=["nothing saved", "after the supervised steps"])
+def test_a_run_resumed_before_its_first_step_was_saved_gives_the_same_weights(
+    tmp_path: Path, sft: tuple[str, ...]
+) -> None:
+    settings = (INVARIANT, "loop.checkpoint_every=0", *sft)
+    phases: list[str] = []
+    run = stopped(tmp_path, *settings)
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == ([0] if sft else [])
+    resume(run, observers=[lambda report: phases.append(report.phase)])
+    assert "warm-up" not in phases, "what was learnt is not learnt again"
+    assert fingerprint(run) == fingerprint(start(tmp_path, "undisturbed", *settings))
+
+
+@pytest.mark.slow
 def test_another_seed_gives_other_weights(whole: Run, tmp_path: Path) -> None:
     assert fingerprint(start(tmp_path, "other", *EXACT, "seed=4")) != fingerprint(whole)
 
@@ -105,7 +121,7 @@ def stopped(root: Path, *settings: str) -> Run:
     """Ends after its third step; its last checkpoint is of the second."""
 
     def stop(report: StepReport) -> None:
-        if report.step == 3:
+        if report.phase == "step" and report.step == 3:
             raise RunError("stopped by the test")
 
     with pytest.raises(RunError, match="stopped by the test"):

@@ -28,8 +28,7 @@ from rill.telemetry.run import Run
 from rill.training.parallel import World
 from rill.types import PolicyVersion, Prompt, Sample, Trajectory
 from rill.weights import Canary, CanaryProof, Publisher, SealedManifest, open_publisher, seated
-from rill.weights.publishing import PublishingWorker
-from rill.workflows.actor import TrainedStep
+from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -82,15 +81,16 @@ class RecordingActor(PublishingWorker):
     def num_shares(self) -> int:
         return 1
 
-    def train(self, source: Edge, version: PolicyVersion) -> TrainedStep:
+    def train(self, source: Edge, version: PolicyVersion) -> Mapping[str, float]:
         parts = [(part.chunk, part.samples()) for part in source.parts(self, self.world)]
         path = self.folder / f"step-{parts[0][0].step:04d}.pickle"
         assert not path.exists(), f"step {parts[0][0].step} was trained twice"
         path.write_bytes(pickle.dumps((version, parts)))
-        return self.synced(PolicyVersion(version + 1))
+        return {}
 
-    def synced(self, version: PolicyVersion) -> TrainedStep:
-        return TrainedStep({}, self._bring_engines_to(self._gather(version)), 0.0)
+    def deliver(self, version: PolicyVersion) -> Synced | None:
+        """As `publish`, without a turn on the devices."""
+        return self._bring_engines_to(self._gather(version))
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:
         self.value = float(version)
@@ -238,14 +238,15 @@ class Scene:
             self.flows,
             self._channel,
         )
+        self.checkpoints = RunCheckpoints(
+            self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
+        )
         self.loop = Loop(
             config,
             flow,
             self.step,
             self.controller,
-            RunCheckpoints(
-                self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
-            ),
+            self.checkpoints,
             [self.reports.append],
             has_evals=evals > 0,
         )
@@ -289,7 +290,8 @@ class Scene:
         return {"sums": chosen}
 
     def run(self) -> None:
-        self.loop.run()
+        with self.checkpoints:
+            self.loop.run()
 
     def close(self) -> None:
         self.rollout.close(timeout_s=0.0)

@@ -25,7 +25,7 @@ def check_conserved(scene: Scene) -> None:
         for sample in batch.samples:
             t = sample.trajectory
             groups.setdefault(t.group_id, []).append(sample)
-            request = said[t.episode_id][0]["id"]
+            request = said[t.episode_id][0]["id"].partition("@")[0]
             tokens, logprobs = script(seeds.seed_of(request), scene.max_new_tokens)
             sampled = t.versions != NOT_SAMPLED
             assert np.array_equal(t.token_ids[sampled], tokens)
