@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from rill.workflows.sections import RecipeConfig
 
 from rill.cli.driver import carry_out, logged_step
 from rill.errors import RunError, UserError, WorkerError
@@ -15,6 +14,7 @@ from rill.journal.checkpoints import MANIFEST
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.run import Run, RunStatus
 from rill.workflows import WORKFLOWS
+from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import Observer, StepReport
 
 
