@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_step_h200.py [--steps 1] [--groups 256] [--sigma 0.7] [--no-compile] [--small]
 
-Real parts throughout: a Cluster, the reasoning workflow, an engine and a trainer in processes of their own that take
+Real parts throughout: a Cluster, the GRPO workflow, an engine and a trainer in processes of their own that take
 turns on the device. The model has the shape of Qwen2.5-1.5B with random bf16 weights, made on the device once.
 Response lengths are log-normal (median 384, sigma 0.7, at most 1,024), set by the sample's id with end-of-sequence
 ignored (benchmarks/longtail.py); --sigma 0 --median 1024 makes every response 1,024 tokens long. A first step with

@@ -180,4 +180,4 @@ def _span(name: str, lane: str, at_ns: int, duration_ns: int, **attributes: obje
 
 
 def _config(steps: int) -> str:
-    return f'workflow = "reasoning"  # big.toml:1\n\n[loop]\nsteps = {steps}  # command line\nmax_lag = 1  # default\n'
+    return f'workflow = "grpo"  # big.toml:1\n\n[loop]\nsteps = {steps}  # command line\nmax_lag = 1  # default\n'

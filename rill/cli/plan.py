@@ -235,7 +235,7 @@ def _chain(used: Profile, batch: int) -> Graph:
 
 
 def _recipe_batch(values: Mapping[str, Any]) -> int:
-    groups = values.get("loop", {}).get("groups_per_step")
+    groups = values.get("loop", {}).get("prompts_per_step")
     size = values.get("rollout", {}).get("group_size")
     if not groups or not size:
         raise UserError("the recipe does not say how many samples a step has: give --batch")

@@ -142,7 +142,7 @@ def _routing(config: dict[str, Any]) -> str:
 
 def _group_size(config: dict[str, Any]) -> str:
     size = value_at(config, "rollout.group_size")
-    groups = value_at(config, "loop.groups_per_step")
+    groups = value_at(config, "loop.prompts_per_step")
     if size is None:
         return ""
     return f"{size} samples a prompt" + (f", {groups} prompts a step" if groups is not None else "")

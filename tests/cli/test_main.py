@@ -100,8 +100,8 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
         (["config", "show", "small", "steps=many"], 'command line: steps = "many": expected a whole number'),
         (["config", "show", "small", "steps"], "'steps' is not KEY=VALUE"),
         (
-            ["config", "show", "small", "workflow=reasonin"],
-            "unknown workflow 'reasonin' (did you mean 'reasoning'?)",
+            ["config", "show", "small", "workflow=grp"],
+            "unknown workflow 'grp' (did you mean 'grpo'?)",
         ),
         (["config", "show", "empty.toml"], "missing the key `workflow`"),
         (
@@ -250,7 +250,7 @@ def test_a_users_mistake_that_a_worker_found_comes_without_its_traceback() -> No
 
 
 def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:
-    with Run.create("done", root=tmp_path / "runs", config_toml="workflow = 'reasoning'\n").running():
+    with Run.create("done", root=tmp_path / "runs", config_toml="workflow = 'grpo'\n").running():
         pass
     result = rill("train", "--resume", "done", cwd=tmp_path)
     assert result.returncode == 2

@@ -115,7 +115,7 @@ def test_bad_input_is_explained(arguments: list[str], words: str) -> None:
 
 def test_a_recipe_takes_its_batch_and_the_profiles_workers() -> None:
     Path("recipes").mkdir()
-    Path("recipes/mine.toml").write_text("[loop]\ngroups_per_step = 4\n[rollout]\ngroup_size = 8\n")
+    Path("recipes/mine.toml").write_text("[loop]\nprompts_per_step = 4\n[rollout]\ngroup_size = 8\n")
     assert json.loads(run("plan", "mine", "-p", "p.toml", "-n", "4", "--json"))["batch"] == 32
 
 

@@ -280,7 +280,7 @@ def test_no_page_has_a_serious_accessibility_finding(
 def test_a_real_run_is_followed_from_its_start_to_its_report(
     tmp_path: Path, serve: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
-    changes = ["warmup.steps=30", "loop.steps=3", "loop.groups_per_step=4", "eval.num_prompts=16"]
+    changes = ["sft.steps=30", "loop.steps=3", "loop.prompts_per_step=4", "eval.num_prompts=16"]
     training = subprocess.Popen(
         [*COMMAND, "train", "demo", "--root", str(tmp_path), *changes],
         stdout=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ def test_the_nine_questions_are_answered_from_the_files(tmp_path: Path) -> None:
         "placement": {"rollout": "0", "actor": "1"},
         "trainer": {"compute_dtype": "bfloat16"},
         "sync": {"canary": True},
-        "loop": {"max_lag": 2, "groups_per_step": 4},
+        "loop": {"max_lag": 2, "prompts_per_step": 4},
         "algorithm": {"type": "grpo", "correction": {"type": "tis"}},
         "cluster": {"devices": 2},
         "model": {"shape": {"hidden_size": 8}},

@@ -134,11 +134,12 @@ def test_other_choices_are_replayed_forward_and_backward(name: str) -> None:
         with torch.no_grad():
             for block in expert_blocks(trainer.engine.module.lm):
                 block.gate.weight.add_(torch.randn(block.gate.weight.shape, generator=generator))
+        trainer.begin()
         trainer.accumulate(samples)
         gradients = trainer.engine.gradients()
         routers = [g for n, g in gradients.items() if n.endswith("mlp.gate.weight")]
         assert all(g.norm() > 0 for g in routers)
-        metrics = trainer.apply()
+        metrics = trainer.finish()
         results[kind] = (gradients, metrics)
     assert results["replayed"][1]["router/agreement"] < 0.9
     moved, replayed, checkpointed = (results[kind][0] for kind in results)

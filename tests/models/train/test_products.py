@@ -27,6 +27,7 @@ def gradients(name: str = "qwen2", **values: Any) -> dict[str, Tensor]:
     trainer = PolicyTrainer(
         config(model=ModelConfig(shape=shape), **values), algorithm(entropy_coefficient=0.01)
     )
+    trainer.begin()
     trainer.accumulate(make_samples())
     return trainer.engine.gradients()
 
