@@ -88,8 +88,8 @@ class RecordingActor(PublishingWorker):
         path.write_bytes(pickle.dumps((version, parts)))
         return {}
 
-    def deliver(self, version: PolicyVersion) -> Synced | None:
-        """As `publish`, without a turn on the devices."""
+    def publish(self, version: PolicyVersion) -> Synced | None:
+        """Without a turn on the devices, which engines that run ahead hold for the whole run."""
         return self._bring_engines_to(self._gather(version))
 
     def _gather(self, version: PolicyVersion) -> SealedManifest:

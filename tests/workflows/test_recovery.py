@@ -290,7 +290,7 @@ def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cl
     held = other.hold(2.0)
     while not marker.exists():
         time.sleep(0.01)
-    synced = scene.actor.deliver(PolicyVersion(2)).wait(timeout_s=DEADLINE_S)[0]
+    synced = scene.actor.publish(PolicyVersion(2)).wait(timeout_s=DEADLINE_S)[0]
     assert synced is not None and synced.failed == {}
     assert synced.metrics["sync/update_s"] > 1.0, "it waited for its device"
     held.wait(timeout_s=DEADLINE_S)
