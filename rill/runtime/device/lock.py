@@ -3,7 +3,7 @@
     with self.device_lock(prompts, rollouts):       # the channels this block works on: they give the order
         for batch in prompts: ...
 
-Whose turn it is is decided in the hub (lock_service.py). Here the worker's `onload` runs before the block if its memory
+Whose turn it is is decided in the hub (hub/locks.py). Here the worker's `onload` runs before the block if its memory
 is not on the device, and `offload` runs only when another group needs the devices:
 
     user thread:  acquire ──▶ onload ──▶ block ──▶ release                    (memory stays: resident)

@@ -1,7 +1,7 @@
 """The hub's write-ahead log: requests as they came, written once per poll round, compacted to a snapshot.
 
-`hub.<n>.log` holds length-prefixed records [time, client, raw message | None, reason]; `hub.snapshot` holds a pickle of
-the Machine and the generation of the log that continues it. A torn last record (the hub was killed while writing)
+`hub.<n>.log` holds length-prefixed records [time, client, raw message] (no client: a tick); `hub.snapshot` holds a
+pickle of the Machine and the generation of the log that continues it. A torn last record (the hub was killed while writing)
 was never answered, so it is dropped.
 """
 
@@ -47,11 +47,9 @@ class HubJournal:
         messages = msgspec.msgpack.Decoder(Requests)
         good_bytes = 0
         for end, record in self._records():
-            now_s, client, raw, reason = decoder.decode(record)
+            now_s, client, raw = decoder.decode(record)
             if not client:
                 machine.tick(now_s)
-            elif raw is None:
-                machine.end_client(client, reason, now_s)
             else:
                 message = messages.decode(raw)
                 machine.apply(client, message.first_seq, message.requests, now_s)
@@ -62,15 +60,11 @@ class HubJournal:
 
     def append(self, client: str, raw: bytes, now_s: float) -> None:
         """A batch of requests, exactly as the client sent it."""
-        self._add(self._encoder.encode((now_s, client, raw, "")))
-
-    def append_end(self, client: str, reason: str, now_s: float) -> None:
-        """The end of a client."""
-        self._add(self._encoder.encode((now_s, client, None, reason)))
+        self._add(self._encoder.encode((now_s, client, raw)))
 
     def append_tick(self, now_s: float) -> None:
         """Time has passed."""
-        self._add(self._encoder.encode((now_s, "", None, "")))
+        self._add(self._encoder.encode((now_s, "", None)))
 
     def commit(self) -> None:
         """Write what was appended, in one call. Only afterwards may anything be sent."""
