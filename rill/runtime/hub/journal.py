@@ -1,8 +1,8 @@
 """The hub's write-ahead log: requests as they came, written once per poll round, compacted to a snapshot.
 
 `hub.<n>.log` holds length-prefixed records [time, client, raw message] (no client: a tick); `hub.snapshot` holds a
-pickle of the Machine and the generation of the log that continues it. A torn last record (the hub was killed while writing)
-was never answered, so it is dropped.
+pickle of the Machine and the generation of the log that continues it. A torn last record (the hub was killed while
+writing) was never answered, so it is dropped.
 """
 
 from __future__ import annotations
