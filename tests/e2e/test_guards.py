@@ -52,7 +52,7 @@ def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Pat
 @pytest.mark.slow
 def test_a_part_that_is_stuck_ends_the_run_with_who_waits_for_whom(tmp_path: Path) -> None:
     with pytest.raises(StuckError) as stuck:
-        as_command(tmp_path, "stuck", "rollout.env.type=tests.e2e.faults:Stuck", "loop.step_timeout_s=25")
+        as_command(tmp_path, "stuck", "rollout.env.type=tests.e2e.faults:Stuck", "loop.step_timeout_s=60")
     message = str(stuck.value)
     assert "rollout" in message
     (report,) = (tmp_path / "stuck" / "logs").glob("stuck-*.md")
