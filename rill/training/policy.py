@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -87,6 +87,8 @@ class PolicyTrainer(StepTrainer):
         self.algorithm = algorithm
         self._step_version = self.version
         self._scorer: PackedScorer | None = None
+        self.on_trained: Callable[[Sample, Floats, Floats], None] | None = None
+        """Told of samples that are logged: their log-probabilities and entropies, per token."""
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
         asked = config.routing_replay or config.router_balance_loss or config.router_bias_rate
         if asked or expert_blocks(self.engine.module.lm):
@@ -228,6 +230,8 @@ class PolicyTrainer(StepTrainer):
         for batch, columns in passes:
             with self._routed() as balance:
                 output = self._forward(batch, self._distill(batch))
+            if step == 0 and self.on_trained is not None and self.world.leads:
+                self._tell([samples[i] for i in batch.indices], output)
             tokens = self._token_batch(batch, columns, output, statistics)
             tokens = dataclasses.replace(tokens, knows_old=has_old or step == 0)
             loss = self._guarded(functools.partial(self.algorithm.policy_loss, tokens), tokens.logprobs_N)
@@ -256,6 +260,15 @@ class PolicyTrainer(StepTrainer):
             gather_context(output.entropy_K, batch.pack, self.world),
             None if output.kl_K is None else gather_context(output.kl_K, batch.pack, self.world),
         )
+
+    def _tell(self, samples: Sequence[Sample], output: PolicyOutput) -> None:
+        ends = np.cumsum([_wanted(sample).sum() for sample in samples], dtype=int).tolist()
+        for sample, start, end in zip(samples, [0, *ends], ends, strict=False):
+            if sample.is_logged and self.on_trained is not None:
+                wanted, columns = _wanted(sample), np.zeros((2, sample.num_tokens), np.float32)
+                for column, values_K in zip(columns, (output.logprobs_K, output.entropy_K), strict=True):
+                    column[wanted] = values_K[start:end].detach().float().cpu().numpy()
+                self.on_trained(sample, columns[0], columns[1])
 
     def _distill(self, batch: MicroBatch) -> Distill | None:
         if not self._teachers:
