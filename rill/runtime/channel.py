@@ -10,14 +10,14 @@ Descriptors go through the broker (hub/broker.py), payloads stay in shared memor
 Guarantees:
 - An item is leased to one live consumer at a time. A loop's item is finished when the loop goes on, together with
   everything its body has put: one record, all or nothing. If the consumer dies before that, or its call fails, the item
-  goes back to the front and nothing of it was put. `take` finishes what the same thread or task took before.
+  goes back to the front and nothing of it was put. `take` finishes what the same thread took before.
 - An item at which consumers failed `max_failures` times is set aside and named in `stats`.
-- What one producer puts is taken in that order. `flush` returns when everything put so far would survive this process.
+- What one producer puts is taken in that order; what goes back goes to the front. `flush` returns when everything put
+  so far would survive this process.
 - `capacity_items` and `capacity_bytes` bound what waits in the channel; `put` on a full channel waits.
 - Epochs: `end()` ends the current one, when called once by the channel's creator, or by every rank of every group that
-  has put into it, or by `producers` different processes where that was given. A consumer's loop ends when its epoch has
-  ended and all its items are finished; items put after an `end()` belong to the next. A consumer meets every epoch that
-  was not over when its group was launched.
+  has put into it. A consumer's loop ends when its epoch has ended and all its items are finished; items put after an
+  `end()` belong to the next. A consumer meets every epoch that was not over when its group was launched.
 - Objects are built on shared memory without a copy; the memory is used again only when nothing looks at it any more.
 """
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import ConfigError
 from rill.runtime.channels.ends import ChannelEnds, ChannelSettings, ends_of
-from rill.runtime.channels.lease import Lease, before_wait, current_holder, join, unjoin
+from rill.runtime.channels.lease import Lease, before_wait, join, unjoin
 from rill.runtime.channels.producer import HUB_S
 from rill.runtime.context import current
 from rill.runtime.hub.messages import ChannelOptions, Configure, Descriptor, Take
@@ -60,15 +60,14 @@ class Channel:
         capacity_items: int | None = None,
         capacity_bytes: int | None = None,
         granularity: int = 1,
-        producers: int | None = None,
         max_failures: int = 3,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
         `granularity`: items that loops receive at a time; a plan sets it, worker code never mentions it.
-        `producers`: how many processes end an epoch, and `max_failures`: how often consumers may fail at an item (see
-        above). `timeout_s`: deadline of every wait that gives none of its own.
+        `max_failures`: how often consumers may fail at an item before it is set aside.
+        `timeout_s`: deadline of every wait that gives none of its own.
         """
         for what, value in (("capacity_items", capacity_items), ("capacity_bytes", capacity_bytes)):
             if value is not None and value < 1:
@@ -76,7 +75,7 @@ class Channel:
         for what, value in (("granularity", granularity), ("max_failures", max_failures)):
             if value < 1:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
-        options = ChannelOptions(name, capacity_items, capacity_bytes, granularity, producers, max_failures)
+        options = ChannelOptions(name, capacity_items, capacity_bytes, granularity, max_failures)
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", options, HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
@@ -141,14 +140,6 @@ class Channel:
         values = self._take(Take(self.name, keys=wanted), timeout_s)
         return values[0] if keys is None else values
 
-    async def take_async(self, timeout_s: float | None = None) -> Any:
-        """As `take` on an event loop: what a task took is done when it takes again or ends."""
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
-        lease, values = await consumer.take_async(Take(self.name), holder, self._limit_s(timeout_s))
-        consumer.replace_taken(holder, lease)
-        return values[0]
-
     def take_batch(
         self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
     ) -> list[Any]:
@@ -159,10 +150,10 @@ class Channel:
         return self._take(Take(self.name, min_items=count or 1, in_loop=True, weight=wanted), timeout_s)
 
     def _take(self, take: Take, timeout_s: float | None) -> list[Any]:
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
-        lease, values = consumer.take(take, holder, self._limit_s(timeout_s))
-        consumer.replace_taken(holder, lease)
+        consumer = self._ends().consumer
+        consumer.replace_taken(None)
+        lease, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
+        consumer.replace_taken(lease)
         return values
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,11 +163,12 @@ class Channel:
 
     def batches(self) -> Iterator[list[Any]]:
         """Lists of `granularity` objects (the last may be shorter) until the epoch ends."""
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
+        consumer = self._ends().consumer
+        consumer.replace_taken(None)
         try:
             while True:
-                lease, values = consumer.take(self._loop_take(), holder, self.timeout_s)
+                take = Take(self.name, min_items=0, in_loop=True)  # 0: of the channel's granularity
+                lease, values = consumer.take(take, self.timeout_s)
                 if lease is None:
                     return
                 join(lease)
@@ -191,34 +183,14 @@ class Channel:
         finally:
             consumer.return_ahead()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        """Objects until the epoch ends, for an event loop."""
-        consumer, holder = self._ends().consumer, current_holder()
-        try:
-            while True:
-                lease, values = await consumer.take_async(self._loop_take(), holder, self.timeout_s)
-                if lease is None:
-                    return
-                join(lease)
-                try:
-                    for value in values:
-                        yield value
-                except GeneratorExit:
-                    lease.is_left = True
-                    raise
-                unjoin(lease)
-                await lease.done_async()
-        finally:
-            consumer.return_ahead()
-
     async def leases(self) -> AsyncIterator[Lease]:
-        """As `async for` over the channel, for a consumer that works on several objects at a time: each is done when
-        its own lease says so. The loop ends when the epoch has ended and every lease of it is done."""
+        """Objects until the epoch ends, for an event loop that works on several at a time: each is done when its own
+        lease says so (`async with lease`, or `lease.done()`)."""
         consumer = self._ends().consumer
         try:
             while True:
                 take = Take(self.name, min_items=1, in_loop=True)
-                lease, values = await consumer.take_async(take, None, self.timeout_s)
+                lease, values = await consumer.take_async(take, self.timeout_s)
                 if lease is None:
                     return
                 (lease.value,) = values
@@ -247,12 +219,6 @@ class Channel:
         ends = context.channels.pop(self.name, None)
         if ends is not None:
             ends.consumer.close()
-
-    def _loop_take(self) -> Take:
-        return Take(self.name, min_items=0, in_loop=True)
-
-    def _limit_s(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else timeout_s
 
     def _ends(self) -> ChannelEnds:
         """This process's."""

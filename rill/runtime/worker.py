@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
@@ -93,7 +92,7 @@ class Worker:
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
         peer_access: bool = False,
-        launch_timeout_s: float = LAUNCH_WAIT_S,
+        launch_timeout_s: float | None = LAUNCH_WAIT_S,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """Start one process per seat of `placement` and run `__init__(**init_kwargs)` in each.
@@ -102,17 +101,19 @@ class Worker:
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
         `peer_access`: let each process see the other GPUs of its node, after its own, so that tensors sent from them
         come from GPU to GPU; costs a CUDA context on each GPU that sends.
-        Returns when every rank is ready; raises what the first failing `__init__` raised.
+        Returns when every rank is ready (None: at once); raises what the first failing `__init__` raised.
         """
-        group = cls.launch_async(
-            cluster,
-            name=name,
+        spec = LaunchSpec(
+            name=name or cls.__name__,
             placement=placement,
-            env=env,
+            env=dict(env or {}),
             threads=threads,
             peer_access=peer_access,
-            **init_kwargs,
+            init_kwargs=init_kwargs,
         )
+        group = cluster.launch(cls, spec)
+        if launch_timeout_s is None:
+            return group
         try:
             group.ready(launch_timeout_s)
         except BaseException:
@@ -123,27 +124,9 @@ class Worker:
         return group
 
     @classmethod
-    def launch_async(
-        cls,
-        cluster: Cluster,
-        *,
-        name: str | None = None,
-        placement: Placement = "all",
-        env: Mapping[str, str] | None = None,
-        threads: int | None = None,
-        peer_access: bool = False,
-        **init_kwargs: Any,
-    ) -> WorkerGroup[Self]:
+    def launch_async(cls, cluster: Cluster, **options: Any) -> WorkerGroup[Self]:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
-        options = LaunchSpec(
-            name=name or cls.__name__,
-            placement=placement,
-            env=dict(env or {}),
-            threads=threads,
-            peer_access=peer_access,
-            init_kwargs=init_kwargs,
-        )
-        return cluster.launch(cls, options)
+        return cls.launch(cluster, launch_timeout_s=None, **options)
 
     # --- to override --------------------------------------------------------------------------------------
 
@@ -203,25 +186,13 @@ class Worker:
         """Send `obj` to a worker; returns when `obj` may be changed again. Blocks while the peer is behind."""
         current().transfer.send(obj, group, rank, tag=tag, timeout_s=timeout_s)
 
-    def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Future[None]:
-        """As `send`; `obj` must not be changed before the future is done."""
-        return current().transfer.send_async(obj, group, rank, tag=tag)
-
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """The next object that the worker sent here with this tag."""
         return current().transfer.recv(group, rank, tag=tag, timeout_s=timeout_s)
 
-    def recv_async(self, group: str, rank: int, *, tag: str = "") -> Future[Any]:
-        """As `recv`, at once; the future's `result(timeout)` waits."""
-        return current().transfer.recv_async(group, rank, tag=tag)
-
     def broadcast(self, obj: Any = None, *, source: int = 0, timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """Every rank of the group calls it; each gets what rank `source` gave."""
         return current().transfer.broadcast(obj, self.ranks, source=source, timeout_s=timeout_s)
-
-    def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Future[Any]:
-        """As `broadcast`, at once; `result(timeout)` waits. `obj` must not be changed before the future is done."""
-        return current().transfer.broadcast_async(obj, self.ranks, source=source)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
         """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""

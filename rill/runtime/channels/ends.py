@@ -6,12 +6,11 @@ its context, closed with it.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rill.runtime.channels.consumer import Consumer
-from rill.runtime.channels.lease import end_holder
+from rill.runtime.channels.lease import end_call
 from rill.runtime.channels.producer import HUB_S, Producer
 
 if TYPE_CHECKING:
@@ -58,15 +57,10 @@ def settle_call(context: RuntimeContext) -> None:
     """A call that ran in this thread is about to answer: it is done with what it took, and when this returns the broker
     knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
     lost or delivered again."""
-    end_holder(threading.get_ident(), None)
+    end_call(None)
     channels = list(context.channels.values())
     has_passed = [ends.consumer.pass_end() for ends in channels]
     if any(has_passed) or (channels and context.hub.has_unconfirmed):
         context.hub.sync(HUB_S)
         for ends in channels:
             ends.producer.check()
-
-
-def fail_call(error: BaseException) -> None:
-    """A call that ran in this thread has failed: what it took and did not finish goes to somebody else."""
-    end_holder(threading.get_ident(), error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
@@ -134,6 +133,10 @@ class Directory:
         for listener in self._listeners:
             listener(identity, reason)
 
+    def close(self) -> None:
+        """Nobody here wants to hear of deaths any more."""
+        self._listeners.clear()
+
     def _on_peer_died(self, note: Any) -> None:
         self.report_death(note["identity"], note["reason"])
 
@@ -166,8 +169,3 @@ class Directory:
 
 def _key(group: str, rank: int) -> str:
     return f"address/{group}/{rank}"
-
-
-def remaining_s(deadline_s: float) -> float:
-    """Seconds until a deadline of time.monotonic(), at least 0."""
-    return max(0.0, deadline_s - time.monotonic())

@@ -22,7 +22,7 @@ from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
-from rill.runtime.transfer.store_host import STORE_GROUP
+from rill.runtime.transfer.store_server import STORE_GROUP
 from rill.runtime.worker import LaunchSpec, Seating
 
 HUB_KEY = "hub"
@@ -64,7 +64,7 @@ class Launcher:
         """A process per node serves its payloads to the others, so that no worker's death loses them."""
         return Start(
             key=f"{STORE_GROUP}{client.node.node_id}",
-            entry="rill.runtime.transfer.store_host:main",
+            entry="rill.runtime.transfer.store_server:main",
             payload=pickle.dumps(self._site_of(client)),
             log_path=self._log_path(client, "store.log"),
             restart=True,

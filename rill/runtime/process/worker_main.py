@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.address import Site, WorkerAddress
-from rill.runtime.channels.ends import fail_call, settle_call
+from rill.runtime.channels.ends import settle_call
+from rill.runtime.channels.lease import end_call
 from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import CALL, Call, Calls
@@ -140,7 +141,7 @@ class WorkerProcess:
             settle_call(self.context)
             call.answer(self.context, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  boundary: every exception of user code goes to the caller
-            fail_call(error)
+            end_call(error)
             call.fail(self.context, error, time.perf_counter() - started_s, timers)
         finally:
             recorder.end()
