@@ -24,13 +24,13 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.errors import ConfigError
-from rill.runtime.channels.ends import ChannelEnds, ChannelSettings, ends_of
-from rill.runtime.channels.lease import Lease, before_wait, join, unjoin
-from rill.runtime.channels.producer import HUB_S
-from rill.runtime.context import current
+from rill.runtime.channels.consumer import Consumer
+from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
+from rill.runtime.channels.producer import HUB_S, Producer
+from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.messages import ChannelOptions, Configure, Descriptor, Take
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ DEFAULT_TIMEOUT_S = 600.0
 class Channel:
     """A handle. Equal in every process it is sent to."""
 
-    def __init__(self, settings: ChannelSettings) -> None:
+    def __init__(self, name: str, is_bounded: bool, timeout_s: float) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
-        self.name = settings.name
-        self.timeout_s = settings.timeout_s
+        self.name = name
+        self.timeout_s = timeout_s
         """Deadline of every wait that gives none of its own."""
-        self._settings = settings
+        self._is_bounded = is_bounded
 
     @classmethod
     def create(
@@ -79,11 +79,10 @@ class Channel:
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", options, HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
-        return cls(ChannelSettings(name, is_bounded, timeout_s))
+        return cls(name, is_bounded, timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As plain values: handles travel with every call, and a dataclass is slow to pickle.
-        return _rebuild, (self._settings.name, self._settings.is_bounded, self._settings.timeout_s)
+        return Channel, (self.name, self._is_bounded, self.timeout_s)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -221,12 +220,42 @@ class Channel:
             ends.consumer.close()
 
     def _ends(self) -> ChannelEnds:
-        """This process's."""
-        return ends_of(self._settings, current())
+        """This process's, made at its first use of the channel."""
+        context = current()
+        ends = context.channels.get(self.name)
+        if ends is None:
+            with context.lock:
+                ends = context.channels.get(self.name)
+                if ends is None:
+                    producer = Producer(
+                        context, self.name, is_bounded=self._is_bounded, timeout_s=self.timeout_s
+                    )
+                    ends = context.channels[self.name] = ChannelEnds(producer, Consumer(context, producer))
+        return ends
 
 
-def _rebuild(name: str, is_bounded: bool, timeout_s: float) -> Channel:
-    return Channel(ChannelSettings(name, is_bounded, timeout_s))
+class ChannelEnds(NamedTuple):
+    """Both ends of a channel in one process; closed with it."""
+
+    producer: Producer
+    consumer: Consumer
+
+    def close(self) -> None:
+        self.consumer.return_ahead()
+        self.consumer.close()
+
+
+def settle_call(context: RuntimeContext) -> None:
+    """A call that ran in this thread is about to answer: it is done with what it took, and when this returns the broker
+    knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
+    lost or delivered again."""
+    end_call(None)
+    channels = list(context.channels.values())
+    has_passed = [ends.consumer.pass_end() for ends in channels]
+    if any(has_passed) or (channels and context.hub.has_unconfirmed):
+        context.hub.sync(HUB_S)
+        for ends in channels:
+            ends.producer.check()
 
 
 def _checked_key(channel: str, key: Any) -> Any:

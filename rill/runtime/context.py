@@ -16,7 +16,7 @@ from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
 
 if TYPE_CHECKING:
-    from rill.runtime.channels.ends import ChannelEnds
+    from rill.runtime.channel import ChannelEnds
     from rill.runtime.channels.recorder import Recorder
     from rill.runtime.device.lock import DeviceLock
     from rill.runtime.hub.client import HubClient

@@ -116,7 +116,6 @@ class Handle:
         """Opens when it is known what `wait` gives: all have answered, or one has failed."""
         self._all = _Latch(not targets)
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Handle], None]] = []
         self._diagnose = diagnose
         self._started_s = time.monotonic()
 
@@ -151,14 +150,6 @@ class Handle:
         """Whether every rank has answered or failed."""
         return self._num_left == 0
 
-    def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback` once every rank has answered or failed; it must not block."""
-        with self._lock:
-            if self._num_left > 0:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
     def fill(self, index: int, reply: Reply) -> None:
         """Called by whoever reads the answers. Only the first answer of a rank counts."""
         with self._lock:
@@ -167,14 +158,10 @@ class Handle:
             self._replies[index] = reply
             self._failed = self._failed or reply.is_error
             self._num_left -= 1
-            is_done = self._num_left == 0
-            if is_done or self._failed:
-                self._settled.open()
-            if is_done:
+            if self._num_left == 0:
                 self._all.open()
-        if is_done:
-            for callback in self._callbacks:
-                callback(self)
+            if self._num_left == 0 or self._failed:
+                self._settled.open()
 
     def _wait_at(self, latch: _Latch, timeout_s: float) -> None:
         if latch.is_open:

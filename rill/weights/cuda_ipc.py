@@ -102,7 +102,7 @@ class CudaIpcReceiver(Receiver):
         except (RuntimeError, UnsupportedError) as error:
             raise WeightSyncError(
                 f"bucket {bucket.index} cannot be mapped from the publisher's GPU: {error}; both ends must see the "
-                'same device, in different processes (in one process use "inproc")'
+                'same device, in different processes (in one process use "shm")'
             ) from error
         return mapped
 

@@ -189,17 +189,9 @@ class WeightSync:
         if not state.in_service:
             raise WeightSyncError(f"{name} did not come to version {manifest.version}: {state.failure}")
 
-    def in_service(self) -> list[str]:
-        """Engines that hold the newest version and may be given requests."""
-        with self._lock:
-            return [name for name, state in self._states.items() if state.in_service]
-
     def states(self) -> dict[str, TargetState]:
         with self._lock:
             return dict(self._states)
-
-    def versions(self) -> dict[str, PolicyVersion | None]:
-        return {name: state.version for name, state in self.states().items()}
 
     def _follow_targets(self) -> None:
         """Engines join and leave between two syncs."""

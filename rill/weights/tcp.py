@@ -56,7 +56,7 @@ class TcpPublisher(DiskPublisher):
         super().__init__(config)
         self._key, host = secrets.token_bytes(32), config.host or LOOPBACK
         try:
-            self._server = ByteServer(host, _signer(self._key), self._read, port=config.port)
+            self._server = ByteServer(host, _signer(self._key), self._read, port=config.port, is_fixed=True)
         except OSError as error:
             super().close()
             raise ConfigError(

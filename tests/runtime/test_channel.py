@@ -405,7 +405,7 @@ def test_relays_killed_at_random_lose_nothing_and_double_nothing(cluster: Cluste
     count = 3000
     numbers.put_many(list(range(count)))
     numbers.end()
-    for _ in range(8):
+    for _ in range(5):
         relaying = relays.relay(numbers, onwards, 0.0002)
         time.sleep(rng.uniform(0.0, 0.12))
         if rng.random() < 0.5:
@@ -559,7 +559,7 @@ if __name__ == "__main__":
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 60
     while Path(shm_dir).exists() or Path(session_dir).exists() or any(map(psutil.pid_exists, map(int, pids))):
         assert time.monotonic() < deadline_s, "something is left"
         time.sleep(0.05)

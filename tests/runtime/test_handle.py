@@ -56,17 +56,14 @@ def test_the_first_outcome_of_a_rank_counts() -> None:
     assert handle.wait(1) == [7]
 
 
-def test_callbacks_run_once_all_have_answered() -> None:
+def test_what_is_known_so_far_can_be_asked_at_any_time() -> None:
     handle = Handle("w.m", TARGETS)
-    heard: list[Handle] = []
-    handle.on_done(heard.append)
     handle.fill(0, Reply.lost(PeerDiedError("gone")))
-    assert not heard and not handle.done()
+    assert not handle.done() and not handle.ended(0.01)
     assert [outcome is None for outcome in handle.so_far()] == [False, True]
     with pytest.raises(StuckError, match=r"has not ended on w\[1\] within 0 s"):
         handle.outcomes(0)
     with pytest.raises(PeerDiedError, match="gone"):
         handle.wait(0)
     handle.fill(1, Reply(False, 1.0, {}, lambda: 1))
-    handle.on_done(heard.append)
-    assert heard == [handle, handle]
+    assert handle.done() and handle.ended(0) and handle.outcomes(0)[1].value == 1

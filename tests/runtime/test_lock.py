@@ -405,7 +405,7 @@ class OneOwnerPerDevice(RuleBasedStateMachine):
 
 
 TestOneOwnerPerDevice = OneOwnerPerDevice.TestCase
-TestOneOwnerPerDevice.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestOneOwnerPerDevice.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 def test_turns_survive_a_hub_restart() -> None:

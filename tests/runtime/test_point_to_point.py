@@ -65,22 +65,15 @@ def test_objects_arrive_in_order_and_by_tag(pair: WorkerGroup[Any]) -> None:
     sending.wait(10)
 
 
-def test_tensors_of_any_type_travel_between_workers(cluster: Cluster) -> None:
-    from tests.runtime.tensor_workers import TensorPeer
-
-    group = TensorPeer.launch(cluster, name="tensors", placement="0-1", threads=1)
-    sending = group.on(0).send_tensors()
-    assert group.on(1).receive_tensors().wait(30) == ["equal"]
-    sending.wait(10)
-    group.close()
-
-
-def test_collectives_run_over_a_rendezvous_in_workers_that_share_a_preloaded_torch() -> None:
+def test_tensors_travel_and_collectives_run_in_workers_that_share_a_preloaded_torch() -> None:
     from tests.runtime.tensor_workers import TensorPeer
 
     with Cluster(devices="cpu:2", preload=["torch"]) as cluster:
         group = TensorPeer.launch(cluster, name="tensors", threads=1)
         assert group.num_threads().wait(20) == [1, 1]
+        sending = group.on(0).send_tensors()
+        assert group.on(1).receive_tensors().wait(30) == ["equal"]
+        sending.wait(10)
         for _ in range(2):
             assert group.all_reduce().wait(60) == [[3.0, 3.0, 3.0]] * 2
 

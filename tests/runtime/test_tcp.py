@@ -65,6 +65,19 @@ def test_strangers_get_no_answer(server: ByteServer) -> None:
     stranger.close(linger=0)
 
 
+def test_what_never_changes_is_hashed_once_for_all_who_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = tcp.digest
+    monkeypatch.setattr(tcp, "digest", lambda data: hashed.append(memoryview(data).nbytes) or real(data))
+    for is_fixed, num_times in ((True, 1), (False, 3)):
+        hashed.clear()
+        server = ByteServer("127.0.0.1", KEY, read, is_fixed=is_fixed)
+        for _ in range(3):
+            assert client_of(server.endpoint).fetch("small") == b"abc"
+        assert len(hashed) == num_times + 3, "the server's, and each client's own"
+        server.close()
+
+
 def changed_bytes(frames: list[bytes]) -> list[bytes]:
     return [*frames[:-1], b"x" + frames[-1][1:]]
 
@@ -136,7 +149,7 @@ def test_a_fetch_goes_on_at_a_servers_new_address_where_it_was() -> None:
     )
     identity, raw, _code = first.recv_multipart()
     chunk, packed = DATA["large"][: tcp.CHUNK_BYTES], size.to_bytes(8, "little")
-    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, tcp._digest(chunk)), packed, chunk])
+    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, tcp.digest(chunk)), packed, chunk])
     first.recv_multipart()
     first.recv_multipart()
     time.sleep(0.5)

@@ -138,7 +138,7 @@ class HubClient:
         with self._lock:
             self._check_open()
             self._add(_Request(method, payload))
-        self._wake()
+        self.wake()
 
     def ask(
         self, method: str, payload: Any, answer: Any = Any, on_late: Callable[[Any], None] | None = None
@@ -150,7 +150,7 @@ class HubClient:
             asked.seq = self._next_seq
             self._asked[asked.seq] = asked
             self._add(_Request(method, payload))
-        self._wake()
+        self.wake()
         return asked
 
     def call(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
@@ -176,7 +176,7 @@ class HubClient:
             last.add(done, puts, num_bytes)
             self._num_unconfirmed += last.num_items - before
             self._unconfirmed_bytes += num_bytes
-        self._wake()
+        self.wake()
         return True
 
     @property
@@ -203,7 +203,7 @@ class HubClient:
         raw = self._encoder.encode(Query(query_id, f"{service}.{method}", payload))
         self._queries[query_id] = (asked, raw)
         self._direct.append(raw)
-        self._wake()
+        self.wake()
         try:
             return self._await(asked, f"{service}.{method}", timeout_s)
         finally:
@@ -227,7 +227,7 @@ class HubClient:
     def notify(self, to: str, topic: str, payload: Any) -> None:
         """A note to another client ("*": all others). Best effort: lost when either end or the hub is down."""
         self._direct.append(self._encoder.encode(Note(to, topic, payload)))
-        self._wake()
+        self.wake()
 
     def on_note(self, topic: str, handler: Callable[[str, Any], None]) -> None:
         """Run `handler(sender, payload)` on the io thread for every note on `topic`."""
@@ -236,20 +236,16 @@ class HubClient:
     def add_ticker(self, ticker: Callable[[float], float]) -> None:
         """Have `ticker(now_s)` called on the io thread; it returns in how many seconds it wants to be called again."""
         self._tickers.append(ticker)
-        self._wake()
+        self.wake()
 
     def remove_ticker(self, ticker: Callable[[float], float]) -> None:
         """Undo `add_ticker`."""
         self._tickers = [other for other in self._tickers if other != ticker]
 
-    def wake(self) -> None:
-        """Have the io thread look at its tickers now."""
-        self._wake()
-
     def abandon(self, reason: str) -> None:
         """There will be no hub any more: every wait for it fails with `reason`, now and from now on."""
         self._abandoned = reason
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """Send what is queued, leave the run, end the thread. Bounded: a dead hub costs a second."""
@@ -259,7 +255,7 @@ class HubClient:
         if not self._ended_reason:
             self.submit("registry.leave", None)
         self._is_closing = True
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
 
@@ -273,7 +269,8 @@ class HubClient:
 
     # --- the io thread ------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the io thread look at what there is to send, and at its tickers, now."""
         if (
             not self._is_awake and threading.get_ident() != self._thread.ident
         ):  # that one is awake, and sends last

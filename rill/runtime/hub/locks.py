@@ -265,7 +265,7 @@ class LockService:
             turn.entered.add(name_of(client))
             turn.linger_until_s = None
             self._evicting.pop(client, None)
-            self._resident[client] = self._devices_of_client(client) or turn.devices
+            self._resident[client] = self._machine.membership.devices_of_client(client) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
 
@@ -359,9 +359,6 @@ class LockService:
             and devices & turn.devices
             and not self._fit(group_of(client), turn.group)
         )
-
-    def _devices_of_client(self, client: str) -> frozenset[int]:
-        return self._machine.membership.devices_of_client(client)
 
     def _describe(self, _payload: Any) -> Any:
         return [

@@ -13,20 +13,6 @@ Guarantees:
   was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
 - A client that dies is buried when the cluster reports it (`registry.died`): the agent beside a process knows of its
   end at once, and a lost agent means a lost node. Silence is no death: a process may be busy for as long as it likes.
-
-How a process talks to it (`HubClient`, thread-safe):
-
-    hub = HubClient(endpoint, "rollout[0]#0")              # group[rank]#launch: never used twice
-    hub.call("registry", "register", {"group": "rollout", "rank": 0, "world_size": 2, "devices": [0]}, timeout_s=10)
-    hub.call("registry", "publish", ["my/key", value, True], 10)     # True: goes away with this process
-    hub.fetch("my/key", 60)                                           # waits until somebody publishes it
-    hub.call("registry", "died", ["actor[1]#0", "exit code -9"], 10)  # the supervisor reports a death
-    hub.query("registry", "members", None, 10)                        # {identity: what it told}
-    hub.on("peer_died", lambda note: ...)                  # {"identity", "name", "reason", "info"}; on the hub's thread
-    hub.notify("actor[1]#0", "topic", payload)             # best effort, client to client ("*": everybody)
-    hub.close()
-
-What a worker should register for channels and locks to know it: group, rank, world_size, node_id, devices (global ids).
 """
 
 from __future__ import annotations

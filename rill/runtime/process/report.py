@@ -67,35 +67,28 @@ class Report:
                 return path
         return []
 
-    def table(self) -> str:
-        """The edges as a Markdown table."""
-        rows = ["| who | waits for | on | since |", "|---|---|---|---|"]
-        rows += [f"| {e.waiter} | {e.needed} | {e.why} | {e.wait_s:.1f} s |" for e in self.edges]
-        return "\n".join(rows)
-
     def summary(self) -> str:
         """A few lines for the error message."""
-        lines = [f"  {e.waiter} waits for {e.needed} on {e.why} ({e.wait_s:.1f} s)" for e in self.edges[:12]]
-        ring = self.cycle()
-        if ring:
-            lines.append("  ring: " + " -> ".join([*ring, ring[0]]))
-        if self.silent:
-            lines.append("  no answer from: " + ", ".join(self.silent))
-        return "\n".join(lines)
+        lines = [f"{e.waiter} waits for {e.needed} on {e.why} ({e.wait_s:.1f} s)" for e in self.edges[:12]]
+        return "\n".join(f"  {line}" for line in [*lines, *self._remarks()])
 
     def markdown(self, title: str) -> str:
-        parts = [f"# {title}", "", self.table(), ""]
-        if self.cycle():
-            parts += ["Ring: " + " → ".join([*self.cycle(), self.cycle()[0]]), ""]
-        if self.silent:
-            parts += ["No answer within the deadline from: " + ", ".join(self.silent), ""]
-        for name, row in sorted(self.channels.items()):
-            parts.append(f"- channel `{name}`: {row}")
+        parts = [f"# {title}", "", "| who | waits for | on | since |", "|---|---|---|---|"]
+        parts += [f"| {e.waiter} | {e.needed} | {e.why} | {e.wait_s:.1f} s |" for e in self.edges]
+        parts += ["", *self._remarks(), ""]
+        parts += [f"- channel `{name}`: {row}" for name, row in sorted(self.channels.items())]
         for process, stacks in sorted(self.stacks.items()):
             parts += ["", f"## {process}"]
             for thread, text in stacks.items():
                 parts += [f"### thread {thread}", "```", text.rstrip(), "```"]
         return "\n".join(parts) + "\n"
+
+    def _remarks(self) -> list[str]:
+        ring = self.cycle()
+        return [
+            *([f"ring: {' -> '.join([*ring, ring[0]])}"] if ring else ()),
+            *([f"no answer from: {', '.join(self.silent)}"] if self.silent else ()),
+        ]
 
 
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.address import Site, WorkerAddress
-from rill.runtime.channels.ends import settle_call
+from rill.runtime.channel import settle_call
 from rill.runtime.channels.lease import end_call
 from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
