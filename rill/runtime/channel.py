@@ -259,11 +259,25 @@ def settle_call(context: RuntimeContext) -> None:
 
 
 def _checked_key(channel: str, key: Any) -> Any:
-    """`key` if it can be one."""
-    if key is None or isinstance(key, (str, int, float, bool)):
-        return key
+    """`key` as a plain value that the wire has a form for, if it can be one."""
+    if key is None:
+        return None
     if isinstance(key, tuple):
         return tuple(_checked_key(channel, part) for part in key)
+    for kind in (bool, int, float, str):  # bool before int, which it is too
+        if isinstance(key, kind):
+            plain: Any = kind(key)
+            if (kind is int and abs(plain) >= 1 << 63) or (kind is str and not _is_text(plain)):
+                break
+            return plain
     raise ConfigError(
-        f"{channel}: a key is text, a number or a tuple of them; got {type(key).__name__}: {key!r}"
+        f"{channel}: a key is text, a number of 63 bits or a tuple of them; got {type(key).__name__}: {key!r}"
     )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,7 +25,7 @@ from rill.runtime.hub.service import OutKind
 from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
 from tests.runtime.hub_fakes import FakeHub, put, take
-from tests.runtime.leftovers import becomes_true
+from tests.runtime.leftovers import becomes_true, hub_pid
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60.0
@@ -421,13 +422,26 @@ def test_turns_survive_a_hub_restart() -> None:
 # --- with processes ---------------------------------------------------------------------------------------
 
 
+def states(cluster: Cluster, group: Any) -> set[str]:
+    """Whether a rank of the group is in its turn, or waits for one, as the hub knows it."""
+    turns = cluster.context.hub.query("locks", "turns", None, WAIT_S)
+    return {
+        state
+        for turn in turns
+        if turn["group"] == group.name
+        for state in ("inside", "waiting")
+        if turn[state]
+    }
+
+
 def test_a_thread_that_waits_beside_a_block_does_not_lend_it(cluster: Cluster, tmp_path: Path) -> None:
     """While one thread computes in its block another waits for data of the very group that wants the devices."""
     holder, other = launch(cluster, "2", tmp_path), launch(cluster, "2", tmp_path)
     numbers = Channel.create(cluster, next(_names), timeout_s=WAIT_S)
     holding = holder.hold(1.0)
+    assert becomes_true(lambda: "inside" in states(cluster, holder))
     waiting = holder.take_beside(numbers)
-    time.sleep(0.3)  # it holds, and waits
+    assert becomes_true(lambda: numbers.stats()["waiting_consumers"] == 1)
     putting = other.put_all(numbers, 1)
     began_s = holding.wait(timeout_s=WAIT_S)[0]
     putting.wait(timeout_s=WAIT_S)
@@ -582,21 +596,11 @@ def test_a_killed_holder_frees_the_devices(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_the_hub_may_die_while_devices_are_held(cluster: Cluster, tmp_path: Path) -> None:
-    import psutil
-
     one, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
     first = one.hold(0.8)
-    time.sleep(0.2)
+    assert becomes_true(lambda: "inside" in states(cluster, one))
     second = other.hold(0.0)
-    (hub,) = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        # A process that another test left behind may be a zombie, which has no command line.
-        if process.status() != psutil.STATUS_ZOMBIE
-        and "rill.runtime.hub.server" in (command := process.cmdline())
-        and str(cluster.session.session_dir) in command
-    ]
-    os.kill(hub.pid, signal.SIGKILL)
+    os.kill(hub_pid(cluster.session.session_dir), signal.SIGKILL)
     (began_s,), (then_s,) = first.wait(timeout_s=WAIT_S), second.wait(timeout_s=WAIT_S)
     assert then_s >= began_s + 0.8
     one.close()
@@ -607,15 +611,15 @@ def test_a_wait_for_devices_ends_at_its_deadline_and_names_the_holder(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     one, other = launch(cluster, "0", tmp_path), launch(cluster, "0", tmp_path)
-    holding = one.hold(1.5)
-    time.sleep(0.3)
-    waiting = other.hold(0.0, timeout_s=0.8)
-    time.sleep(0.2)
+    holding = one.hold(2.5)
+    assert becomes_true(lambda: "inside" in states(cluster, one))
+    waiting = other.hold(0.0, timeout_s=1.6)
+    assert becomes_true(lambda: "waiting" in states(cluster, other))
     edges = collect(cluster.context).edges
     assert (f"{other.name}[0]", f"{one.name}[0]", "devices [0]") in [
         (e.waiter, e.needed, e.why) for e in edges
     ]
-    with pytest.raises(WorkerError, match="waited 0.8 s for devices"):
+    with pytest.raises(WorkerError, match="waited 1.6 s for devices"):
         waiting.wait(timeout_s=WAIT_S)
     holding.wait(timeout_s=WAIT_S)
     other.hold(0.0).wait(timeout_s=WAIT_S)

@@ -66,7 +66,7 @@ def test_a_rank_with_notice_finishes_what_it_was_asked_for(cluster: Cluster) -> 
     group = Mover.launch(cluster, name="noticed", placement="0-1", threads=1)
     working = group.on(1).work_until_noticed()
     group.remove(1, notice_s=20)
-    assert working.wait(5) == ["noticed"]
+    assert working.wait(20) == ["noticed"]
     assert group.ranks == (0,)
     group.close()
 

@@ -135,9 +135,10 @@ class HubClient:
 
     def submit(self, method: str, payload: Any) -> None:
         """Send without waiting for an answer."""
+        request = _Request(method, self._encoded(method, payload))
         with self._lock:
             self._check_open()
-            self._add(_Request(method, payload))
+            self._add(request)
         self.wake()
 
     def ask(
@@ -145,11 +146,12 @@ class HubClient:
     ) -> Asked[Any]:
         """Send; the answer comes to what is returned. `on_late` gets one that comes after `cancel`."""
         asked: Asked[Any] = Asked(answer, on_late)
+        request = _Request(method, self._encoded(method, payload))
         with self._lock:
             self._check_open()
             asked.seq = self._next_seq
             self._asked[asked.seq] = asked
-            self._add(_Request(method, payload))
+            self._add(request)
         self.wake()
         return asked
 
@@ -208,6 +210,13 @@ class HubClient:
             return self._await(asked, f"{service}.{method}", timeout_s)
         finally:
             self._queries.pop(query_id, None)
+
+    def _encoded(self, method: str, payload: Any) -> msgspec.Raw:
+        """What the wire has no form for fails here, in its sender's thread."""
+        try:
+            return msgspec.Raw(self._encoder.encode(payload))
+        except (TypeError, OverflowError) as error:
+            raise RunError(f"{self.identity}: {method} cannot be sent to the hub: {error}") from error
 
     def _add(self, request: _Request) -> None:
         self._last = None
@@ -351,24 +360,7 @@ class HubClient:
 
     def _encode(self, first_seq: int, requests: list[_Request]) -> bytes:
         pairs: list[Any] = [(request.method, request.payload) for request in requests]
-        try:
-            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
-        except (TypeError, OverflowError):
-            for n, request in enumerate(requests):
-                self._replace_unsendable(first_seq + n, request)
-            pairs = [(request.method, request.payload) for request in requests]
-            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
-
-    def _replace_unsendable(self, seq: int, request: _Request) -> None:
-        """One that holds something which the wire has no form for fails, and an empty one takes its number."""
-        try:
-            self._encoder.encode(request.payload)
-        except (TypeError, OverflowError) as error:
-            _log.error("%s: %s cannot be sent: %s", self.identity, request.method, error)
-            asked = self._asked.pop(seq, None)
-            if asked is not None:
-                asked.failed(RunError(f"{request.method} cannot be sent to the hub: {error}"))
-            request.method, request.payload = "registry.sync", None
+        return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
         socket.send(self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent))))

@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
         self._since_s = time.monotonic()
         _open.setdefault(threading.get_ident(), []).append(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         ident = threading.get_ident()
         waits = _open[ident]
         if waits[-1] is self:
