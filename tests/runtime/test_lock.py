@@ -24,7 +24,7 @@ from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted
 from rill.runtime.hub.service import OutKind
 from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
-from tests.runtime.hub_fakes import FakeHub, put, take
+from tests.runtime.hub_fakes import FakeHub, done, put, take
 from tests.runtime.leftovers import becomes_true, hub_pid
 
 pytestmark = pytest.mark.timeout(120)
@@ -237,6 +237,22 @@ def test_a_rank_that_never_comes_is_not_awaited_for_long() -> None:
     turns.leave("a[0]")
     turns.hub.tick(LINGER_S + 0.01)
     assert turns.is_asked_to_offload("a[0]")
+
+
+def test_a_late_rank_gets_a_turn_to_meet_the_end_that_the_first_has_met() -> None:
+    turns = Turns(actor=[[0], [1]], rollout=[[0], [1]])
+    turns.put("driver[0]", "rollouts")
+    turns.hub.call("driver[0]#0", "broker.end", "rollouts")
+    turns.ask("actor[0]", "rollouts")
+    turns.take("actor[0]", "rollouts")
+    turns.hub.send("actor[0]#0", "broker.commit", done([1], channel="rollouts"))
+    turns.take("actor[0]", "rollouts")  # the epoch's end
+    turns.leave("actor[0]")
+    turns.hub.tick(LINGER_S + 0.01)
+    turns.ask("actor[0]", "rollouts")
+    assert not turns.is_in("actor[0]"), "there is nothing for it"
+    turns.ask("actor[1]", "rollouts")
+    assert turns.is_in("actor[1]")
 
 
 def test_groups_that_fit_together_need_no_turns() -> None:

@@ -304,7 +304,8 @@ class LockService:
     def _readiness(self, turn: Turn) -> Readiness:
         if turn.is_resumed or not turn.channels:
             return Readiness.READY
-        roles = [self._machine.broker.view.role_of(turn.group, channel) for channel in turn.channels]
+        view, asking = self._machine.broker.view, [name_of(client) for client in turn.asked]
+        roles = [view.role_of(turn.group, channel, asking) for channel in turn.channels]
         inputs = [role for role in roles if not role.is_producer]
         if not inputs or any(role.has_data for role in inputs):
             return Readiness.READY

@@ -333,10 +333,11 @@ class Supervisor:
             self._changed.notify_all()
         if endpoint := member.address.endpoint_from(self._context.node_id):
             self._context.mailbox.forget(endpoint)
-        told = "it was closed or removed" if has_ended_in_order else reason
-        self._context.directory.report_death(key, told)
+        # First the hub: whoever hears of the death by a failed call finds there what the dead process had taken.
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
             self._context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
+        told = "it was closed or removed" if has_ended_in_order else reason
+        self._context.directory.report_death(key, told)
         if not member.has_said_hello:
             name = member.address.name
             member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
