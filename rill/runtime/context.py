@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.process.waits import answer_dumps
 
 if TYPE_CHECKING:
     from rill.runtime.channel import ChannelEnds
@@ -148,6 +149,7 @@ class RuntimeContext:
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
         parcels, directory = self.parcels, self.directory
+        answer_dumps(self.mailbox, self.address.identity)
         self.calls.unpack = lambda frames: parcels.unpack(frames, device=self.torch_device)
         directory.on_death(self.calls.peer_died)
         directory.on_death(lambda identity, _: parcels.peer_died(identity))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
     from rill.runtime.device.placement import Placement
     from rill.runtime.group import WorkerGroup
+    from rill.runtime.process.worker_main import WorkerSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,17 +58,6 @@ class LaunchSpec:
     peer_access: bool = False
     """Whether each process sees the other GPUs of its node, after its own."""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """What a worker knows about itself before its `__init__` runs."""
-
-    group_name: str
-    rank: int
-    ranks: tuple[int, ...]
-    devices: tuple[Device, ...]
-    device: str
 
 
 class Worker:
@@ -213,14 +203,14 @@ def begin_call() -> dict[str, float]:
     return _this_call.timers
 
 
-def build(cls: type[Worker], seating: Seating, init_kwargs: Mapping[str, Any]) -> Worker:
+def build(cls: type[Worker], spec: WorkerSpec, init_kwargs: Mapping[str, Any]) -> Worker:
     """Make a worker that knows its seat before its `__init__` runs."""
     worker = cls.__new__(cls)
-    worker.group_name = seating.group_name
-    worker.rank = seating.rank
-    worker.ranks = seating.ranks
-    worker.devices = seating.devices
-    worker.device = seating.device
+    worker.group_name = spec.group_name
+    worker.rank = spec.rank
+    worker.ranks = spec.ranks
+    worker.devices = spec.devices
+    worker.device = spec.device
     worker.__init__(**init_kwargs)  # type: ignore[misc]
     return worker
 

@@ -47,7 +47,6 @@ class Lease:
         "_consumer",
         "_error_before",
         "_ids",
-        "_num_bytes",
         "_puts",
         "_thread",
         "is_left",
@@ -60,7 +59,6 @@ class Lease:
         self._consumer = consumer
         self._ids = [item.id for item in items]
         self._puts: list[Puts] = []
-        self._num_bytes = 0
         self._error_before = sys.exc_info()[1]
         self._thread = threading.get_ident() if is_of_thread else 0
         self.state = LeaseState.OPEN
@@ -93,7 +91,7 @@ class Lease:
     def give_back(self, error: str = "") -> None:
         """Somebody else may try. Without an error it does not count as a failure."""
         if self.state is LeaseState.OPEN:
-            _, puts, _ = self._take_commit(LeaseState.GIVEN_BACK)
+            _, puts = self._take_commit(LeaseState.GIVEN_BACK)
             self._consumer.give_back(self._ids, puts, error)
 
     def __del__(self) -> None:
@@ -137,15 +135,12 @@ class Lease:
             self._puts[-1].items.append(descriptor)
         else:
             self._puts.append(Puts(channel, [descriptor]))
-        if descriptor.inline is not None:
-            self._num_bytes += descriptor.num_bytes
 
     def send_puts(self) -> None:
         """A wait is coming: what was put so far goes now, and is no longer undone if this lease fails."""
         if self._puts and self.state is LeaseState.OPEN:
             puts, self._puts = self._puts, []
-            num_bytes, self._num_bytes = self._num_bytes, 0
-            self._consumer.producer.send([], puts, num_bytes)
+            self._consumer.producer.send([], puts)
 
     def finish(self) -> None:
         """As `done`, but without waiting for room: the hub keeps what has none."""
@@ -160,7 +155,7 @@ class Lease:
         else:
             self.finish()
 
-    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts], int]:
+    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts]]:
         self.state = state
         with _lock:
             held = _held.get(self._thread, [])
@@ -169,7 +164,7 @@ class Lease:
                 if not held:
                     del _held[self._thread]
         puts, self._puts = self._puts, []
-        return [Done(self._consumer.name, self._ids)], puts, self._num_bytes
+        return [Done(self._consumer.name, self._ids)], puts
 
 
 # --- which lease a put joins ------------------------------------------------------------------------------

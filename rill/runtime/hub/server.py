@@ -33,7 +33,6 @@ from rill.runtime.hub.protocol import (
     Expelled,
     FromHub,
     Gap,
-    Note,
     Output,
     Ping,
     Query,
@@ -138,8 +137,6 @@ class Hub:
                 self._take_requests(client, raw, message, now_s)
             elif isinstance(message, Query):
                 self._answer(client, message)
-            elif isinstance(message, Note):
-                self._forward(client, message)
             else:
                 self._answer_ping(client, message)
 
@@ -177,11 +174,6 @@ class Hub:
         except (KeyError, TypeError, ValueError) as error:
             is_ok, body = False, f"{query.method} failed: {error!r}"
         self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
-
-    def _forward(self, client: str, note: Note) -> None:
-        targets = [c for c in self._machine.streams if c != client] if note.peer == "*" else [note.peer]
-        for target in targets:
-            self._send(target, Note(client, note.topic, note.payload))
 
     # --- out ----------------------------------------------------------------------------------------------
 

@@ -78,6 +78,11 @@ class Directory:
         self._rosters[group] = roster
         return roster
 
+    def everybody(self) -> list[WorkerAddress]:
+        """Who is in the run now, the driver too, as the hub knows it."""
+        values = self._context.hub.query("registry", "values", "address/", _ASK_WAIT_S)
+        return [replace(WorkerAddress(*found), gpus=()) for found in values.values()]
+
     def is_dead(self, identity: str) -> bool:
         """Whether this process has heard of its death."""
         return identity in self._dead

@@ -23,7 +23,7 @@ from rill.runtime.process.main_module import describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
 from rill.runtime.transfer.store_server import STORE_GROUP
-from rill.runtime.worker import LaunchSpec, Seating
+from rill.runtime.worker import LaunchSpec
 
 HUB_KEY = "hub"
 
@@ -83,17 +83,14 @@ class Launcher:
     ) -> Start:
         """One rank of a group; it sees `peers` beside its own devices."""
         gpus = gpus_of([*seat.devices, *peers])
-        seating = Seating(
+        spec = WorkerSpec(
+            site=self._site_of(client),
+            driver=self._context.address,
             group_name=options.name,
             rank=seat.rank,
             ranks=ranks,
             devices=seat.devices,
             device=torch_device(seat.devices, gpus),
-        )
-        spec = WorkerSpec(
-            site=self._site_of(client),
-            driver=self._context.address,
-            seating=seating,
             gpus=gpus,
             incarnation=incarnation,
             num_threads=num_threads,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
 from rill.runtime.hub.service import name_of
+from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import DUMP, DUMPED, dump, waiting
 
 if TYPE_CHECKING:
@@ -116,26 +118,27 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
 
 def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
     """Ask everybody."""
-    hub = context.hub
+    hub, mailbox = context.hub, context.mailbox
     answers: dict[str, Any] = {context.address.identity: dump()}
-    members = hub.query("registry", "members", None, ASK_S)
-    everybody = {client for client in members if client != hub.identity}
+    others = {a.identity: a for a in context.directory.everybody() if a.identity not in answers}
     arrived = threading.Event()
 
-    def take(sender: str, payload: Any) -> None:
-        answers[sender] = payload
-        if everybody <= answers.keys():
+    def take(frames: Frames) -> None:
+        answers[frames[0].decode()] = pickle.loads(frames[1])
+        if others.keys() <= answers.keys():
             arrived.set()
 
     with _lock:
-        hub.on_note(DUMPED, take)
-        hub.notify("*", DUMP, None)
-        if everybody:
+        mailbox.on(DUMPED, take)
+        for address in others.values():
+            reply_to = context.address.endpoint_from(address.node_id).encode()
+            mailbox.post(address.endpoint_from(context.node_id), [DUMP, reply_to])
+        if others:
             arrived.wait(ASK_S)
     graph = hub.query("broker", "graph", None, ASK_S)
     turns = hub.query("locks", "turns", None, ASK_S)
     channel_waits = hub.query("broker", "waits", None, ASK_S)
-    report = Report(silent=sorted(name_of(client) for client in everybody - answers.keys()))
+    report = Report(silent=sorted(name_of(client) for client in others.keys() - answers.keys()))
     report.stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
     report.channels = {name: hub.query("broker", "stats", name, ASK_S) for name in graph}
     report.edges = _edges(answers, graph, turns, channel_waits)
