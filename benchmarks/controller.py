@@ -41,9 +41,9 @@ from rill.telemetry.run import Run
 from rill.training.parallel import World
 from rill.types import Floats, PolicyVersion, Prompt, TokenIds
 from rill.weights import Canary, CanaryProof, Pulled, SealedManifest, WeightManifest, open_publisher
-from rill.weights.inproc import InprocTransport
 from rill.weights.manifest import BucketSpec, TensorSpec
 from rill.weights.publishing import PublishingWorker
+from rill.weights.shm import ShmTransport
 from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
@@ -102,7 +102,7 @@ class NullActor(PublishingWorker):
 
     def __init__(self, *, work_s: float) -> None:
         self.work_s = work_s
-        self.publisher = open_publisher(InprocTransport.Config()) if self.rank == 0 else None
+        self.publisher = open_publisher(ShmTransport.Config()) if self.rank == 0 else None
 
     def num_shares(self) -> int:
         return self.world_size

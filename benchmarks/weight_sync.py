@@ -22,7 +22,7 @@ from rill.types import PolicyVersion
 from rill.weights.base import TRANSPORTS, open_publisher, open_receiver
 from rill.weights.manifest import WeightManifest
 
-CPU_TRANSPORTS = ("inproc", "shm", "disk", "tcp")
+CPU_TRANSPORTS = ("shm", "disk", "tcp")
 
 
 def make_weights(gigabytes: float, device: str) -> dict[str, torch.Tensor]:
@@ -66,26 +66,17 @@ def measure(
     tensors = make_weights(gigabytes, device)
     publisher = open_publisher(config)
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = None
-    if name == "inproc":
-        own, receiver = make_weights(gigabytes, device), open_receiver(config)
+    process = multiprocessing.get_context("spawn").Process(
+        target=receive, args=(config, gigabytes, device, there), daemon=True
+    )
+    process.start()
+    assert here.poll(300) and here.recv() == "ready"
 
-        def pull(manifest: WeightManifest) -> float:
-            started = time.perf_counter()
-            copy_into(own, receiver.pull(manifest))
-            return time.perf_counter() - started
-    else:
-        process = multiprocessing.get_context("spawn").Process(
-            target=receive, args=(config, gigabytes, device, there), daemon=True
-        )
-        process.start()
-        assert here.poll(300) and here.recv() == "ready"
-
-        def pull(manifest: WeightManifest) -> float:
-            here.send(manifest)
-            if not here.poll(300):
-                raise TimeoutError(f"{name}: the receiver did not answer within 300 s")
-            return float(here.recv())
+    def pull(manifest: WeightManifest) -> float:
+        here.send(manifest)
+        if not here.poll(300):
+            raise TimeoutError(f"{name}: the receiver did not answer within 300 s")
+        return float(here.recv())
 
     publish_s, pull_s, num_bytes = [], [], 0
     for version in range(repeats + 1):
@@ -99,9 +90,8 @@ def measure(
         if version:  # the first one makes buffers, files and maps
             publish_s.append(published)
             pull_s.append(pulled)
-    if process is not None:
-        here.send(None)
-        process.join(timeout=60)
+    here.send(None)
+    process.join(timeout=60)
     publisher.close()
     return {
         "benchmark": "weight_sync",
@@ -146,7 +136,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="*", default=None)
     arguments = parser.parse_args()
     device = "cuda" if arguments.cuda else "cpu"
-    names = arguments.transports or (("cuda_ipc", "inproc", "shm") if arguments.cuda else CPU_TRANSPORTS)
+    names = arguments.transports or (("cuda_ipc", "shm") if arguments.cuda else CPU_TRANSPORTS)
     print(json.dumps(plain_copy(arguments.gigabytes, device, arguments.repeats)), flush=True)
     for name in names:
         for verify in ("full", "sampled"):

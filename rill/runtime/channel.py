@@ -10,27 +10,27 @@ Descriptors go through the broker (hub/broker.py), payloads stay in shared memor
 Guarantees:
 - An item is leased to one live consumer at a time. A loop's item is finished when the loop goes on, together with
   everything its body has put: one record, all or nothing. If the consumer dies before that, or its call fails, the item
-  goes back to the front and nothing of it was put. `take` finishes what the same thread or task took before.
+  goes back to the front and nothing of it was put. `take` finishes what the same thread took before.
 - An item at which consumers failed `max_failures` times is set aside and named in `stats`.
-- What one producer puts is taken in that order. `flush` returns when everything put so far would survive this process.
+- What one producer puts is taken in that order; what goes back goes to the front. `flush` returns when everything put
+  so far would survive this process.
 - `capacity_items` and `capacity_bytes` bound what waits in the channel; `put` on a full channel waits.
 - Epochs: `end()` ends the current one, when called once by the channel's creator, or by every rank of every group that
-  has put into it, or by `producers` different processes where that was given. A consumer's loop ends when its epoch has
-  ended and all its items are finished; items put after an `end()` belong to the next. A consumer meets every epoch that
-  was not over when its group was launched.
+  has put into it. A consumer's loop ends when its epoch has ended and all its items are finished; items put after an
+  `end()` belong to the next. A consumer meets every epoch that was not over when its group was launched.
 - Objects are built on shared memory without a copy; the memory is used again only when nothing looks at it any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.errors import ConfigError
-from rill.runtime.channels.ends import ChannelEnds, ChannelSettings, ends_of
-from rill.runtime.channels.lease import Lease, before_wait, current_holder, join, unjoin
-from rill.runtime.channels.producer import HUB_S
-from rill.runtime.context import current
+from rill.runtime.channels.consumer import Consumer
+from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
+from rill.runtime.channels.producer import HUB_S, Producer
+from rill.runtime.context import RuntimeContext, current
 from rill.runtime.hub.messages import ChannelOptions, Configure, Descriptor, Take
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ DEFAULT_TIMEOUT_S = 600.0
 class Channel:
     """A handle. Equal in every process it is sent to."""
 
-    def __init__(self, settings: ChannelSettings) -> None:
+    def __init__(self, name: str, is_bounded: bool, timeout_s: float) -> None:
         """Use `Channel.create`; this rebuilds a handle of a channel that exists."""
-        self.name = settings.name
-        self.timeout_s = settings.timeout_s
+        self.name = name
+        self.timeout_s = timeout_s
         """Deadline of every wait that gives none of its own."""
-        self._settings = settings
+        self._is_bounded = is_bounded
 
     @classmethod
     def create(
@@ -60,15 +60,14 @@ class Channel:
         capacity_items: int | None = None,
         capacity_bytes: int | None = None,
         granularity: int = 1,
-        producers: int | None = None,
         max_failures: int = 3,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
         `granularity`: items that loops receive at a time; a plan sets it, worker code never mentions it.
-        `producers`: how many processes end an epoch, and `max_failures`: how often consumers may fail at an item (see
-        above). `timeout_s`: deadline of every wait that gives none of its own.
+        `max_failures`: how often consumers may fail at an item before it is set aside.
+        `timeout_s`: deadline of every wait that gives none of its own.
         """
         for what, value in (("capacity_items", capacity_items), ("capacity_bytes", capacity_bytes)):
             if value is not None and value < 1:
@@ -76,15 +75,14 @@ class Channel:
         for what, value in (("granularity", granularity), ("max_failures", max_failures)):
             if value < 1:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
-        options = ChannelOptions(name, capacity_items, capacity_bytes, granularity, producers, max_failures)
+        options = ChannelOptions(name, capacity_items, capacity_bytes, granularity, max_failures)
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", options, HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
-        return cls(ChannelSettings(name, is_bounded, timeout_s))
+        return cls(name, is_bounded, timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As plain values: handles travel with every call, and a dataclass is slow to pickle.
-        return _rebuild, (self._settings.name, self._settings.is_bounded, self._settings.timeout_s)
+        return Channel, (self.name, self._is_bounded, self.timeout_s)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
@@ -141,14 +139,6 @@ class Channel:
         values = self._take(Take(self.name, keys=wanted), timeout_s)
         return values[0] if keys is None else values
 
-    async def take_async(self, timeout_s: float | None = None) -> Any:
-        """As `take` on an event loop: what a task took is done when it takes again or ends."""
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
-        lease, values = await consumer.take_async(Take(self.name), holder, self._limit_s(timeout_s))
-        consumer.replace_taken(holder, lease)
-        return values[0]
-
     def take_batch(
         self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
     ) -> list[Any]:
@@ -159,10 +149,10 @@ class Channel:
         return self._take(Take(self.name, min_items=count or 1, in_loop=True, weight=wanted), timeout_s)
 
     def _take(self, take: Take, timeout_s: float | None) -> list[Any]:
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
-        lease, values = consumer.take(take, holder, self._limit_s(timeout_s))
-        consumer.replace_taken(holder, lease)
+        consumer = self._ends().consumer
+        consumer.replace_taken(None)
+        lease, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
+        consumer.replace_taken(lease)
         return values
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,11 +162,12 @@ class Channel:
 
     def batches(self) -> Iterator[list[Any]]:
         """Lists of `granularity` objects (the last may be shorter) until the epoch ends."""
-        consumer, holder = self._ends().consumer, current_holder()
-        consumer.replace_taken(holder, None)
+        consumer = self._ends().consumer
+        consumer.replace_taken(None)
         try:
             while True:
-                lease, values = consumer.take(self._loop_take(), holder, self.timeout_s)
+                take = Take(self.name, min_items=0, in_loop=True)  # 0: of the channel's granularity
+                lease, values = consumer.take(take, self.timeout_s)
                 if lease is None:
                     return
                 join(lease)
@@ -191,34 +182,14 @@ class Channel:
         finally:
             consumer.return_ahead()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        """Objects until the epoch ends, for an event loop."""
-        consumer, holder = self._ends().consumer, current_holder()
-        try:
-            while True:
-                lease, values = await consumer.take_async(self._loop_take(), holder, self.timeout_s)
-                if lease is None:
-                    return
-                join(lease)
-                try:
-                    for value in values:
-                        yield value
-                except GeneratorExit:
-                    lease.is_left = True
-                    raise
-                unjoin(lease)
-                await lease.done_async()
-        finally:
-            consumer.return_ahead()
-
     async def leases(self) -> AsyncIterator[Lease]:
-        """As `async for` over the channel, for a consumer that works on several objects at a time: each is done when
-        its own lease says so. The loop ends when the epoch has ended and every lease of it is done."""
+        """Objects until the epoch ends, for an event loop that works on several at a time: each is done when its own
+        lease says so (`async with lease`, or `lease.done()`)."""
         consumer = self._ends().consumer
         try:
             while True:
                 take = Take(self.name, min_items=1, in_loop=True)
-                lease, values = await consumer.take_async(take, None, self.timeout_s)
+                lease, values = await consumer.take_async(take, self.timeout_s)
                 if lease is None:
                     return
                 (lease.value,) = values
@@ -248,27 +219,65 @@ class Channel:
         if ends is not None:
             ends.consumer.close()
 
-    def _loop_take(self) -> Take:
-        return Take(self.name, min_items=0, in_loop=True)
-
-    def _limit_s(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else timeout_s
-
     def _ends(self) -> ChannelEnds:
-        """This process's."""
-        return ends_of(self._settings, current())
+        """This process's, made at its first use of the channel."""
+        context = current()
+        ends = context.channels.get(self.name)
+        if ends is None:
+            with context.lock:
+                ends = context.channels.get(self.name)
+                if ends is None:
+                    producer = Producer(
+                        context, self.name, is_bounded=self._is_bounded, timeout_s=self.timeout_s
+                    )
+                    ends = context.channels[self.name] = ChannelEnds(producer, Consumer(context, producer))
+        return ends
 
 
-def _rebuild(name: str, is_bounded: bool, timeout_s: float) -> Channel:
-    return Channel(ChannelSettings(name, is_bounded, timeout_s))
+class ChannelEnds(NamedTuple):
+    """Both ends of a channel in one process; closed with it."""
+
+    producer: Producer
+    consumer: Consumer
+
+    def close(self) -> None:
+        self.consumer.return_ahead()
+        self.consumer.close()
+
+
+def settle_call(context: RuntimeContext) -> None:
+    """A call that ran in this thread is about to answer: it is done with what it took, and when this returns the broker
+    knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
+    lost or delivered again."""
+    end_call(None)
+    channels = list(context.channels.values())
+    has_passed = [ends.consumer.pass_end() for ends in channels]
+    if any(has_passed) or (channels and context.hub.has_unconfirmed):
+        context.hub.sync(HUB_S)
+        for ends in channels:
+            ends.producer.check()
 
 
 def _checked_key(channel: str, key: Any) -> Any:
-    """`key` if it can be one."""
-    if key is None or isinstance(key, (str, int, float, bool)):
-        return key
+    """`key` as a plain value that the wire has a form for, if it can be one."""
+    if key is None:
+        return None
     if isinstance(key, tuple):
         return tuple(_checked_key(channel, part) for part in key)
+    for kind in (bool, int, float, str):  # bool before int, which it is too
+        if isinstance(key, kind):
+            plain: Any = kind(key)
+            if (kind is int and abs(plain) >= 1 << 63) or (kind is str and not _is_text(plain)):
+                break
+            return plain
     raise ConfigError(
-        f"{channel}: a key is text, a number or a tuple of them; got {type(key).__name__}: {key!r}"
+        f"{channel}: a key is text, a number of 63 bits or a tuple of them; got {type(key).__name__}: {key!r}"
     )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

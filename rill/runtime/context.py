@@ -8,15 +8,16 @@ in a worker. Everything that a channel, a lock or a transfer needs to know about
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.process.waits import answer_dumps
 
 if TYPE_CHECKING:
-    from rill.runtime.channels.ends import ChannelEnds
+    from rill.runtime.channel import ChannelEnds
     from rill.runtime.channels.recorder import Recorder
     from rill.runtime.device.lock import DeviceLock
     from rill.runtime.hub.client import HubClient
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
     from rill.runtime.transfer.point_to_point import PointToPoint
+    from rill.runtime.transfer.store import Store
 
 
 class Door(Protocol):
@@ -37,32 +39,51 @@ class Door(Protocol):
 D = TypeVar("D", bound=Door)
 
 
-@dataclass(slots=True)
+class _opened_once(Generic[D]):  # noqa: N801  used as a decorator
+    """A property that is made at its first use, under the context's lock, and lies in the instance from then on."""
+
+    def __init__(self, open_door: Callable[[Any], D]) -> None:
+        self._open = open_door
+        self._name = open_door.__name__
+        self.__doc__ = open_door.__doc__
+
+    def __get__(self, context: RuntimeContext, owner: type) -> D:
+        with context.lock:
+            if self._name not in context.__dict__:
+                door = context.__dict__[self._name] = self._open(context)
+                context.doors.append(door)
+            made: D = context.__dict__[self._name]
+            return made
+
+
 class RuntimeContext:
     """The doors of one process."""
 
-    site: Site
-    address: WorkerAddress
-    mailbox: Mailbox
-    """What is sent here arrives in it."""
-    calls: Calls
-    """The remote calls that this process waits for."""
-    torch_device: str | None = None
-    """Where tensors that were on a GPU at the sender are put. None: on the CPU."""
-    registration: dict[str, Any] | None = None
-    """What the hub is told about this rank when its line to the hub opens."""
-    channels: dict[str, ChannelEnds] = field(default_factory=dict)
-    """The ends of channels that were used here, by name."""
-    device_lock: DeviceLock | None = None
-    """This worker's turn on its devices, once it has asked for one."""
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    _opened: list[Door] = field(default_factory=list)
-    _hub: HubClient | None = None
-    _store: Any = None
-    _directory: Directory | None = None
-    _parcels: Parcels | None = None
-    _transfer: PointToPoint | None = None
-    _recorder: Recorder | None = None
+    def __init__(
+        self,
+        site: Site,
+        address: WorkerAddress,
+        mailbox: Mailbox,
+        calls: Calls,
+        *,
+        torch_device: str | None = None,
+        registration: dict[str, Any] | None = None,
+    ) -> None:
+        """`mailbox`: what is sent here arrives in it. `calls`: the remote calls that this process waits for.
+        `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU. `registration`: what
+        the hub is told about this rank when its line to the hub opens."""
+        self.site = site
+        self.address = address
+        self.mailbox = mailbox
+        self.calls = calls
+        self.torch_device = torch_device
+        self.registration = registration
+        self.channels: dict[str, ChannelEnds] = {}
+        """The ends of channels that were used here, by name."""
+        self.device_lock: DeviceLock | None = None
+        """This worker's turn on its devices, once it has asked for one."""
+        self.lock = threading.RLock()
+        self.doors: list[Door] = []
 
     @property
     def shm_dir(self) -> Path:
@@ -80,71 +101,55 @@ class RuntimeContext:
     def key(self) -> SessionKey | None:
         return self.site.key
 
-    @property
-    def recorder(self) -> Recorder:
-        """What this process's calls do."""
-        with self.lock:
-            if self._recorder is None:
-                from rill.runtime.channels.recorder import Recorder
-
-                self._recorder = self._keep(Recorder(self.address.group, self.address.rank, self.hub))
-            return self._recorder
-
-    @property
+    @_opened_once
     def hub(self) -> HubClient:
         """This process's client of the control plane."""
-        with self.lock:
-            if self._hub is None:
-                from rill.runtime.hub.client import HubClient
+        from rill.runtime.hub.client import HubClient
 
-                self._hub = self._keep(HubClient(self.site.hub_endpoint, self.address.identity, self.key))
-                if self.registration is not None:  # does not wait: the hub may still be starting
-                    self._hub.submit("registry.register", self.registration)
-            return self._hub
+        hub = HubClient(self.site.hub_endpoint, self.address.identity, self.key)
+        if self.registration is not None:  # does not wait: the hub may still be starting
+            hub.submit("registry.register", self.registration)
+        return hub
 
-    @property
-    def store(self) -> Any:
+    @_opened_once
+    def recorder(self) -> Recorder:
+        """What this process's calls do."""
+        from rill.runtime.channels.recorder import Recorder
+
+        return Recorder(self.address.group, self.address.rank, self.hub)
+
+    @_opened_once
+    def store(self) -> Store:
         """This process's client of the payload store."""
-        with self.lock:
-            if self._store is None:
-                from rill.runtime.transfer.store import open_store
+        from rill.runtime.transfer.store import open_store
 
-                self._store = self._keep(open_store(self))
-            return self._store
+        return open_store(self)
 
-    @property
+    @_opened_once
     def directory(self) -> Directory:
         """Where the other processes are, and which are gone."""
-        with self.lock:
-            if self._directory is None:
-                from rill.runtime.process.directory import Directory
+        from rill.runtime.process.directory import Directory
 
-                self._directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
-            return self._directory
+        return Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
 
-    @property
+    @_opened_once
     def parcels(self) -> Parcels:
         """Packs objects for other processes of the node."""
-        with self.lock:
-            if self._parcels is None:
-                from rill.runtime.transfer.parcel import Parcels
+        from rill.runtime.transfer.parcel import Parcels
 
-                self._parcels = self._keep(Parcels(self))
-            return self._parcels
+        return Parcels(self)
 
-    @property
+    @_opened_once
     def transfer(self) -> PointToPoint:
         """Point-to-point transfer between workers."""
-        with self.lock:
-            if self._transfer is None:
-                from rill.runtime.transfer.point_to_point import PointToPoint
+        from rill.runtime.transfer.point_to_point import PointToPoint
 
-                self._transfer = self._keep(PointToPoint(self))
-            return self._transfer
+        return PointToPoint(self)
 
     def open(self) -> None:
         """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
         parcels, directory = self.parcels, self.directory
+        answer_dumps(self.mailbox, self.address.identity)
         self.calls.unpack = lambda frames: parcels.unpack(frames, device=self.torch_device)
         directory.on_death(self.calls.peer_died)
         directory.on_death(lambda identity, _: parcels.peer_died(identity))
@@ -155,15 +160,11 @@ class RuntimeContext:
         with self.lock:
             lock, self.device_lock = self.device_lock, None
             doors: list[Door] = [*self.channels.values(), *([lock] if lock is not None else ())]
-            doors += reversed(self._opened)
+            doors += reversed(self.doors)
             self.channels.clear()
-            self._opened.clear()
+            self.doors.clear()
         for door in doors:
             door.close()
-
-    def _keep(self, door: D) -> D:
-        self._opened.append(door)
-        return door
 
 
 # --- the current one --------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from rill.runtime.worker import Worker, callable_methods, is_concurrent
 
 if TYPE_CHECKING:
     from rill.runtime.device.placement import Placement
+    from rill.runtime.process.supervisor import Supervisor
 
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
@@ -103,24 +104,11 @@ class Members(Protocol):
     def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
 
 
-class GroupOwner(Members, Protocol):
-    """The cluster that launched a group, which alone can change it."""
-
-    def wait_ready(self, group: str, timeout_s: float) -> None: ...
-    def relaunch(self, group: str, rank: int, timeout_s: float) -> None: ...
-    def add(
-        self, group: str, placement: Placement | None, count: int | None, timeout_s: float
-    ) -> list[int]: ...
-    def remove(self, group: str, ranks: Sequence[int], notice_s: float) -> None: ...
-    def move(self, group: str, placement: Placement, timeout_s: float) -> Move: ...
-    def close_group(self, group: str, timeout_s: float) -> None: ...
-
-
 class WorkerGroup(Generic[W_co]):
     """The driver's view of a group."""
 
-    def __init__(self, cls: type[W_co], name: str, members: Members, owner: GroupOwner | None = None) -> None:
-        """`owner`: None in a process that was given the group."""
+    def __init__(self, cls: type[W_co], name: str, members: Members, owner: Supervisor | None = None) -> None:
+        """`owner` alone can change the group; None in a process that was given it."""
         self.name = name
         self._cls = cls
         self._members = members
@@ -224,7 +212,7 @@ class WorkerGroup(Generic[W_co]):
         return handle
 
     @property
-    def _owner(self) -> GroupOwner:
+    def _owner(self) -> Supervisor:
         if self._launched_by is None:
             raise UserError(f"only the driver, which launched {self.name}, can change or close it")
         return self._launched_by

@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from rill.errors import RillError, StuckError, WorkerError
+from rill.errors import RillError, StuckError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.process.waits import waiting
 
 DEFAULT_WAIT_S = 3600.0
-
-Reduction: TypeAlias = Literal["max", "min", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +33,36 @@ class Outcome:
 
 
 class Reply:
-    """One rank's answer as it arrived; decoded once, in the thread that first wants it. What decoding gave or raised is
-    kept for those who ask later."""
+    """One rank's answer, or why there is none. It is read once, in the thread that first wants it; what reading gave or
+    raised is kept for those who ask later."""
 
-    __slots__ = ("_address", "_decode", "_failure", "_lock", "_value", "is_error", "seconds", "timers")
+    __slots__ = ("_failure", "_lock", "_read", "_value", "is_error", "seconds", "timers")
 
     def __init__(
-        self,
-        is_error: bool,
-        seconds: float,
-        timers: Mapping[str, float],
-        decode: Callable[[], Any],
-        address: WorkerAddress,
+        self, is_error: bool, seconds: float, timers: Mapping[str, float], read: Callable[[], Any]
     ) -> None:
+        """`read` gives the result; for a failure, the error to raise."""
         self.is_error = is_error
         self.seconds = seconds
         self.timers = timers
-        self._decode: Callable[[], Any] | None = decode
-        self._address = address
+        self._read: Callable[[], Any] | None = read
         self._lock = threading.Lock()
         self._value: Any = None
         self._failure: Exception | None = None
 
+    @staticmethod
+    def lost(error: RillError) -> Reply:
+        """In the place of an answer that will not come."""
+        return Reply(True, 0.0, {}, lambda: error)
+
     def value(self) -> Any:
-        """The result; for a failure, the error to raise."""
         with self._lock:
-            if self._decode is not None:
+            if self._read is not None:
                 try:
-                    value = self._decode()
-                    self._value = self._error(*value) if self.is_error else value
+                    self._value = self._read()
                 except Exception as error:  # noqa: BLE001  boundary: kept, and raised for everybody who asks
                     self._failure = error
-                self._decode = None
+                self._read = None
         if self._failure is not None:
             raise self._failure
         return self._value
@@ -78,31 +73,28 @@ class Reply:
             return Outcome(None, value, self.seconds, self.timers)
         return Outcome(value, None, self.seconds, self.timers)
 
-    def _error(self, message: str, remote_traceback: str, cause: BaseException | None) -> WorkerError:
-        address = self._address
-        error = WorkerError(
-            message, group=address.group, rank=address.rank, remote_traceback=remote_traceback
-        )
-        error.__cause__ = cause
-        return error
 
+class _Latch:
+    """Opens once, for everybody who waits at it. A bare lock: a Condition costs a call more than all the rest of it."""
 
-class Lost:
-    """In the place of an answer that will not come."""
+    __slots__ = ("_lock", "is_open")
 
-    __slots__ = ("_error",)
-    is_error = True
-    seconds = 0.0
-    timers: Mapping[str, float] = MappingProxyType({})
+    def __init__(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self._lock = threading.Lock()
+        if not is_open:
+            self._lock.acquire()
 
-    def __init__(self, error: RillError) -> None:
-        self._error = error
+    def open(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
 
-    def value(self) -> RillError:
-        return self._error
-
-    def outcome(self) -> Outcome:
-        return Outcome(None, self._error, self.seconds, self.timers)
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it opened within the time."""
+        if self._lock.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
+            self._lock.release()  # the next may pass
+        return self.is_open
 
 
 class Handle:
@@ -117,113 +109,78 @@ class Handle:
         """`diagnose(message, deadline)` makes the error of a deadline."""
         self.method = method
         self.targets = tuple(targets)
-        self._slots: list[Reply | Lost | None] = [None] * len(targets)
+        self._replies: list[Reply | None] = [None] * len(targets)
         self._num_left = len(targets)
         self._failed = False
-        self._changed = threading.Condition()
-        self._callbacks: list[Callable[[Handle], None]] = []
-        self._started_s = time.monotonic()
+        self._settled = _Latch(not targets)
+        """Opens when it is known what `wait` gives: all have answered, or one has failed."""
+        self._all = _Latch(not targets)
+        self._lock = threading.Lock()
         self._diagnose = diagnose
+        self._started_s = time.monotonic()
 
     def wait(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Any]:
         """The results in the order of ranks. Raises WorkerError or PeerDiedError as soon as one rank failed,
         and StuckError past the deadline."""
-        self._wait_for(lambda: self._failed or self._num_left == 0, timeout_s)
+        self._wait_at(self._settled, timeout_s)
         if self._failed:
-            errors = [slot.value() for slot in self._slots if slot is not None and slot.is_error]
+            errors = [reply.value() for reply in self._replies if reply is not None and reply.is_error]
             for other in errors[1:]:
                 errors[0].add_note(f"also failed: {str(other).splitlines()[0]}")
             raise errors[0]
-        return [slot.value() for slot in self._slots if slot is not None]
+        return [reply.value() for reply in self._replies if reply is not None]
 
     def outcomes(self, timeout_s: float = DEFAULT_WAIT_S) -> list[Outcome]:
         """What became of every rank, failures included. Raises only StuckError."""
-        self._wait_for(lambda: self._num_left == 0, timeout_s)
-        return [slot.outcome() for slot in self._slots if slot is not None]
+        self._wait_at(self._all, timeout_s)
+        return [reply.outcome() for reply in self._replies if reply is not None]
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until every rank has answered or failed; False past the time, which is no error here."""
-        if self._num_left == 0:
+        if self._all.is_open:
             return True
-        with waiting(f"results of {self.method}", self._waits_on), self._changed:
-            return self._changed.wait_for(lambda: self._num_left == 0, timeout_s)
+        with waiting(f"results of {self.method}", self._waits_on):
+            return self._all.wait(timeout_s)
 
     def so_far(self) -> list[Outcome | None]:
         """What became of the ranks that have answered or failed; None for the others. Waits for nothing."""
-        return [None if slot is None else slot.outcome() for slot in self._slots]
+        return [None if reply is None else reply.outcome() for reply in self._replies]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
         return self._num_left == 0
 
-    def seconds(self, reduce: Reduction = "max", timer: str | None = None) -> float:
-        """Time inside the method, or inside its timer `timer`, over the ranks. Waits for nothing: call it after."""
-        if timer is None:
-            return _reduce([reply.seconds for reply in self._finished()], reduce)
-        values = [reply.timers[timer] for reply in self._finished() if timer in reply.timers]
-        if not values:
-            known = sorted({name for reply in self._finished() for name in reply.timers})
-            raise RillError(f"no timer {timer!r} in {self.method}: timers are {', '.join(known) or 'none'}")
-        return _reduce(values, reduce)
-
-    def timers(self, reduce: Reduction = "max") -> dict[str, float]:
-        """Every timer of the call by name, in seconds, reduced over the ranks that used it."""
-        names = sorted({name for reply in self._finished() for name in reply.timers})
-        return {name: self.seconds(reduce, name) for name in names}
-
-    def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Call `callback` once every rank has answered or failed; it must not block."""
-        with self._changed:
-            if self._num_left > 0:
-                self._callbacks.append(callback)
+    def fill(self, index: int, reply: Reply) -> None:
+        """Called by whoever reads the answers. Only the first answer of a rank counts."""
+        with self._lock:
+            if self._replies[index] is not None:
                 return
-        callback(self)
-
-    def fill(self, index: int, outcome: Reply | Lost) -> None:
-        """Called by whoever reads the answers. Only the first outcome of a rank counts."""
-        with self._changed:
-            if self._slots[index] is not None:
-                return
-            self._slots[index] = outcome
-            self._failed = self._failed or outcome.is_error
+            self._replies[index] = reply
+            self._failed = self._failed or reply.is_error
             self._num_left -= 1
-            is_done = self._num_left == 0
-            if is_done or self._failed:
-                self._changed.notify_all()
-        if is_done:
-            for callback in self._callbacks:
-                callback(self)
+            if self._num_left == 0:
+                self._all.open()
+            if self._num_left == 0 or self._failed:
+                self._settled.open()
 
-    def _wait_for(self, is_settled: Callable[[], bool], timeout_s: float) -> None:
-        if is_settled():
+    def _wait_at(self, latch: _Latch, timeout_s: float) -> None:
+        if latch.is_open:
             return
-        with waiting(f"results of {self.method}", self._waits_on), self._changed:
-            in_time = self._changed.wait_for(is_settled, timeout_s)
+        with waiting(f"results of {self.method}", self._waits_on):
+            in_time = latch.wait(timeout_s)
         if not in_time:
-            raise self._stuck(timeout_s)
-
-    def _finished(self) -> list[Reply | Lost]:
-        if self._num_left:
-            raise StuckError(f"{self.method} still runs on {', '.join(self._missing())}: wait for it first")
-        return [slot for slot in self._slots if slot is not None]
+            waited_s = time.monotonic() - self._started_s
+            message = (
+                f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s "
+                f"(called {waited_s:.1f} s ago)"
+            )
+            raise self._diagnose(message, timeout_s)
 
     def _waits_on(self) -> str:
         """For the stuck-run report: the first rank that has not answered."""
         return next(iter(self._missing()), "")
 
     def _missing(self) -> list[str]:
-        return [target.name for target, slot in zip(self.targets, self._slots, strict=True) if slot is None]
-
-    def _stuck(self, timeout_s: float) -> StuckError:
-        waited_s = time.monotonic() - self._started_s
-        message = (
-            f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s "
-            f"(called {waited_s:.1f} s ago)"
-        )
-        return self._diagnose(message, timeout_s)
-
-
-def _reduce(values: Sequence[float], reduce: Reduction) -> float:
-    if reduce == "mean":
-        return sum(values) / len(values)
-    return max(values) if reduce == "max" else min(values)
+        return [
+            target.name for target, reply in zip(self.targets, self._replies, strict=True) if reply is None
+        ]

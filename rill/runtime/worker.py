@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
     from rill.runtime.device.placement import Placement
     from rill.runtime.group import WorkerGroup
+    from rill.runtime.process.worker_main import WorkerSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,17 +60,6 @@ class LaunchSpec:
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """What a worker knows about itself before its `__init__` runs."""
-
-    group_name: str
-    rank: int
-    ranks: tuple[int, ...]
-    devices: tuple[Device, ...]
-    device: str
-
-
 class Worker:
     """One rank. `rank`, `ranks`, `group_name`, `devices` and `device` are set before `__init__` runs."""
 
@@ -93,7 +82,7 @@ class Worker:
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
         peer_access: bool = False,
-        launch_timeout_s: float = LAUNCH_WAIT_S,
+        launch_timeout_s: float | None = LAUNCH_WAIT_S,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
         """Start one process per seat of `placement` and run `__init__(**init_kwargs)` in each.
@@ -102,17 +91,19 @@ class Worker:
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
         `peer_access`: let each process see the other GPUs of its node, after its own, so that tensors sent from them
         come from GPU to GPU; costs a CUDA context on each GPU that sends.
-        Returns when every rank is ready; raises what the first failing `__init__` raised.
+        Returns when every rank is ready (None: at once); raises what the first failing `__init__` raised.
         """
-        group = cls.launch_async(
-            cluster,
-            name=name,
+        spec = LaunchSpec(
+            name=name or cls.__name__,
             placement=placement,
-            env=env,
+            env=dict(env or {}),
             threads=threads,
             peer_access=peer_access,
-            **init_kwargs,
+            init_kwargs=init_kwargs,
         )
+        group = cluster.launch(cls, spec)
+        if launch_timeout_s is None:
+            return group
         try:
             group.ready(launch_timeout_s)
         except BaseException:
@@ -123,27 +114,9 @@ class Worker:
         return group
 
     @classmethod
-    def launch_async(
-        cls,
-        cluster: Cluster,
-        *,
-        name: str | None = None,
-        placement: Placement = "all",
-        env: Mapping[str, str] | None = None,
-        threads: int | None = None,
-        peer_access: bool = False,
-        **init_kwargs: Any,
-    ) -> WorkerGroup[Self]:
+    def launch_async(cls, cluster: Cluster, **options: Any) -> WorkerGroup[Self]:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
-        options = LaunchSpec(
-            name=name or cls.__name__,
-            placement=placement,
-            env=dict(env or {}),
-            threads=threads,
-            peer_access=peer_access,
-            init_kwargs=init_kwargs,
-        )
-        return cluster.launch(cls, options)
+        return cls.launch(cluster, launch_timeout_s=None, **options)
 
     # --- to override --------------------------------------------------------------------------------------
 
@@ -203,25 +176,13 @@ class Worker:
         """Send `obj` to a worker; returns when `obj` may be changed again. Blocks while the peer is behind."""
         current().transfer.send(obj, group, rank, tag=tag, timeout_s=timeout_s)
 
-    def send_async(self, obj: Any, group: str, rank: int, *, tag: str = "") -> Future[None]:
-        """As `send`; `obj` must not be changed before the future is done."""
-        return current().transfer.send_async(obj, group, rank, tag=tag)
-
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """The next object that the worker sent here with this tag."""
         return current().transfer.recv(group, rank, tag=tag, timeout_s=timeout_s)
 
-    def recv_async(self, group: str, rank: int, *, tag: str = "") -> Future[Any]:
-        """As `recv`, at once; the future's `result(timeout)` waits."""
-        return current().transfer.recv_async(group, rank, tag=tag)
-
     def broadcast(self, obj: Any = None, *, source: int = 0, timeout_s: float = LAUNCH_WAIT_S) -> Any:
         """Every rank of the group calls it; each gets what rank `source` gave."""
         return current().transfer.broadcast(obj, self.ranks, source=source, timeout_s=timeout_s)
-
-    def broadcast_async(self, obj: Any = None, *, source: int = 0) -> Future[Any]:
-        """As `broadcast`, at once; `result(timeout)` waits. `obj` must not be changed before the future is done."""
-        return current().transfer.broadcast_async(obj, self.ranks, source=source)
 
     def rendezvous(self, timeout_s: float = LAUNCH_WAIT_S) -> Rendezvous:
         """What torch.distributed.init_process_group needs; every rank of the group calls it. A fresh port each time."""
@@ -242,14 +203,14 @@ def begin_call() -> dict[str, float]:
     return _this_call.timers
 
 
-def build(cls: type[Worker], seating: Seating, init_kwargs: Mapping[str, Any]) -> Worker:
+def build(cls: type[Worker], spec: WorkerSpec, init_kwargs: Mapping[str, Any]) -> Worker:
     """Make a worker that knows its seat before its `__init__` runs."""
     worker = cls.__new__(cls)
-    worker.group_name = seating.group_name
-    worker.rank = seating.rank
-    worker.ranks = seating.ranks
-    worker.devices = seating.devices
-    worker.device = seating.device
+    worker.group_name = spec.group_name
+    worker.rank = spec.rank
+    worker.ranks = spec.ranks
+    worker.devices = spec.devices
+    worker.device = spec.device
     worker.__init__(**init_kwargs)  # type: ignore[misc]
     return worker
 

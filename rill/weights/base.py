@@ -45,7 +45,6 @@ TRANSPORTS = Registry(
     "weight transport",
     {
         "auto": "rill.weights.auto:AutoTransport",
-        "inproc": "rill.weights.inproc:InprocTransport",
         "shm": "rill.weights.shm:ShmTransport",
         "cuda_ipc": "rill.weights.cuda_ipc:CudaIpcTransport",
         "distributed": "rill.weights.distributed:DistributedTransport",

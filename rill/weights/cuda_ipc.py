@@ -21,23 +21,6 @@ from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.slots import Mapped, SlotPublisher, SlotStamps
 
 
-class CudaIpcTransport:
-    class Config(TransportConfig):
-        type: Literal["cuda_ipc"] = "cuda_ipc"
-        bucket_bytes: int = 256 * 2**20
-        """Device copies are fast: larger buckets, fewer handles."""
-        verify: Verify = Verify.SAMPLED
-        """The bytes stay where they were written; what is left to catch is a wrong place, or a newer version."""
-
-    @staticmethod
-    def publisher(config: Config) -> CudaIpcPublisher:
-        return CudaIpcPublisher(config)
-
-    @staticmethod
-    def receiver(config: Config) -> CudaIpcReceiver:
-        return CudaIpcReceiver(config)
-
-
 class CudaIpcPublisher(SlotPublisher):
     transport = "cuda_ipc"
     keeps_buckets = True
@@ -102,7 +85,7 @@ class CudaIpcReceiver(Receiver):
         except (RuntimeError, UnsupportedError) as error:
             raise WeightSyncError(
                 f"bucket {bucket.index} cannot be mapped from the publisher's GPU: {error}; both ends must see the "
-                'same device, in different processes (in one process use "inproc")'
+                'same device, in different processes (in one process use "shm")'
             ) from error
         return mapped
 
@@ -123,3 +106,15 @@ class CudaIpcReceiver(Receiver):
 def _require_cuda() -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError('the cuda_ipc transport needs a CUDA device: use "shm" on this machine')
+
+
+class CudaIpcTransport:
+    class Config(TransportConfig):
+        type: Literal["cuda_ipc"] = "cuda_ipc"
+        bucket_bytes: int = 256 * 2**20
+        """Device copies are fast: larger buckets, fewer handles."""
+        verify: Verify = Verify.SAMPLED
+        """The bytes stay where they were written; what is left to catch is a wrong place, or a newer version."""
+
+    publisher = CudaIpcPublisher
+    receiver = CudaIpcReceiver

@@ -48,26 +48,12 @@ class FileConfig(TransportConfig):
     """With `delta`: how differences are compressed; "zstd" needs the zstandard package."""
 
 
-class DiskTransport:
-    class Config(FileConfig):
-        type: Literal["disk"] = "disk"
-        folder: str = ""
-        """Seen by trainer and engines. Empty: a new temporary folder, removed at the end."""
-
-    @staticmethod
-    def publisher(config: Config) -> DiskPublisher:
-        return DiskPublisher(config, config.folder)
-
-    @staticmethod
-    def receiver(config: Config) -> DiskReceiver:
-        return DiskReceiver(config)
-
-
 class DiskPublisher(Publisher):
     transport = "disk"
 
-    def __init__(self, config: FileConfig, folder: str = "") -> None:
+    def __init__(self, config: FileConfig) -> None:
         super().__init__(config)
+        folder = config.folder if isinstance(config, DiskTransport.Config) else ""
         self.config = config
         self._scratch = None if folder else ScratchFolder("weights", tempfile.gettempdir())
         self.folder = self._scratch.path if self._scratch else Path(folder).expanduser()
@@ -256,3 +242,13 @@ def manifest_from_json(text: bytes | bytearray, newer: WeightManifest) -> Weight
         raise WeightSyncError(f"a manifest before version {newer.version} is damaged: {error}") from error
     manifest.check()
     return replace(manifest, location=newer.location, transport=newer.transport, key=newer.key)
+
+
+class DiskTransport:
+    class Config(FileConfig):
+        type: Literal["disk"] = "disk"
+        folder: str = ""
+        """Seen by trainer and engines. Empty: a new temporary folder, removed at the end."""
+
+    publisher = DiskPublisher
+    receiver = DiskReceiver

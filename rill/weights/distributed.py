@@ -37,31 +37,6 @@ GENERATION = "generation"
 """In a manifest: which group its version is sent in."""
 
 
-class DistributedTransport:
-    class Config(TransportConfig):
-        type: Literal["distributed"] = "distributed"
-        address: str = "127.0.0.1:29511"
-        """Where rank 0, the publisher, can be reached: host:port."""
-        world: int = Field(default=2, ge=2)
-        """The publisher and all receivers. A workflow fills it in."""
-        rank: int = Field(default=0, ge=0)
-        """0 is the publisher; every receiver has its own. A workflow fills it in."""
-        backend: Literal["gloo", "nccl"] = "gloo"
-        timeout_s: float = Field(default=300.0, gt=0)
-        """Deadline of joining, and of one broadcast."""
-
-        def seated(self, *, rank: int, num_receivers: int) -> Self:
-            return self.model_copy(update={"rank": rank, "world": num_receivers + 1})
-
-    @staticmethod
-    def publisher(config: Config) -> DistributedPublisher:
-        return DistributedPublisher(config)
-
-    @staticmethod
-    def receiver(config: Config) -> DistributedReceiver:
-        return DistributedReceiver(config)
-
-
 class DistributedPublisher(Publisher):
     transport = "distributed"
 
@@ -242,3 +217,23 @@ def broadcast(group: Any, buffer_B: Tensor, config: DistributedTransport.Config,
         collective.broadcast_tensor(group, buffer_B, root=0, timeout_s=config.timeout_s)
     except RuntimeError as error:
         raise WeightSyncError(f"{what} failed or passed {config.timeout_s:g} s: {error}") from error
+
+
+class DistributedTransport:
+    class Config(TransportConfig):
+        type: Literal["distributed"] = "distributed"
+        address: str = "127.0.0.1:29511"
+        """Where rank 0, the publisher, can be reached: host:port."""
+        world: int = Field(default=2, ge=2)
+        """The publisher and all receivers. A workflow fills it in."""
+        rank: int = Field(default=0, ge=0)
+        """0 is the publisher; every receiver has its own. A workflow fills it in."""
+        backend: Literal["gloo", "nccl"] = "gloo"
+        timeout_s: float = Field(default=300.0, gt=0)
+        """Deadline of joining, and of one broadcast."""
+
+        def seated(self, *, rank: int, num_receivers: int) -> Self:
+            return self.model_copy(update={"rank": rank, "world": num_receivers + 1})
+
+    publisher = DistributedPublisher
+    receiver = DistributedReceiver

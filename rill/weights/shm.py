@@ -15,21 +15,6 @@ from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_s
 from rill.weights.slots import Mapped, SlotPublisher, SlotStamps
 
 
-class ShmTransport:
-    class Config(TransportConfig):
-        type: Literal["shm"] = "shm"
-        folder: str = ""
-        """Where the segments lie. Empty: the system's shared memory, or its temporary folder where there is none."""
-
-    @staticmethod
-    def publisher(config: Config) -> ShmPublisher:
-        return ShmPublisher(config)
-
-    @staticmethod
-    def receiver(config: Config) -> ShmReceiver:
-        return ShmReceiver(config)
-
-
 class ShmPublisher(SlotPublisher):
     transport = "shm"
 
@@ -102,3 +87,13 @@ class ShmReceiver(Receiver):
     def _check_slot(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
         slot, _, _ = bucket.source.partition("-")
         SlotStamps(manifest.location).check(int(slot), manifest.version)
+
+
+class ShmTransport:
+    class Config(TransportConfig):
+        type: Literal["shm"] = "shm"
+        folder: str = ""
+        """Where the segments lie. Empty: the system's shared memory, or its temporary folder where there is none."""
+
+    publisher = ShmPublisher
+    receiver = ShmReceiver

@@ -25,7 +25,6 @@ from pydantic import Field
 
 from rill.config import Config
 from rill.errors import RillError, StaleWeightsError, WeightSyncError
-from rill.runtime.transfer.future import in_thread
 from rill.types import Floats, PolicyVersion, TokenIds
 from rill.weights.base import Publisher, Receiver
 from rill.weights.buckets import NamedTensors
@@ -190,17 +189,9 @@ class WeightSync:
         if not state.in_service:
             raise WeightSyncError(f"{name} did not come to version {manifest.version}: {state.failure}")
 
-    def in_service(self) -> list[str]:
-        """Engines that hold the newest version and may be given requests."""
-        with self._lock:
-            return [name for name, state in self._states.items() if state.in_service]
-
     def states(self) -> dict[str, TargetState]:
         with self._lock:
             return dict(self._states)
-
-    def versions(self) -> dict[str, PolicyVersion | None]:
-        return {name: state.version for name, state in self.states().items()}
 
     def _follow_targets(self) -> None:
         """Engines join and leave between two syncs."""
@@ -350,11 +341,25 @@ class ThreadedTargets:
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> ThreadedPulls:
         return ThreadedPulls(
             {
-                target.name: in_thread(partial(target.pull, manifest), f"rill-pull-{target.name}")
+                target.name: _in_thread(partial(target.pull, manifest), f"rill-pull-{target.name}")
                 for target in self._targets
                 if target.name in names
             }
         )
+
+
+def _in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """In a daemon thread: what hangs hangs nobody else, and never keeps the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  boundary: handed to whoever waits on the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future
 
 
 class ThreadedPulls:

@@ -27,28 +27,6 @@ from rill.weights.manifest import BucketSpec, WeightManifest
 FILE = re.compile(r"v\d{10}/(manifest\.json|bucket-\d{5}\.(safetensors|delta))")
 
 
-class TcpTransport:
-    class Config(FileConfig):
-        type: Literal["tcp"] = "tcp"
-        host: str = ""
-        """The trainer's address, to serve on and to be reached at. Unset: 127.0.0.1; in a workflow that of its node."""
-        port: int = Field(default=0, ge=0)
-        """0: any free one."""
-        timeout_s: float = Field(default=120.0, gt=0)
-        """An engine that has heard nothing of the publisher for so long gives the pull up."""
-
-        def reached_at(self, host: str) -> Self:
-            return self if self.host else self.model_copy(update={"host": host})
-
-    @staticmethod
-    def publisher(config: Config) -> TcpPublisher:
-        return TcpPublisher(config)
-
-    @staticmethod
-    def receiver(config: Config) -> TcpReceiver:
-        return TcpReceiver(config)
-
-
 class TcpPublisher(DiskPublisher):
     transport = "tcp"
 
@@ -56,7 +34,7 @@ class TcpPublisher(DiskPublisher):
         super().__init__(config)
         self._key, host = secrets.token_bytes(32), config.host or LOOPBACK
         try:
-            self._server = ByteServer(host, _signer(self._key), self._read, port=config.port)
+            self._server = ByteServer(host, _signer(self._key), self._read, port=config.port, is_fixed=True)
         except OSError as error:
             super().close()
             raise ConfigError(
@@ -122,3 +100,20 @@ class TcpReceiver(DiskReceiver):
 
 def _signer(key: bytes) -> SessionKey:
     return SessionKey(b"", key)
+
+
+class TcpTransport:
+    class Config(FileConfig):
+        type: Literal["tcp"] = "tcp"
+        host: str = ""
+        """The trainer's address, to serve on and to be reached at. Unset: 127.0.0.1; in a workflow that of its node."""
+        port: int = Field(default=0, ge=0)
+        """0: any free one."""
+        timeout_s: float = Field(default=120.0, gt=0)
+        """An engine that has heard nothing of the publisher for so long gives the pull up."""
+
+        def reached_at(self, host: str) -> Self:
+            return self if self.host else self.model_copy(update={"host": host})
+
+    publisher = TcpPublisher
+    receiver = TcpReceiver

@@ -124,17 +124,6 @@ class Consumer(Worker):
     def take_forever(self, channel: Channel, timeout_s: float) -> None:
         channel.take(timeout_s=timeout_s)
 
-    async def consume_with_tasks(self, channel: Channel, num_tasks: int) -> list[int]:
-        import asyncio
-
-        taken: list[int] = []
-
-        async def one() -> None:
-            taken.append(_number(await channel.take_async()))
-
-        await asyncio.gather(*(one() for _ in range(num_tasks)))
-        return taken + [_number(item) async for item in channel]
-
 
 class GpuWorker(Worker):
     """Puts and takes tensors on its own device."""

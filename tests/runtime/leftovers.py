@@ -6,6 +6,7 @@ what other tests on the machine do at the same time is not taken for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -13,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 MARK = "RILL_TEST_MARK"
 SHM = Path("/dev/shm")
-GONE_WITHIN_S = 15.0
+GONE_WITHIN_S = 30.0
 
 
 class Room:
@@ -78,10 +80,23 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def becomes_true(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+def becomes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         if condition():
             return True
         time.sleep(0.02)
     return condition()
+
+
+def hub_pid(session_dir: Path) -> int:
+    """The hub of a session of this process; it may be between two lives, or end while it is looked at."""
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # gone meanwhile, or a zombie, which has no command line
+                words = process.cmdline()
+                if "rill.runtime.hub.server" in words and str(session_dir) in words:
+                    return int(process.pid)
+        time.sleep(0.02)
+    raise AssertionError("no hub")

@@ -12,7 +12,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import ACCELERATORS, accelerator, accelerator_of
 from rill.runtime.device.device import Device, Node, devices_of_nodes, local_devices
 from rill.runtime.process.backend import LocalBackend
-from rill.runtime.worker import Worker
+from tests.runtime.npu import Seated
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,11 +23,6 @@ def npus() -> Iterator[None]:
     ACCELERATORS.register("npu", "tests.runtime.npu:Npu")
     yield
     ACCELERATORS._parts.pop("npu", None)
-
-
-class Seated(Worker):
-    def seat(self) -> tuple[str, list[str]]:
-        return self.device, [device.options.get("address", "") for device in self.devices]
 
 
 def test_a_registered_kind_is_counted_named_and_shown_to_its_processes_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -45,12 +46,18 @@ class Holder(Worker):
     def send_tags(self, group: str, size: int) -> None:
         """Offered in one order, received in the other; the note is sent while the first is still there."""
         sending = {
-            tag: self.send_async(torch.full((size,), value, device=self.device), group, 0, tag=tag)
+            tag: threading.Thread(
+                target=lambda tag=tag, value=value: self.send(
+                    torch.full((size,), value, device=self.device), group, 0, tag=tag, timeout_s=60
+                )
+            )
             for tag, value in (("first", 1.0), ("second", 2.0))
         }
-        sending["second"].result(60)
+        for thread in sending.values():
+            thread.start()
+        sending["second"].join(60)
         self.send("the second is there", group, 0, tag="note", timeout_s=60)
-        sending["first"].result(60)
+        sending["first"].join(60)
 
     def receive_tags(self, group: str) -> list[float]:
         second = self.recv(group, 0, tag="second", timeout_s=60)
@@ -113,7 +120,7 @@ def test_a_channel_carries_gpu_tensors_through_the_host_to_the_consumers_device(
     with Cluster() as cluster:
         sender = Holder.launch_async(cluster, name="sender", placement="cuda:0")
         receiver = Holder.launch_async(cluster, name="receiver", placement="cuda:0")
-        channel = Channel.create(cluster, "tensors", producers=1)
+        channel = Channel.create(cluster, "tensors")
         putting = sender.put_on_gpu(channel, 5)
         assert receiver.take_on_gpu(channel).wait(90) == [[("cuda:0", float(n)) for n in range(5)]]
         putting.wait(60)

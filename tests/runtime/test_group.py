@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rill.errors import (
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.process import supervisor
+from tests.runtime.leftovers import becomes_true, is_running
 from tests.runtime.workers import Echo, OneWay, Slow
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,28 +99,24 @@ def test_an_exception_comes_with_group_rank_and_traceback_and_the_worker_lives_o
 
 
 def test_a_failure_ends_the_wait_before_the_slow_ranks_end(echo: WorkerGroup[Echo]) -> None:
-    started_s = time.monotonic()
     handle = echo.fail_on(0, 2.0)
     with pytest.raises(WorkerError, match="asked to"):
         handle.wait(10)
-    assert time.monotonic() - started_s < 1.5
-    outcomes = handle.outcomes(10)
+    assert not handle.done()
+    outcomes = handle.outcomes(30)
     assert [outcome.error is None for outcome in outcomes] == [False, True]
 
 
 def test_a_passed_deadline_names_the_ranks_it_waits_for(echo: WorkerGroup[Echo]) -> None:
-    handle = echo.on(1).sleep(0.5)
+    handle = echo.on(1).sleep(1.0)
     with pytest.raises(StuckError, match=r"echo.sleep has not ended on echo\[1\] within 0.05 s"):
         handle.wait(0.05)
     assert handle.wait(10) == ["slept"]
 
 
-def test_handles_carry_times_and_timers(echo: WorkerGroup[Echo]) -> None:
-    handle = echo.timed()
-    handle.wait(10)
-    assert handle.seconds("max") >= handle.seconds("mean") >= handle.seconds("min") >= 0.02
-    assert 0.02 <= handle.timers("min")["step"] <= handle.seconds("max")
-    assert handle.seconds("max", timer="step") == handle.timers()["step"]
+def test_outcomes_carry_times_and_timers(echo: WorkerGroup[Echo]) -> None:
+    for outcome in echo.timed().outcomes(10):
+        assert outcome.seconds >= outcome.timers["step"] >= 0.02
 
 
 def test_an_unknown_method_lists_those_that_exist(echo: WorkerGroup[Echo]) -> None:
@@ -217,7 +213,7 @@ def test_a_call_before_a_slow_start_is_over_waits_for_it(
 def test_a_concurrent_call_on_a_worker_that_could_not_start_is_told_so(cluster: Cluster) -> None:
     group = Echo.launch_async(cluster, name="unborn", placement="0", fail_on_rank=0)
     with pytest.raises(WorkerError, match="rank 0 cannot start"):
-        group.release().wait(5)
+        group.release().wait(30)
     group.close()
 
 
@@ -250,16 +246,5 @@ def test_what_a_worker_started_ends_with_it(cluster: Cluster) -> None:
     (child,) = group.start_child().wait(10)
     with pytest.raises(PeerDiedError, match="killed by SIGKILL"):
         group.kill_self().wait(10)
-    deadline_s = time.monotonic() + 5
-    while _is_running(child) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not _is_running(child)
+    assert becomes_true(lambda: not is_running(child))
     group.close()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or while it was read
-        return False
-    return state != "Z"

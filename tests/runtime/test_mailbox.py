@@ -17,7 +17,7 @@ import pytest
 from rill.errors import PeerDiedError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle
-from rill.runtime.process.ack import Header, Incoming, Outgoing
+from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Mailbox
 from rill.runtime.process.session_key import SessionKey
@@ -217,16 +217,16 @@ def test_another_process_at_the_same_address_is_another_stream() -> None:
         for n in range(1, 4):
             seq = outgoing.number([b"x"])
             assert seq == n
-            assert incoming.is_next(Header(outgoing.token, bytes(8), 0, seq, ""), 1)
-            assert not incoming.is_next(Header(outgoing.token, bytes(8), 0, seq, ""), 1), "twice"
+            assert incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []), 1)
+            assert not incoming.is_next(Letter(outgoing.token, bytes(8), 0, seq, "", []), 1), "twice"
 
 
 def test_a_gap_is_asked_for_once() -> None:
     outgoing, incoming = Outgoing(), Incoming()
-    headers = [Header(outgoing.token, bytes(8), 0, outgoing.number([b"x"]), "") for _ in range(5)]
-    assert incoming.is_next(headers[0], 1)
-    for header in headers[2:]:
-        assert not incoming.is_next(header, 1)
-    assert [incoming.must_ask(header.seq) for header in headers[2:]] == [True, False, False]
+    letters = [Letter(outgoing.token, bytes(8), 0, outgoing.number([b"x"]), "", []) for _ in range(5)]
+    assert incoming.is_next(letters[0], 1)
+    for letter in letters[2:]:
+        assert not incoming.is_next(letter, 1)
+    assert [incoming.must_ask(letter.seq) for letter in letters[2:]] == [True, False, False]
     outgoing.confirm(incoming.told())
     assert [seq for seq, _ in outgoing.unconfirmed()] == [2, 3, 4, 5]

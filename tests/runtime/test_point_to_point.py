@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -51,12 +50,9 @@ def test_small_objects_go_by_message_and_large_ones_by_shared_memory(pair: Worke
 def test_tags_that_are_used_once_leave_nothing_behind(cluster: Cluster) -> None:
     transfer = cluster.context.transfer
     for n in range(20):
-        if n % 2:
-            waiting = transfer.recv_async("driver", 0, tag=f"step {n}")
         transfer.send(n, "driver", 0, tag=f"step {n}")
-        received = waiting.result(5) if n % 2 else transfer.recv("driver", 0, tag=f"step {n}", timeout_s=5)
-        assert received == n
-    assert not transfer._places and not transfer._arrivals and not transfer._unreceived
+        assert transfer.recv("driver", 0, tag=f"step {n}", timeout_s=5) == n
+    assert not transfer._arrivals and not transfer._unreceived
 
 
 def test_a_send_to_oneself_is_by_reference(pair: WorkerGroup[Any]) -> None:
@@ -69,28 +65,15 @@ def test_objects_arrive_in_order_and_by_tag(pair: WorkerGroup[Any]) -> None:
     sending.wait(10)
 
 
-def test_async_twins_keep_the_order(pair: WorkerGroup[Any]) -> None:
-    sending = pair.on(0).send_numbers_async(50)
-    assert pair.on(1).receive_numbers_async(50).wait(20) == [list(range(50))]
-    sending.wait(10)
-
-
-def test_tensors_of_any_type_travel_between_workers(cluster: Cluster) -> None:
-    from tests.runtime.tensor_workers import TensorPeer
-
-    group = TensorPeer.launch(cluster, name="tensors", placement="0-1", threads=1)
-    sending = group.on(0).send_tensors()
-    assert group.on(1).receive_tensors().wait(30) == ["equal"]
-    sending.wait(10)
-    group.close()
-
-
-def test_collectives_run_over_a_rendezvous_in_workers_that_share_a_preloaded_torch() -> None:
+def test_tensors_travel_and_collectives_run_in_workers_that_share_a_preloaded_torch() -> None:
     from tests.runtime.tensor_workers import TensorPeer
 
     with Cluster(devices="cpu:2", preload=["torch"]) as cluster:
         group = TensorPeer.launch(cluster, name="tensors", threads=1)
         assert group.num_threads().wait(20) == [1, 1]
+        sending = group.on(0).send_tensors()
+        assert group.on(1).receive_tensors().wait(30) == ["equal"]
+        sending.wait(10)
         for _ in range(2):
             assert group.all_reduce().wait(60) == [[3.0, 3.0, 3.0]] * 2
 
@@ -101,14 +84,6 @@ def test_a_broadcast_reaches_every_rank_and_each_owns_its_copy(cluster: Cluster)
     group = Peer.launch(cluster, name="trio", placement="all", threads=1)
     for num_floats in (10, 300_000):
         assert group.share(num_floats, source=1).wait(20) == [float(num_floats)] * 3
-    group.close()
-
-
-def test_broadcasts_may_be_under_way_together_and_keep_their_order(cluster: Cluster) -> None:
-    from tests.runtime.workers import Peer
-
-    group = Peer.launch(cluster, name="async-trio", placement="all", threads=1)
-    assert group.share_async(20).wait(30) == [[20]] * 3
     group.close()
 
 
@@ -167,7 +142,7 @@ def test_a_send_that_fails_leaves_nothing_behind(
         for _ in range(3):
             with pytest.raises(StuckError, match="no shared memory"):
                 transfer.send(array, "pair", 1, timeout_s=5)
-    assert not transfer._unreceived and not transfer._last and cluster.context.parcels.num_lent() == 0
+    assert not transfer._unreceived and cluster.context.parcels.num_lent() == 0
     answer = pair.on(1).receive_any("driver", 0)
     transfer.send("small", "pair", 1, timeout_s=5)
     assert answer.wait(10) == ["small"]
@@ -181,24 +156,6 @@ def test_a_receive_that_was_given_up_takes_nothing_from_the_next(
         transfer.recv("pair", 0, timeout_s=0.1)
     pair.on(0).send_to("driver", 0).wait(10)
     assert transfer.recv("pair", 0, timeout_s=10) == "hello"
-
-
-def test_a_receive_that_was_cancelled_takes_nothing_from_the_next(cluster: Cluster) -> None:
-    transfer = cluster.context.transfer
-    given_up, next_one = (transfer.recv_async("driver", 0, tag="cancelled") for _ in range(2))
-    assert given_up.cancel()
-    transfer.send("first", "driver", 0, tag="cancelled")
-    assert next_one.result(10) == "first"
-
-
-def test_a_future_is_that_of_the_standard_library(cluster: Cluster) -> None:
-    transfer = cluster.context.transfer
-    receiving = transfer.recv_async("driver", 0, tag="future")
-    with pytest.raises(TimeoutError):
-        receiving.result(0.05)
-    sending = transfer.send_async({"x": 1}, "driver", 0, tag="future")
-    assert wait([sending, receiving], timeout=10).not_done == set()
-    assert sending.result() is None and receiving.result() == {"x": 1}
 
 
 def test_a_rank_that_does_not_exist_is_named(pair: WorkerGroup[Any]) -> None:

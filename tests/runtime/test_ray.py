@@ -12,7 +12,7 @@ from rill.runtime.cluster import Cluster
 from tests.runtime.leftovers import becomes_true
 from tests.runtime.workers import Echo, Peer
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,6 @@ def test_transfers_work_on_ray(cluster: Cluster) -> None:
     group.close()
 
 
-@pytest.mark.slow
 def test_nodes_join_a_ray_cluster_leave_it_and_are_lost() -> None:
     """Several of Ray's nodes on one machine; each with an agent of its own."""
     import ray

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,10 @@ from rill.runtime.process.scratch import ScratchFolder
 from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import store as store_module
-from rill.runtime.transfer.future import in_thread
 from rill.runtime.transfer.ref import Ref
 from rill.runtime.transfer.segments import LARGEST_SLAB_SLOT, slot_size, unlink
 from rill.runtime.transfer.store import Store
-from rill.runtime.transfer.store_server import StoreServer
+from rill.runtime.transfer.store_server import serve_store
 from rill.runtime.transfer.wire import Encoded, encode
 from tests.runtime.hub_fakes import HubProcess, hub_process
 
@@ -263,7 +263,7 @@ def hub(tmp_path: Path) -> Iterator[HubProcess]:
 def test_a_payload_of_another_node_comes_over_tcp_in_chunks(hub: HubProcess, tmp_path: Path) -> None:
     there = context_of(hub, tmp_path / "there", "n1", "producer")
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
-    server = StoreServer(there)
+    server = serve_store(there.site, there.hub)
     released: list[int] = []
     original = {"x": np.random.default_rng(0).integers(0, 255, 11_000_000, dtype=np.uint8), "y": "z" * 9000}
     read = here.store.read(there.store.write(encode(original)), lambda: released.append(1))
@@ -281,14 +281,14 @@ def test_a_store_server_that_was_killed_is_found_again_at_its_new_address(
     there = context_of(hub, tmp_path / "there", "n1", "producer")
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
     ref = there.store.write(megabytes(11))
-    first = StoreServer(there)
+    first = serve_store(there.site, there.hub)
     assert here.store.read(ref, lambda: None).size == 11 * 1024 * 1024
     first.close()
     released: list[int] = []
-    reading = in_thread(lambda: here.store.read(ref, lambda: released.append(1)), "reader")
+    reading = ThreadPoolExecutor(1).submit(lambda: here.store.read(ref, lambda: released.append(1)))
     time.sleep(1.5)
     assert not reading.done() and not released
-    second = StoreServer(there)
+    second = serve_store(there.site, there.hub)
     assert reading.result(20).size == 11 * 1024 * 1024 and released == [1]
     second.close()
     here.close()

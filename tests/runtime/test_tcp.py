@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ import zmq
 from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer import tcp
-from rill.runtime.transfer.future import in_thread
 from rill.runtime.transfer.tcp import ByteClient, ByteServer, Request
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,6 +65,19 @@ def test_strangers_get_no_answer(server: ByteServer) -> None:
     stranger.close(linger=0)
 
 
+def test_what_never_changes_is_hashed_once_for_all_who_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = tcp.digest
+    monkeypatch.setattr(tcp, "digest", lambda data: hashed.append(memoryview(data).nbytes) or real(data))
+    for is_fixed, num_times in ((True, 1), (False, 3)):
+        hashed.clear()
+        server = ByteServer("127.0.0.1", KEY, read, is_fixed=is_fixed)
+        for _ in range(3):
+            assert client_of(server.endpoint).fetch("small") == b"abc"
+        assert len(hashed) == num_times + 3, "the server's, and each client's own"
+        server.close()
+
+
 def changed_bytes(frames: list[bytes]) -> list[bytes]:
     return [*frames[:-1], b"x" + frames[-1][1:]]
 
@@ -90,7 +103,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     port = front.bind_to_random_port("tcp://127.0.0.1")
     back: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     back.connect(server.endpoint)
-    fetching = in_thread(lambda: client_of(f"tcp://127.0.0.1:{port}").fetch("small"), "reader")
+    fetching = ThreadPoolExecutor(1).submit(lambda: client_of(f"tcp://127.0.0.1:{port}").fetch("small"))
     identity, *request = front.recv_multipart()
     back.send_multipart(request)
     front.send_multipart([identity, *change(back.recv_multipart())])
@@ -107,7 +120,7 @@ def test_an_answer_of_another_request_is_not_taken(server: ByteServer) -> None:
     back.connect(server.endpoint)
     earlier: list[list[bytes]] = []
     for _ in range(2):
-        fetching = in_thread(lambda: client_of(f"tcp://127.0.0.1:{port}").fetch("small"), "reader")
+        fetching = ThreadPoolExecutor(1).submit(lambda: client_of(f"tcp://127.0.0.1:{port}").fetch("small"))
         identity, *request = front.recv_multipart()
         back.send_multipart(request)
         earlier.append(back.recv_multipart())
@@ -131,10 +144,12 @@ def test_a_fetch_goes_on_at_a_servers_new_address_where_it_was() -> None:
     first: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     endpoints = [f"tcp://127.0.0.1:{first.bind_to_random_port('tcp://127.0.0.1')}"]
     size = len(DATA["large"])
-    fetching = in_thread(lambda: client_of(lambda _: endpoints[-1]).fetch("large", 0, size), "reader")
+    fetching = ThreadPoolExecutor(1).submit(
+        lambda: client_of(lambda _: endpoints[-1]).fetch("large", 0, size)
+    )
     identity, raw, _code = first.recv_multipart()
     chunk, packed = DATA["large"][: tcp.CHUNK_BYTES], size.to_bytes(8, "little")
-    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, tcp._digest(chunk)), packed, chunk])
+    first.send_multipart([identity, b"1", KEY.mac(raw, b"1", packed, tcp.digest(chunk)), packed, chunk])
     first.recv_multipart()
     first.recv_multipart()
     time.sleep(0.5)

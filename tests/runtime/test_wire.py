@@ -119,7 +119,7 @@ _LEAVES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.recursive(
         _LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner)

@@ -179,16 +179,6 @@ class Peer(Worker):
         first = [self.recv(self.group_name, 0, tag="a", timeout_s=10) for _ in range(count)]
         return first, second
 
-    def send_numbers_async(self, count: int) -> None:
-        sends = [self.send_async(number, self.group_name, 1) for number in range(count - 1)]
-        self.send(count - 1, self.group_name, 1)
-        for pending in sends:
-            pending.result(5)
-
-    def receive_numbers_async(self, count: int) -> list[int]:
-        receives = [self.recv_async(self.group_name, 0) for _ in range(count)]
-        return [pending.result(10) for pending in receives]
-
     def share(self, num_floats: int, source: int) -> float:
         import numpy as np
 
@@ -197,18 +187,6 @@ class Peer(Worker):
         total = float(array.sum())
         array *= self.rank  # must not be seen by the others
         return total
-
-    def share_async(self, count: int) -> list[int]:
-        """Several under way at once, from both ranks, and one that waits behind them."""
-        pending = [
-            self.broadcast_async((source, n) if self.rank == source else None, source=source)
-            for n in range(count)
-            for source in range(self.world_size)
-        ]
-        last = self.broadcast(count if self.rank == 0 else None, timeout_s=10)
-        received = [one.result(10) for one in pending]
-        assert received == [(source, n) for n in range(count) for source in range(self.world_size)]
-        return [last]
 
     def doubled(self, array: Any) -> Any:
         array *= 2

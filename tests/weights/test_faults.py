@@ -22,7 +22,6 @@ Pull = Callable[[WeightManifest], dict[str, Tensor]]
 
 FAULTS = ("dropped bucket", "wrong order", "stale cache", "half written", "flipped bit")
 KINDS: dict[str, dict[str, Any]] = {
-    "inproc": {},
     "shm": {},
     "shm, by samples": {"verify": "sampled"},
     "disk": {},

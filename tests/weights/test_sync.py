@@ -80,7 +80,7 @@ def test_all_engines_take_the_version_and_are_in_service(publisher: Publisher) -
     report = step(sync, 1)
     assert report.in_service == ("engine0", "engine1", "engine2") and not report.failed
     assert all(same(e.held, weights(1)) for e in engines)
-    assert set(sync.versions().values()) == {1}
+    assert {state.version for state in sync.states().values()} == {1}
     assert report.canary == {"engine0": 0.0, "engine1": 0.0, "engine2": 0.0}
 
 
@@ -90,7 +90,7 @@ def test_a_failing_engine_is_named_and_comes_back_with_the_next_version(publishe
     engines[1].fail = True
     report = step(sync, 2)
     assert report.in_service == ("engine0",) and "out of memory" in report.failed["engine1"]
-    assert sync.versions() == {"engine0": 2, "engine1": 1}
+    assert {name: state.version for name, state in sync.states().items()} == {"engine0": 2, "engine1": 1}
     engines[1].fail = False
     report = step(sync, 3)
     assert report.in_service == ("engine0", "engine1") and sync.states()["engine1"].num_failures == 1
@@ -134,9 +134,9 @@ def test_an_engine_that_joins_catches_up_with_the_others_by_itself(publisher: Pu
     sync.distribute(sealed)
     late = FakeEngine()
     targets.add(LocalTarget("late", late, open_receiver(transport("shm"))))
-    assert sync.in_service() == ["engine0"]
+    assert set(sync.states()) == {"engine0"}
     sync.catch_up("late", sealed)
-    assert sync.in_service() == ["engine0", "late"] and same(late.held, new)
+    assert sync.states()["late"].in_service and same(late.held, new)
     assert step(sync, 2).in_service == ("engine0", "late")
 
 

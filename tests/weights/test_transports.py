@@ -30,7 +30,7 @@ from rill.weights.shm import ShmReceiver
 from tests.runtime.leftovers import becomes_true
 from tests.weights.scene import ends, publish, pulled, same, transport, weights
 
-LOCAL = ["inproc", "shm", "disk", "tcp"]
+LOCAL = ["shm", "disk", "tcp"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -147,7 +147,7 @@ def test_bytes_that_were_changed_with_their_checksum_are_not_taken() -> None:
 
 
 def test_auto_has_to_be_chosen_first() -> None:
-    with pytest.raises(UnsupportedError, match="name one of: inproc, shm, cuda_ipc"):
+    with pytest.raises(UnsupportedError, match="name one of: shm, cuda_ipc"):
         open_publisher(transport("auto"))
 
 
@@ -175,7 +175,7 @@ def test_a_name_twice_is_refused_at_the_source_and_in_a_manifest(name: str) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_that_are_not_finite_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
-    with ends("inproc") as (publisher, _):
+    with ends("shm") as (publisher, _):
         sent = weights(1, dtype=dtype)
         sent["layers.4.weight"][3, 3] = bad
         with pytest.raises(WeightSyncError, match=r"layers\.4\.weight"):
@@ -312,6 +312,7 @@ def test_a_dead_trainers_weights_are_not_kept_mapped() -> None:
         trainer = Trainer.launch_async(cluster, name="trainer", placement="0", threads=1)
         engine = Engine.launch_async(cluster, name="engine", placement="1", threads=1)
         (manifest,) = trainer.publish(1).wait(60)
+        assert Path(manifest.location).parent == cluster.session.shm_dir, "it goes with the session"
         assert engine.pull(manifest).wait(60) == [len(manifest.buckets)]
         os.kill(trainer.addresses()[0].pid, signal.SIGKILL)
         assert becomes_true(lambda: engine.num_mapped().wait(20) == [0])

@@ -17,10 +17,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.channels.lease import Lease, hold
+from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
 from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.messages import Cancel, Done, GiveBack, Grant, GrantKind, Item, Puts, Settle, Take
+from rill.runtime.hub.messages import Cancel, GiveBack, Grant, GrantKind, Item, Puts, Settle, Take
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import decode
@@ -43,14 +43,14 @@ class Consumer:
         self.name = producer.name
         self._context = context
         self._hub = context.hub
-        self._producer = producer
+        self.producer = producer
         self._ahead: deque[Item] = deque()
         self._num_ahead = 1
         self._num_given = 0
         self._refilled_s = 0.0
         self._touched_s = 0.0
-        self._taken: dict[object, Lease] = {}
-        """What `take` gave last, by thread or task: the next take finishes it."""
+        self._taken: dict[int, Lease] = {}
+        """What `take` gave last, by thread: the next take finishes it."""
         self._released: deque[int] = deque()
         self._dropped: deque[tuple[list[int], list[Puts]]] = deque()
         self._released_s = 0.0
@@ -60,7 +60,7 @@ class Consumer:
 
     # --- taking -------------------------------------------------------------------------------------------
 
-    def take(self, take: Take, holder: object, timeout_s: float) -> tuple[Lease | None, list[Any]]:
+    def take(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
         """The next chunk, or nothing at the epoch's end."""
         items = self._next_ahead(take)
         if items is None:
@@ -70,12 +70,10 @@ class Consumer:
             except BaseException:  # an interrupt must not leave a lease that nobody knows of
                 self._withdraw(asked)
                 raise
-        return self._open(items, holder)
+        return self._open(items, is_of_thread=True)
 
-    async def take_async(
-        self, take: Take, holder: object, timeout_s: float
-    ) -> tuple[Lease | None, list[Any]]:
-        """As `take`, on an event loop."""
+    async def take_async(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
+        """As `take`, on an event loop; nothing but the lease itself says when it is done."""
         items = self._next_ahead(take)
         if items is None:
             asked = self._ask(take)
@@ -91,14 +89,15 @@ class Consumer:
             except BaseException:
                 self._withdraw(asked)
                 raise
-        return self._open(items, holder)
+        return self._open(items, is_of_thread=False)
 
-    def replace_taken(self, holder: object, lease: Lease | None) -> None:
-        """`take` finishes what it gave this holder before."""
+    def replace_taken(self, lease: Lease | None) -> None:
+        """`take` finishes what it gave this thread before."""
+        thread = threading.get_ident()
         with self._lock:
-            before = self._taken.pop(holder, None)
+            before = self._taken.pop(thread, None)
             if lease is not None:
-                self._taken[holder] = lease
+                self._taken[thread] = lease
         if before is not None:
             before.finish()
 
@@ -117,7 +116,7 @@ class Consumer:
                 self._num_ahead = (
                     min(MAX_AHEAD, 2 * self._num_ahead) if is_quick else max(1, self._num_ahead // 2)
                 )
-                take.max_items = 1 if self._producer.is_bounded else self._num_ahead
+                take.max_items = 1 if self.producer.is_bounded else self._num_ahead
             return None
 
     def _ask(self, take: Take) -> Asked[Grant]:
@@ -149,18 +148,16 @@ class Consumer:
             self._hub.wake()
         return grant.items[: grant.num_wanted]
 
-    def _open(self, items: list[Item], holder: object) -> tuple[Lease | None, list[Any]]:
+    def _open(self, items: list[Item], *, is_of_thread: bool) -> tuple[Lease | None, list[Any]]:
         if not items:
             return None, []
-        lease = Lease(self, items, holder)
-        if holder is not None:
-            hold(lease)
+        lease = Lease(self, items, is_of_thread=is_of_thread)
         try:
             values = [self._value(item) for item in items]
         except Exception as error:
             lease.give_back(f"it could not be read: {error}")
             raise
-        self._producer.recorder.took(self.name, items)
+        self.producer.recorder.took(self.name, items)
         return lease, values
 
     def _value(self, item: Item) -> Any:
@@ -188,23 +185,10 @@ class Consumer:
 
     # --- finishing ----------------------------------------------------------------------------------------
 
-    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None) -> None:
-        """What a lease comes to; waits for room in bounded channels."""
-        self._producer.commit(done, puts, num_bytes, timeout_s)
-
-    async def commit_async(
-        self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None
-    ) -> None:
-        await self._producer.commit_async(done, puts, num_bytes, timeout_s)
-
-    def send(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
-        """As `commit`, without waiting for room: the hub lets the rest in when there is some."""
-        self._producer.send(done, puts, num_bytes)
-
     def give_back(self, ids: list[int], puts: list[Puts], error: str) -> None:
         """These items are somebody else's; what was put for them is not put."""
         for part in puts:
-            self._producer.forget(part.items)
+            self.producer.forget(part.items)
         if error:
             self._hub.submit("broker.give_back", GiveBack(self.name, ids, error))
         else:

@@ -13,10 +13,8 @@ another operation on a channel, or the end of its call, finishes the item, an ex
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
-import weakref
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from enum import Enum
@@ -43,32 +41,33 @@ _joined: ContextVar[tuple[Lease, ...]] = ContextVar("rill-leases", default=())
 
 
 class Lease:
-    """Items taken together by one thread or task. From `Channel.leases` it is one item: `lease.value`."""
+    """Items taken together. From `Channel.leases` it is one item: `lease.value`."""
 
     __slots__ = (
-        "__weakref__",
         "_consumer",
         "_error_before",
         "_ids",
-        "_num_bytes",
         "_puts",
-        "holder",
+        "_thread",
         "is_left",
         "state",
         "value",
     )
 
-    def __init__(self, consumer: Consumer, items: Sequence[Item], holder: object) -> None:
+    def __init__(self, consumer: Consumer, items: Sequence[Item], *, is_of_thread: bool) -> None:
+        """`is_of_thread`: the calling thread has it; it is settled at the latest when that one's call ends."""
         self._consumer = consumer
         self._ids = [item.id for item in items]
         self._puts: list[Puts] = []
-        self._num_bytes = 0
         self._error_before = sys.exc_info()[1]
-        self.holder = holder
+        self._thread = threading.get_ident() if is_of_thread else 0
         self.state = LeaseState.OPEN
         self.is_left = False
         """Its loop was left without saying how it went."""
         self.value: Any = None
+        if is_of_thread:
+            with _lock:
+                _held.setdefault(self._thread, []).append(self)
 
     # --- for whoever works on it ----------------------------------------------------------------------------
 
@@ -81,18 +80,18 @@ class Lease:
         channels. A second call does nothing."""
         if self.state is LeaseState.OPEN:
             commit = self._take_commit(LeaseState.DONE)
-            self._consumer.commit(*commit, timeout_s)
+            self._consumer.producer.commit(*commit, timeout_s)
 
     async def done_async(self, timeout_s: float | None = None) -> None:
         """As `done`, without blocking the event loop."""
         if self.state is LeaseState.OPEN:
             commit = self._take_commit(LeaseState.DONE)
-            await self._consumer.commit_async(*commit, timeout_s)
+            await self._consumer.producer.commit_async(*commit, timeout_s)
 
     def give_back(self, error: str = "") -> None:
         """Somebody else may try. Without an error it does not count as a failure."""
         if self.state is LeaseState.OPEN:
-            _, puts, _ = self._take_commit(LeaseState.GIVEN_BACK)
+            _, puts = self._take_commit(LeaseState.GIVEN_BACK)
             self._consumer.give_back(self._ids, puts, error)
 
     def __del__(self) -> None:
@@ -136,20 +135,17 @@ class Lease:
             self._puts[-1].items.append(descriptor)
         else:
             self._puts.append(Puts(channel, [descriptor]))
-        if descriptor.inline is not None:
-            self._num_bytes += descriptor.num_bytes
 
     def send_puts(self) -> None:
         """A wait is coming: what was put so far goes now, and is no longer undone if this lease fails."""
         if self._puts and self.state is LeaseState.OPEN:
             puts, self._puts = self._puts, []
-            num_bytes, self._num_bytes = self._num_bytes, 0
-            self._consumer.send([], puts, num_bytes)
+            self._consumer.producer.send([], puts)
 
     def finish(self) -> None:
         """As `done`, but without waiting for room: the hub keeps what has none."""
         if self.state is LeaseState.OPEN:
-            self._consumer.send(*self._take_commit(LeaseState.DONE))
+            self._consumer.producer.send(*self._take_commit(LeaseState.DONE))
 
     def settle(self) -> None:
         """Its loop was left: with an exception on its way it is given back, else it is done."""
@@ -159,11 +155,16 @@ class Lease:
         else:
             self.finish()
 
-    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts], int]:
+    def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts]]:
         self.state = state
-        _forget(self)
+        with _lock:
+            held = _held.get(self._thread, [])
+            if self in held:
+                held.remove(self)
+                if not held:
+                    del _held[self._thread]
         puts, self._puts = self._puts, []
-        return [Done(self._consumer.name, self._ids)], puts, self._num_bytes
+        return [Done(self._consumer.name, self._ids)], puts
 
 
 # --- which lease a put joins ------------------------------------------------------------------------------
@@ -203,48 +204,15 @@ waits.before.append(before_wait)
 
 # --- who holds what ---------------------------------------------------------------------------------------
 
-_held: dict[object, list[Lease]] = {}
-"""Open leases by the thread or task that took them."""
+_held: dict[int, list[Lease]] = {}
+"""Open leases by the thread that took them."""
 _lock = threading.Lock()
-_watched: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
 
-def current_holder() -> object:
-    """The running task, else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        return threading.get_ident()
-    return task if task is not None else threading.get_ident()
-
-
-def hold(lease: Lease) -> None:
-    """Remember who has it, until it is settled: at the latest when its task or call ends."""
+def end_call(error: BaseException | None) -> None:
+    """This thread's call has ended: what its loops and takes had is done, or, after an exception, somebody else's."""
     with _lock:
-        _held.setdefault(lease.holder, []).append(lease)
-    if isinstance(lease.holder, asyncio.Task) and lease.holder not in _watched:
-        _watched.add(lease.holder)
-        lease.holder.add_done_callback(_task_ended)
-
-
-def _forget(lease: Lease) -> None:
-    with _lock:
-        leases = _held.get(lease.holder)
-        if leases is not None and lease in leases:
-            leases.remove(lease)
-            if not leases:
-                del _held[lease.holder]
-
-
-def _task_ended(task: asyncio.Task[Any]) -> None:
-    error = asyncio.CancelledError() if task.cancelled() else task.exception()
-    end_holder(task, error)
-
-
-def end_holder(holder: object, error: BaseException | None) -> None:
-    """A task or call has ended: what its loops and takes had is done, or, after an exception, somebody else's."""
-    with _lock:
-        leases = list(_held.get(holder, ()))
+        leases = list(_held.get(threading.get_ident(), ()))
     for lease in reversed(leases):
         if error is not None:
             lease.give_back(describe(error))

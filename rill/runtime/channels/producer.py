@@ -70,7 +70,7 @@ class Producer:
             for descriptor in descriptors:
                 lease.add(self.name, descriptor)
             return
-        self.commit([], [Puts(self.name, descriptors)], inline_bytes(descriptors), timeout_s)
+        self.commit([], [Puts(self.name, descriptors)], timeout_s)
 
     async def put_async(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
@@ -80,16 +80,15 @@ class Producer:
             for descriptor in descriptors:
                 lease.add(self.name, descriptor)
             return
-        puts = [Puts(self.name, descriptors)]
-        await self.commit_async([], puts, inline_bytes(descriptors), timeout_s)
+        await self.commit_async([], [Puts(self.name, descriptors)], timeout_s)
 
     # --- commits ------------------------------------------------------------------------------------------
 
-    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None) -> None:
+    def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._needs_room(puts):
-            if not self._hub.commit(done, puts, num_bytes, time.monotonic() + limit_s):
+            if not self._hub.commit(done, puts, time.monotonic() + limit_s):
                 self._forget_all(puts)
                 raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
             return
@@ -106,12 +105,10 @@ class Producer:
             self._raise_unless_in(asked, done, puts, error)
         asked.result()
 
-    async def commit_async(
-        self, done: list[Done], puts: list[Puts], num_bytes: int, timeout_s: float | None
-    ) -> None:
+    async def commit_async(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """As `commit`, on an event loop."""
         if not self._needs_room(puts):
-            self.commit(done, puts, num_bytes, timeout_s)
+            self.commit(done, puts, timeout_s)
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
@@ -128,12 +125,12 @@ class Producer:
             await asyncio.to_thread(self._raise_unless_in, asked, done, puts, error)
         asked.result()
 
-    def send(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
+    def send(self, done: list[Done], puts: list[Puts]) -> None:
         """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
         if self._needs_room(puts):
             self._hub.ask("broker.commit", Commit(done, puts, True), int)
         else:
-            self._hub.commit(done, puts, num_bytes, float("inf"))
+            self._hub.commit(done, puts, float("inf"))
 
     def _needs_room(self, puts: Sequence[Puts]) -> bool:
         channels = self._context.channels
@@ -187,11 +184,6 @@ def came_while_lending(context: RuntimeContext, asked: Asked[Any], limit_s: floa
         return asked.came(limit_s)
     with lock.lending():
         return asked.came(limit_s)
-
-
-def inline_bytes(descriptors: Sequence[Descriptor]) -> int:
-    """What the hub itself gets of these payloads."""
-    return sum(d.num_bytes for d in descriptors if d.ref is None)
 
 
 def _names(puts: Sequence[Puts]) -> str:

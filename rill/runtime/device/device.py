@@ -33,18 +33,8 @@ class Device:
     options: Mapping[str, str] = field(default_factory=dict)
     """What a worker needs to reach the device, e.g. {"address": "192.168.0.4"}."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        values = (self.kind, self.index, self.id, self.node_id, self.labels, dict(self.options))
-        return (_rebuild_device, values)
-
     def __str__(self) -> str:
         return f"{self.id} ({self.kind}:{self.index} on {self.node_id})"
-
-
-def _rebuild_device(
-    kind: str, index: int, global_id: int, node_id: str, labels: frozenset[str], options: Mapping[str, str]
-) -> Device:
-    return Device(kind=kind, index=index, id=global_id, node_id=node_id, labels=labels, options=options)
 
 
 NodeDevices: TypeAlias = str | int | Sequence[Device]

@@ -25,8 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rill.errors import RunError
 from rill.runtime.context import RuntimeContext, current
@@ -37,7 +36,7 @@ from rill.telemetry import trace
 
 if TYPE_CHECKING:
     from rill.runtime.channel import Channel
-    from rill.runtime.device.device import Device
+    from rill.runtime.worker import Worker
 
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 3600.0
@@ -45,17 +44,7 @@ DEFAULT_TIMEOUT_S = 3600.0
 ASK_S = 30.0
 
 
-class Loadable(Protocol):
-    """What a lock needs of its worker."""
-
-    devices: tuple[Device, ...]
-
-    def onload(self) -> None: ...
-
-    def offload(self) -> None: ...
-
-
-def device_lock_of(worker: Loadable) -> DeviceLock:
+def device_lock_of(worker: Worker) -> DeviceLock:
     """The lock of this worker; one per process."""
     context = current()
     with context.lock:
@@ -73,7 +62,7 @@ def groups_in_line(context: RuntimeContext) -> set[str]:
 class DeviceLock:
     """`with lock:` or `with lock(channels…):`. Blocks of several threads of one worker share one turn."""
 
-    def __init__(self, worker: Loadable, context: RuntimeContext) -> None:
+    def __init__(self, worker: Worker, context: RuntimeContext) -> None:
         self._worker = worker
         self._context = context
         self._hub = context.hub
@@ -101,20 +90,23 @@ class DeviceLock:
         self._thread.start()
         self._hub.on("evict", lambda body: self._evictions.put(Evict(*body)))
 
-    def __call__(self, *channels: Channel, timeout_s: float | None = None) -> _Block:
+    @contextmanager
+    def __call__(self, *channels: Channel, timeout_s: float | None = None) -> Iterator[DeviceLock]:
         """A turn for work between `channels`, in whatever order they are named. `timeout_s`: unless given, an hour, or
         longer where a wait on one of the channels may last longer."""
         if timeout_s is None:
             timeout_s = max((DEFAULT_TIMEOUT_S, *(channel.timeout_s for channel in channels)))
-        return _Block(self, tuple(channel.name for channel in channels), timeout_s)
+        self.acquire(tuple(channel.name for channel in channels), timeout_s)
+        try:
+            yield self
+        finally:
+            self.release()
 
     def __enter__(self) -> DeviceLock:
         self.acquire((), DEFAULT_TIMEOUT_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def acquire(self, channels: tuple[str, ...], timeout_s: float) -> None:
@@ -268,21 +260,3 @@ class DeviceLock:
             )
             self._error = error
         self._context.recorder.offloaded(time.monotonic() - started_s)
-
-
-class _Block:
-    """One `with lock(channels…)`."""
-
-    def __init__(self, lock: DeviceLock, channels: tuple[str, ...], timeout_s: float) -> None:
-        self._lock = lock
-        self._channels = channels
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> DeviceLock:
-        self._lock.acquire(self._channels, self._timeout_s)
-        return self._lock
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._lock.release()

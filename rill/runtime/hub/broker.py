@@ -235,11 +235,11 @@ class Broker:
     # --- epochs -------------------------------------------------------------------------------------------
 
     def _end(self, client: str, seq: int, name: str) -> Any:
-        """The rule: once by the channel's creator, or once by each of `producers`, or by every rank of every group
-        that has put into the epoch or ended it."""
+        """The rule: once by the channel's creator, or by every rank of every group that has put into the epoch or ended
+        it."""
         channel = self._open_channel(name)
         producer = name_of(client)
-        if producer == channel.creator and channel.options.producers is None:
+        if producer == channel.creator:
             channel.end_epoch(self._machine.num_events)
         else:
             epoch = max(channel.producer_epoch.get(producer, 0), channel.epoch)
@@ -255,8 +255,8 @@ class Broker:
 
     def _have_all_ended(self, channel: ChannelState) -> bool:
         ended = channel.ended_by.get(channel.epoch, set())
-        if not ended or channel.options.producers is not None:
-            return bool(ended) and len(ended) >= (channel.options.producers or 0)
+        if not ended:
+            return False
         names = ended | channel.put_in_epoch.get(channel.epoch, set())
         groups = {group_of(name) for name in names if name != channel.creator}
         return all(self._has_ended(group, ended) for group in groups)

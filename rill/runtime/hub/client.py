@@ -1,7 +1,7 @@
 """A process's line to the hub: requests that are applied exactly once and in order, whatever happens to the hub.
 
     any thread ──submit, ask, commit──▶ queue ──▶ io thread ──▶ DEALER ──▶ hub
-    any thread ◀──────── Asked ──────────────── io thread ◀──────────────── hub     handlers of pushes and notes run on
+    any thread ◀──────── Asked ──────────────── io thread ◀──────────────── hub     handlers of pushes run on
                                                                                     the io thread
 Everything leaves in the order in which it was submitted. What was submitted while the io thread was busy goes out as
 one message, and commits that follow each other become one, so many small ones cost few messages. A request is kept
@@ -33,7 +33,6 @@ from rill.runtime.hub.protocol import (
     Answer,
     FromHub,
     Gap,
-    Note,
     Output,
     Ping,
     Query,
@@ -41,7 +40,6 @@ from rill.runtime.hub.protocol import (
 )
 from rill.runtime.hub.service import OutKind
 from rill.runtime.process.session_key import SessionKey
-from rill.runtime.process.waits import answer_dumps
 
 _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
@@ -74,20 +72,21 @@ class _Request:
         """Whether another commit may become part of this one."""
         return self.num_items < _ITEMS_PER_COMMIT and self.num_bytes < _BYTES_PER_COMMIT
 
-    def add(self, done: list[Done], puts: list[Puts], num_bytes: int) -> None:
+    def add(self, done: list[Done], puts: list[Puts]) -> None:
         commit: Commit = self.payload
         for one in done:
+            self.num_items += len(one.ids)
             if commit.done and commit.done[-1].channel == one.channel:
                 commit.done[-1].ids += one.ids
             else:
                 commit.done.append(one)
         for part in puts:
+            self.num_items += len(part.items)
+            self.num_bytes += sum(item.num_bytes for item in part.items if item.inline is not None)
             if commit.puts and commit.puts[-1].channel == part.channel:
                 commit.puts[-1].items += part.items
             else:
                 commit.puts.append(part)
-        self.num_items += sum(len(one.ids) for one in done) + sum(len(part.items) for part in puts)
-        self.num_bytes += num_bytes
 
 
 class HubClient:
@@ -114,7 +113,6 @@ class HubClient:
         self._queries: dict[int, tuple[Asked[Any], bytes]] = {}
         self._query_ids = itertools.count(1)
         self._handlers: dict[str, list[Callable[[Any], None]]] = {}
-        self._note_handlers: dict[str, Callable[[str, Any], None]] = {}
         self._tickers: list[Callable[[float], float]] = []
         self._direct: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()
@@ -127,7 +125,6 @@ class HubClient:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
         self.submit("registry.join", {"pid": os.getpid()})
-        answer_dumps(self)
         self._thread.start()
         atexit.register(self.close)
 
@@ -135,31 +132,33 @@ class HubClient:
 
     def submit(self, method: str, payload: Any) -> None:
         """Send without waiting for an answer."""
+        request = _Request(method, self._encoded(method, payload))
         with self._lock:
             self._check_open()
-            self._add(_Request(method, payload))
-        self._wake()
+            self._add(request)
+        self.wake()
 
     def ask(
         self, method: str, payload: Any, answer: Any = Any, on_late: Callable[[Any], None] | None = None
     ) -> Asked[Any]:
         """Send; the answer comes to what is returned. `on_late` gets one that comes after `cancel`."""
         asked: Asked[Any] = Asked(answer, on_late)
+        request = _Request(method, self._encoded(method, payload))
         with self._lock:
             self._check_open()
             asked.seq = self._next_seq
             self._asked[asked.seq] = asked
-            self._add(_Request(method, payload))
-        self._wake()
+            self._add(request)
+        self.wake()
         return asked
 
     def call(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
         """Ask and wait. Applied once even when the hub dies in between."""
         return self._await(self.ask(f"{service}.{method}", payload), f"{service}.{method}", timeout_s)
 
-    def commit(self, done: list[Done], puts: list[Puts], num_bytes: int, deadline_s: float) -> bool:
+    def commit(self, done: list[Done], puts: list[Puts], deadline_s: float) -> bool:
         """Finish and put, all or nothing, without an answer. False: too much was on its way until the deadline, and
-        nothing was sent. `num_bytes`: of payloads inside."""
+        nothing was sent."""
         with self._lock:
             while self._num_unconfirmed >= WINDOW_ITEMS or self._unconfirmed_bytes >= WINDOW_BYTES:
                 self._check_open()
@@ -172,11 +171,11 @@ class HubClient:
                 last = _Request("broker.commit", Commit([], []))
                 self._add(last)
                 self._last = last
-            before = last.num_items
-            last.add(done, puts, num_bytes)
-            self._num_unconfirmed += last.num_items - before
-            self._unconfirmed_bytes += num_bytes
-        self._wake()
+            num_items, num_bytes = last.num_items, last.num_bytes
+            last.add(done, puts)
+            self._num_unconfirmed += last.num_items - num_items
+            self._unconfirmed_bytes += last.num_bytes - num_bytes
+        self.wake()
         return True
 
     @property
@@ -203,11 +202,18 @@ class HubClient:
         raw = self._encoder.encode(Query(query_id, f"{service}.{method}", payload))
         self._queries[query_id] = (asked, raw)
         self._direct.append(raw)
-        self._wake()
+        self.wake()
         try:
             return self._await(asked, f"{service}.{method}", timeout_s)
         finally:
             self._queries.pop(query_id, None)
+
+    def _encoded(self, method: str, payload: Any) -> msgspec.Raw:
+        """What the wire has no form for fails here, in its sender's thread."""
+        try:
+            return msgspec.Raw(self._encoder.encode(payload))
+        except (TypeError, OverflowError) as error:
+            raise RunError(f"{self.identity}: {method} cannot be sent to the hub: {error}") from error
 
     def _add(self, request: _Request) -> None:
         self._last = None
@@ -218,38 +224,25 @@ class HubClient:
         if self._ended_reason:
             raise RunError(f"{self.identity} has no hub any more: {self._ended_reason}")
 
-    # --- pushes and notes ---------------------------------------------------------------------------------
+    # --- pushes -------------------------------------------------------------------------------------------
 
     def on(self, topic: str, handler: Callable[[Any], None]) -> None:
         """Run `handler(body)` on the io thread for every push of the hub on `topic`. It must not block."""
         self._handlers.setdefault(topic, []).append(handler)
 
-    def notify(self, to: str, topic: str, payload: Any) -> None:
-        """A note to another client ("*": all others). Best effort: lost when either end or the hub is down."""
-        self._direct.append(self._encoder.encode(Note(to, topic, payload)))
-        self._wake()
-
-    def on_note(self, topic: str, handler: Callable[[str, Any], None]) -> None:
-        """Run `handler(sender, payload)` on the io thread for every note on `topic`."""
-        self._note_handlers[topic] = handler
-
     def add_ticker(self, ticker: Callable[[float], float]) -> None:
         """Have `ticker(now_s)` called on the io thread; it returns in how many seconds it wants to be called again."""
         self._tickers.append(ticker)
-        self._wake()
+        self.wake()
 
     def remove_ticker(self, ticker: Callable[[float], float]) -> None:
         """Undo `add_ticker`."""
         self._tickers = [other for other in self._tickers if other != ticker]
 
-    def wake(self) -> None:
-        """Have the io thread look at its tickers now."""
-        self._wake()
-
     def abandon(self, reason: str) -> None:
         """There will be no hub any more: every wait for it fails with `reason`, now and from now on."""
         self._abandoned = reason
-        self._wake()
+        self.wake()
 
     def close(self) -> None:
         """Send what is queued, leave the run, end the thread. Bounded: a dead hub costs a second."""
@@ -259,7 +252,7 @@ class HubClient:
         if not self._ended_reason:
             self.submit("registry.leave", None)
         self._is_closing = True
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
 
@@ -273,7 +266,8 @@ class HubClient:
 
     # --- the io thread ------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the io thread look at what there is to send, and at its tickers, now."""
         if (
             not self._is_awake and threading.get_ident() != self._thread.ident
         ):  # that one is awake, and sends last
@@ -354,24 +348,7 @@ class HubClient:
 
     def _encode(self, first_seq: int, requests: list[_Request]) -> bytes:
         pairs: list[Any] = [(request.method, request.payload) for request in requests]
-        try:
-            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
-        except (TypeError, OverflowError):
-            for n, request in enumerate(requests):
-                self._replace_unsendable(first_seq + n, request)
-            pairs = [(request.method, request.payload) for request in requests]
-            return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
-
-    def _replace_unsendable(self, seq: int, request: _Request) -> None:
-        """One that holds something which the wire has no form for fails, and an empty one takes its number."""
-        try:
-            self._encoder.encode(request.payload)
-        except (TypeError, OverflowError) as error:
-            _log.error("%s: %s cannot be sent: %s", self.identity, request.method, error)
-            asked = self._asked.pop(seq, None)
-            if asked is not None:
-                asked.failed(RunError(f"{request.method} cannot be sent to the hub: {error}"))
-            request.method, request.payload = "registry.sync", None
+        return self._encoder.encode(Requests(first_seq, self._received_out, pairs))
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
         socket.send(self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent))))
@@ -390,10 +367,6 @@ class HubClient:
                 self._resend(message.expected, socket)
             elif isinstance(message, Answer):
                 self._take_answer(message)
-            elif isinstance(message, Note):
-                handler = self._note_handlers.get(message.topic)
-                if handler is not None:
-                    self._guard(handler, message.peer, msgspec.msgpack.decode(message.payload))
             else:
                 self._fail_all("the hub takes this process for dead: it was silent too long, or replaced")
 

@@ -265,7 +265,7 @@ class LockService:
             turn.entered.add(name_of(client))
             turn.linger_until_s = None
             self._evicting.pop(client, None)
-            self._resident[client] = self._devices_of_client(client) or turn.devices
+            self._resident[client] = self._machine.membership.devices_of_client(client) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
 
@@ -304,7 +304,8 @@ class LockService:
     def _readiness(self, turn: Turn) -> Readiness:
         if turn.is_resumed or not turn.channels:
             return Readiness.READY
-        roles = [self._machine.broker.view.role_of(turn.group, channel) for channel in turn.channels]
+        view, asking = self._machine.broker.view, [name_of(client) for client in turn.asked]
+        roles = [view.role_of(turn.group, channel, asking) for channel in turn.channels]
         inputs = [role for role in roles if not role.is_producer]
         if not inputs or any(role.has_data for role in inputs):
             return Readiness.READY
@@ -359,9 +360,6 @@ class LockService:
             and devices & turn.devices
             and not self._fit(group_of(client), turn.group)
         )
-
-    def _devices_of_client(self, client: str) -> frozenset[int]:
-        return self._machine.membership.devices_of_client(client)
 
     def _describe(self, _payload: Any) -> Any:
         return [

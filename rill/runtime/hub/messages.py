@@ -27,7 +27,6 @@ class ChannelOptions(_Message):
     capacity_items: int | None = None
     capacity_bytes: int | None = None
     granularity: int = 1
-    producers: int | None = None
     max_failures: int = 3
 
 

@@ -1,7 +1,7 @@
 """What goes over the line between a process and the hub, before anybody asks what it means.
 
-process ──▶ Requests (numbered, journaled) · Query · Note · Ping
-process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Answer · Note · Expelled
+process ──▶ Requests (numbered, journaled) · Query · Ping
+process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Answer · Expelled
 """
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ class Query(msgspec.Struct, tag="q", array_like=True, gc=False):
     id: int
     method: str
     payload: Any
-
-
-class Note(msgspec.Struct, tag="n", array_like=True, gc=False):
-    """From one process to another, or to all ("*"). Best effort."""
-
-    peer: str
-    """On its way to the hub: to whom; from the hub: from whom."""
-    topic: str
-    payload: msgspec.Raw
 
 
 class Ping(msgspec.Struct, tag="p", array_like=True, gc=False):
@@ -75,5 +66,5 @@ class Expelled(msgspec.Struct, tag="x", array_like=True, gc=False):
     """The hub takes this process for dead."""
 
 
-ToHub = Requests | Query | Note | Ping
-FromHub = Output | Gap | Answer | Note | Expelled
+ToHub = Requests | Query | Ping
+FromHub = Output | Gap | Answer | Expelled

@@ -13,20 +13,6 @@ Guarantees:
   was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
 - A client that dies is buried when the cluster reports it (`registry.died`): the agent beside a process knows of its
   end at once, and a lost agent means a lost node. Silence is no death: a process may be busy for as long as it likes.
-
-How a process talks to it (`HubClient`, thread-safe):
-
-    hub = HubClient(endpoint, "rollout[0]#0")              # group[rank]#launch: never used twice
-    hub.call("registry", "register", {"group": "rollout", "rank": 0, "world_size": 2, "devices": [0]}, timeout_s=10)
-    hub.call("registry", "publish", ["my/key", value, True], 10)     # True: goes away with this process
-    hub.fetch("my/key", 60)                                           # waits until somebody publishes it
-    hub.call("registry", "died", ["actor[1]#0", "exit code -9"], 10)  # the supervisor reports a death
-    hub.query("registry", "members", None, 10)                        # {identity: what it told}
-    hub.on("peer_died", lambda note: ...)                  # {"identity", "name", "reason", "info"}; on the hub's thread
-    hub.notify("actor[1]#0", "topic", payload)             # best effort, client to client ("*": everybody)
-    hub.close()
-
-What a worker should register for channels and locks to know it: group, rank, world_size, node_id, devices (global ids).
 """
 
 from __future__ import annotations
@@ -47,7 +33,6 @@ from rill.runtime.hub.protocol import (
     Expelled,
     FromHub,
     Gap,
-    Note,
     Output,
     Ping,
     Query,
@@ -152,8 +137,6 @@ class Hub:
                 self._take_requests(client, raw, message, now_s)
             elif isinstance(message, Query):
                 self._answer(client, message)
-            elif isinstance(message, Note):
-                self._forward(client, message)
             else:
                 self._answer_ping(client, message)
 
@@ -191,11 +174,6 @@ class Hub:
         except (KeyError, TypeError, ValueError) as error:
             is_ok, body = False, f"{query.method} failed: {error!r}"
         self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
-
-    def _forward(self, client: str, note: Note) -> None:
-        targets = [c for c in self._machine.streams if c != client] if note.peer == "*" else [note.peer]
-        for target in targets:
-            self._send(target, Note(client, note.topic, note.payload))
 
     # --- out ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.runtime.hub.channel_state import ChannelState, ItemState, Traffic
@@ -19,7 +19,7 @@ class Role(NamedTuple):
     is_consumer: bool
     has_other_producers: bool
     has_data: bool
-    """It holds an item, or an epoch's end that the group has not seen."""
+    """It holds an item, or an epoch's end that one of those who ask has not seen."""
 
 
 class BrokerView:
@@ -67,18 +67,17 @@ class BrokerView:
 
     # --- for the device locks -----------------------------------------------------------------------------
 
-    def role_of(self, group: str, name: str) -> Role:
-        """What a group is to a channel, as far as traffic has shown."""
+    def role_of(self, group: str, name: str, asking: Collection[str] = ()) -> Role:
+        """What a group is to a channel, as far as traffic has shown. `asking`: the names of its ranks that would work
+        now; those that have not met the end of an epoch have something to meet, whatever the others have."""
         channel = self._channels.get(name)
         if channel is None:
             return Role(False, False, False, False)
         producers = {group_of(producer) for producer in channel.producers}
         consumers = [consumer for consumer in channel.consumer_epoch if group_of(consumer) == group]
-        is_behind = any(channel.consumer_epoch[consumer] < channel.epoch for consumer in consumers)
+        begins = channel.epochs_drained_before(self._machine.membership.first_seen.get(group, 0))
+        is_behind = any(channel.consumer_epoch.get(rank, begins) < channel.epoch for rank in asking)
         has_data = channel.num_queued > 0 or channel.is_closed or is_behind
-        if not consumers and channel.epoch:
-            first_seen = self._machine.membership.first_seen.get(group, 0)
-            has_data = has_data or channel.epochs_drained_before(first_seen) < channel.epoch
         return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
 
     def producers_of(self, name: str) -> set[str]:

@@ -15,10 +15,11 @@ which owns the sockets and the thread.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections import deque
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 PROBE_S = 1.0
 ACK_EVERY = 64
@@ -26,11 +27,9 @@ ACK_BYTES = 4 * 1024 * 1024
 
 NO_STREAM = bytes(8)
 
-_HEADER = struct.Struct("<8s8sQQH")
 
-
-class Header(NamedTuple):
-    """What stands before every message."""
+class Letter(msgspec.Struct, array_like=True, gc=False):
+    """A message as it travels."""
 
     token: bytes
     """Of the sender's stream."""
@@ -39,21 +38,11 @@ class Header(NamedTuple):
     ack: int
     """How many messages of it the sender has."""
     seq: int
-    """The message's number, from 1; 0: it is not counted (a probe, an answer, a sender nobody can answer)."""
+    """The message's number, from 1; 0: it is not counted (a probe, or the answer to one)."""
     reply_to: str
     """The sender's mailbox, as the receiver reaches it."""
-
-    @staticmethod
-    def unpack(data: bytes) -> tuple[Header, int]:
-        """The header, and where the message begins."""
-        token, ack_token, ack, seq, num_bytes = _HEADER.unpack_from(data)
-        end = _HEADER.size + num_bytes
-        return Header(token, ack_token, ack, seq, data[_HEADER.size : end].decode()), end
-
-
-def pack_header(token: bytes, ack_token: bytes, ack: int, seq: int, reply_to: bytes) -> bytes:
-    """A Header's bytes."""
-    return _HEADER.pack(token, ack_token, ack, seq, len(reply_to)) + reply_to
+    frames: list[Any]
+    """None stands for a large frame, which follows as a part of its own."""
 
 
 M = TypeVar("M")
@@ -104,10 +93,10 @@ class Incoming:
         self._bytes_untold = 0
         self._asked_for = 0
 
-    def is_next(self, header: Header, num_bytes: int) -> bool:
+    def is_next(self, letter: Letter, num_bytes: int) -> bool:
         """Whether to deliver a counted message; what was delivered before, or lacks one before it, is dropped."""
-        self.follow(header.token)
-        if header.seq != self.num_received + 1:
+        self.follow(letter.token)
+        if letter.seq != self.num_received + 1:
             return False
         self.num_received += 1
         self._bytes_untold += num_bytes

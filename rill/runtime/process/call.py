@@ -12,24 +12,90 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rill.errors import PeerDiedError
+import msgspec
+
+from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.context import RuntimeContext
-from rill.runtime.handle import Handle, Lost, Reply
+from rill.runtime.handle import Handle, Reply
 from rill.runtime.process.mailbox import Frames, Mailbox
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
 
 CALL, REPLY = b"call", b"reply"
 
-_NO_RESULT = wire.encode(None).header
+
+class Call(msgspec.Struct, array_like=True, gc=False):
+    """A call on its way to one rank. `identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
+
+    call_id: int
+    index: int
+    """Which of the call's ranks this one is."""
+    method: str
+    is_concurrent: bool
+    reply_to: str
+    identity: str
+    node_id: str
+    payload: list[Any] = []
+    """The arguments, which travel beside this record."""
+
+    @staticmethod
+    def read(frames: Frames) -> Call:
+        """From the frames after the kind."""
+        call = _decode_call(frames[0])
+        call.payload = frames[1:]
+        return call
+
+    def answer(
+        self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
+    ) -> None:
+        """Send a result."""
+        payload = context.parcels.pack(wire.encode(value), [self])
+        self._reply(context, payload, False, seconds, timers)
+
+    def fail(
+        self, context: RuntimeContext, error: BaseException, seconds: float, timers: Mapping[str, float]
+    ) -> None:
+        """Send an exception: its text and traceback always, the object itself where it can travel."""
+        text = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        try:
+            encoded = wire.encode((text, trace, error))
+            wire.copy_through(error)  # some exceptions pickle but do not unpickle
+        except Exception:  # noqa: BLE001  boundary: user exceptions may fail in any way
+            encoded = wire.encode((text, trace, None))
+        self._reply(context, pack_inline(encoded), True, seconds, timers)
+
+    def _reply(
+        self,
+        context: RuntimeContext,
+        payload: Frames,
+        is_error: bool,
+        seconds: float,
+        timers: Mapping[str, float],
+    ) -> None:
+        answer = _encode(_Answer(self.call_id, self.index, is_error, seconds, dict(timers)))
+        context.mailbox.post(self.reply_to, [REPLY, answer, *payload])
+
+
+class _Answer(msgspec.Struct, array_like=True, gc=False):
+    """What is said of an answer; the result travels beside it."""
+
+    call_id: int
+    index: int
+    is_error: bool
+    seconds: float
+    timers: dict[str, float]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_call = msgspec.msgpack.Decoder(Call).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
 class Calls:
@@ -48,26 +114,18 @@ class Calls:
 
     def call(self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False) -> None:
         """Call `method` on the targets of `handle`, which gets the outcomes."""
-        call_id = next(self._ids)
+        call_id, caller = next(self._ids), self._caller
         with self._lock:
             self._pending[call_id] = handle
             gone = {t.identity: self._dead[t.identity] for t in handle.targets if t.identity in self._dead}
-        caller = self._caller
-        meta_of: dict[str, bytes] = {}
         for index, target in enumerate(handle.targets):
-            if target.identity in gone:
-                reason = gone[target.identity]
-                handle.fill(index, Lost(PeerDiedError(f"{target.name} is gone: {reason}")))
+            if gone and target.identity in gone:
+                error = PeerDiedError(f"{target.name} is gone: {gone[target.identity]}")
+                handle.fill(index, Reply.lost(error))
                 continue
             reply_to = caller.endpoint_from(target.node_id)
-            if reply_to not in meta_of:
-                meta_of[reply_to] = pickle.dumps(
-                    (call_id, method, concurrent, reply_to, caller.identity, caller.node_id)
-                )
-            self._mailbox.post(
-                target.endpoint_from(caller.node_id),
-                [CALL, meta_of[reply_to], index.to_bytes(4, "little"), *payload],
-            )
+            call = Call(call_id, index, method, concurrent, reply_to, caller.identity, caller.node_id)
+            self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
         self._drop_if_done(call_id, handle)
 
     def peer_died(self, identity: str, reason: str) -> None:
@@ -78,18 +136,26 @@ class Calls:
         for call_id, handle in pending:
             for index, target in enumerate(handle.targets):
                 if target.identity == identity:
-                    handle.fill(index, Lost(PeerDiedError(f"{target.name} died during a call: {reason}")))
+                    error = PeerDiedError(f"{target.name} died during a call: {reason}")
+                    handle.fill(index, Reply.lost(error))
             self._drop_if_done(call_id, handle)
 
     def _on_reply(self, frames: Frames) -> None:
-        call_id, index, is_error, seconds, timers = pickle.loads(frames[0])
-        handle = self._pending.get(call_id)
+        answer = _decode_answer(frames[0])
+        handle = self._pending.get(answer.call_id)
         if handle is None:
             return  # the peer was declared dead meanwhile
-        payload = frames[1:]
-        decode = _nothing if payload[-1] == _NO_RESULT else functools.partial(self.unpack, payload)
-        handle.fill(index, Reply(is_error, seconds, timers, decode, handle.targets[index]))
-        self._drop_if_done(call_id, handle)
+        read = functools.partial(self.unpack, frames[1:])
+        if answer.is_error:
+            read = functools.partial(self._read_error, frames[1:], handle.targets[answer.index])
+        handle.fill(answer.index, Reply(answer.is_error, answer.seconds, answer.timers, read))
+        self._drop_if_done(answer.call_id, handle)
+
+    def _read_error(self, payload: Frames, target: WorkerAddress) -> WorkerError:
+        message, remote_traceback, cause = self.unpack(payload)
+        error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
+        error.__cause__ = cause
+        return error
 
     def _drop_if_done(self, call_id: int, handle: Handle) -> None:
         if handle.done():
@@ -100,61 +166,9 @@ def _refuse(_: Frames) -> Any:
     raise AssertionError("a reply arrived before the process was open")
 
 
-def _nothing() -> None:
-    """What most methods return."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call as it arrived. `identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
-
-    call_id: int
-    method: str
-    is_concurrent: bool
-    reply_to: str
-    identity: str
-    node_id: str
-    index: int
-    """Which of the call's ranks this one is."""
-    payload: Frames = field(repr=False)
-
-    @staticmethod
-    def read(frames: Frames) -> Call:
-        """From the frames after the kind."""
-        meta: list[Any] = [*pickle.loads(frames[0]), int.from_bytes(frames[1], "little"), frames[2:]]
-        return Call(*meta)
-
-    def answer(
-        self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
-    ) -> None:
-        """Send a result."""
-        self._reply(context, False, seconds, timers, context.parcels.pack(wire.encode(value), [self]))
-
-    def fail(
-        self, context: RuntimeContext, error: BaseException, seconds: float, timers: Mapping[str, float]
-    ) -> None:
-        """Send an exception: its text and traceback always, the object itself where it can travel."""
-        text = f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error))
-        try:
-            encoded = wire.encode((text, trace, error))
-            wire.copy_through(error)  # some exceptions pickle but do not unpickle
-        except Exception:  # noqa: BLE001  boundary: user exceptions may fail in any way
-            encoded = wire.encode((text, trace, None))
-        self._reply(context, True, seconds, timers, pack_inline(encoded))
-
-    def _reply(
-        self,
-        context: RuntimeContext,
-        is_error: bool,
-        seconds: float,
-        timers: Mapping[str, float],
-        frames: Sequence[Any],
-    ) -> None:
-        meta = pickle.dumps((self.call_id, self.index, is_error, seconds, dict(timers)))
-        context.mailbox.post(self.reply_to, [REPLY, meta, *frames])
+_NO_ARGUMENTS = wire.encode(((), {}))
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:
     """A call's arguments, ready to be packed for those who are called."""
-    return wire.encode((args, dict(kwargs)))
+    return wire.encode((args, dict(kwargs))) if args or kwargs else _NO_ARGUMENTS

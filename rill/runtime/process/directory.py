@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
@@ -79,6 +78,11 @@ class Directory:
         self._rosters[group] = roster
         return roster
 
+    def everybody(self) -> list[WorkerAddress]:
+        """Who is in the run now, the driver too, as the hub knows it."""
+        values = self._context.hub.query("registry", "values", "address/", _ASK_WAIT_S)
+        return [replace(WorkerAddress(*found), gpus=()) for found in values.values()]
+
     def is_dead(self, identity: str) -> bool:
         """Whether this process has heard of its death."""
         return identity in self._dead
@@ -134,6 +138,10 @@ class Directory:
         for listener in self._listeners:
             listener(identity, reason)
 
+    def close(self) -> None:
+        """Nobody here wants to hear of deaths any more."""
+        self._listeners.clear()
+
     def _on_peer_died(self, note: Any) -> None:
         self.report_death(note["identity"], note["reason"])
 
@@ -166,8 +174,3 @@ class Directory:
 
 def _key(group: str, rank: int) -> str:
     return f"address/{group}/{rank}"
-
-
-def remaining_s(deadline_s: float) -> float:
-    """Seconds until a deadline of time.monotonic(), at least 0."""
-    return max(0.0, deadline_s - time.monotonic())

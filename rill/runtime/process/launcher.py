@@ -22,8 +22,8 @@ from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
-from rill.runtime.transfer.store_host import STORE_GROUP
-from rill.runtime.worker import LaunchSpec, Seating
+from rill.runtime.transfer.store_server import STORE_GROUP
+from rill.runtime.worker import LaunchSpec
 
 HUB_KEY = "hub"
 
@@ -64,7 +64,7 @@ class Launcher:
         """A process per node serves its payloads to the others, so that no worker's death loses them."""
         return Start(
             key=f"{STORE_GROUP}{client.node.node_id}",
-            entry="rill.runtime.transfer.store_host:main",
+            entry="rill.runtime.transfer.store_server:main",
             payload=pickle.dumps(self._site_of(client)),
             log_path=self._log_path(client, "store.log"),
             restart=True,
@@ -83,17 +83,14 @@ class Launcher:
     ) -> Start:
         """One rank of a group; it sees `peers` beside its own devices."""
         gpus = gpus_of([*seat.devices, *peers])
-        seating = Seating(
+        spec = WorkerSpec(
+            site=self._site_of(client),
+            driver=self._context.address,
             group_name=options.name,
             rank=seat.rank,
             ranks=ranks,
             devices=seat.devices,
             device=torch_device(seat.devices, gpus),
-        )
-        spec = WorkerSpec(
-            site=self._site_of(client),
-            driver=self._context.address,
-            seating=seating,
             gpus=gpus,
             incarnation=incarnation,
             num_threads=num_threads,

@@ -13,18 +13,17 @@ not come here: they lie in their node's store (transfer/store_server.py).
 from __future__ import annotations
 
 import logging
-import os
 import socket as sockets
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import msgspec
 import zmq
 
 from rill.errors import RunError
-from rill.runtime.process.ack import NO_STREAM, Header, Incoming, Outgoing, pack_header
+from rill.runtime.process.ack import NO_STREAM, Incoming, Letter, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
@@ -39,6 +38,8 @@ _PROBE, _ACK, _GAP = b"\0probe", b"\0ack", b"\0gap"
 _TICK_MS = 500
 
 _log = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Letter).decode
 
 
 class Mailbox:
@@ -63,7 +64,6 @@ class Mailbox:
         self._gone: set[str] = set()
         self._closed = False
         self._stop_endpoint = f"inproc://stop-{id(self)}"
-        self._stop_word = os.urandom(16)
         self._inbox.bind(self._stop_endpoint)
         self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
 
@@ -104,7 +104,7 @@ class Mailbox:
         if self._thread.is_alive():
             with self.context.socket(zmq.PUSH) as stop:
                 stop.connect(self._stop_endpoint)
-                stop.send(self._stop_word)
+                stop.send(b"")
             self._thread.join(5.0)
         self._inbox.close(linger=0)
         for peer in peers:
@@ -129,12 +129,9 @@ class Mailbox:
     def _read(self) -> None:
         self._inbox.setsockopt(zmq.RCVTIMEO, _TICK_MS)
         next_probe_s = 0.0
-        while True:
+        while not self._closed:
             try:
-                frames = receive(self._inbox)
-                if frames[0] == self._stop_word:
-                    return
-                self._take(frames)
+                self._take(self._inbox.recv())
             except zmq.Again:
                 pass
             except zmq.ZMQError:  # closed
@@ -144,32 +141,38 @@ class Mailbox:
                 next_probe_s = now_s + _TICK_MS / 1000
                 self._probe(now_s)
 
-    def _take(self, parts: Frames) -> None:
-        header, frames = _unpack(parts)
-        confirmed = self._by_token.get(header.ack_token)
-        if confirmed is not None:
-            confirmed.confirm(header.ack)
-        if not header.reply_to:
-            self._dispatch(frames)
+    def _take(self, data: bytes) -> None:
+        try:
+            letter = _decode(data)
+        except msgspec.DecodeError:
+            if not self._closed:
+                _log.warning("%d bytes that are no message were dropped", len(data))
             return
-        peer = self._peers.get(header.reply_to) or self._peer(header.reply_to)
+        num_bytes = len(data)
+        for n, frame in enumerate(letter.frames):
+            if frame is None:
+                letter.frames[n] = self._inbox.recv(copy=False).buffer  # writable, and without a copy
+                num_bytes += len(letter.frames[n])
+        confirmed = self._by_token.get(letter.ack_token)
+        if confirmed is not None:
+            confirmed.confirm(letter.ack)
+        peer = self._peers.get(letter.reply_to) or self._peer(letter.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
-        if header.seq == 0:
-            self._answer(peer, confirmed, header, frames)
-            return
-        if peer.incoming.is_next(header, sum(map(len, parts))):
-            self._dispatch(frames)
+        if letter.seq == 0:
+            self._answer(peer, confirmed, letter)
+        elif peer.incoming.is_next(letter, num_bytes):
+            self._dispatch(letter.frames)
             if peer.incoming.must_tell():
                 peer.tell(_ACK)
-        elif peer.incoming.must_ask(header.seq):
+        elif peer.incoming.must_ask(letter.seq):
             peer.tell(_GAP)
 
-    def _answer(self, peer: _Peer, confirmed: _Peer | None, header: Header, frames: Frames) -> None:
-        kind = frames[0]
+    def _answer(self, peer: _Peer, confirmed: _Peer | None, letter: Letter) -> None:
+        kind = letter.frames[0]
         if kind == _PROBE:
-            peer.incoming.follow(header.token)
-            is_whole = peer.incoming.num_received >= int.from_bytes(frames[1], "little")
+            peer.incoming.follow(letter.token)
+            is_whole = peer.incoming.num_received >= int.from_bytes(letter.frames[1], "little")
             peer.tell(_ACK if is_whole else _GAP)
         elif kind == _GAP and confirmed is not None:
             confirmed.send_again()
@@ -182,17 +185,14 @@ class Mailbox:
                 peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
 
     def _dispatch(self, frames: Frames) -> None:
-        handler = self._handlers.get(bytes(frames[0]))
+        handler = self._handlers.get(frames[0])
         if handler is None:
-            _log.warning("a message of unknown kind %r was dropped", bytes(frames[0]))
+            _log.warning("a message of unknown kind %r was dropped", frames[0])
             return
-        self._guarded(handler, frames[1:], bytes(frames[0]).decode(errors="replace"))
-
-    def _guarded(self, handler: Handler, frames: Frames, kind: str) -> None:
         try:
-            handler(frames)
+            handler(frames[1:])
         except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
-            _log.exception("the handler of a %r message failed", kind)
+            _log.exception("the handler of a %r message failed", frames[0])
 
 
 class _Peer:
@@ -202,28 +202,27 @@ class _Peer:
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
     ) -> None:
-        self.outgoing: Outgoing[_Packed] = Outgoing()
+        self.outgoing: Outgoing[_Parts] = Outgoing()
         self.incoming = Incoming()
         self._context = context
         self._endpoint = endpoint
         self._reply_to = reply_to
-        self._reply_to_bytes = reply_to.encode()
         self._key = key
         self._lock = threading.Lock()
         self._socket: zmq.Socket[Any] | None = None
         self._is_closed = False
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Send and, where the other end can answer, keep until it has it."""
-        packed = _pack(frames)
+        """Send, and keep until the other end has it."""
+        parts = _split(frames)
         with self._lock:
-            self._write(self.outgoing.number(packed) if self._reply_to else 0, packed)
+            self._write(self.outgoing.number(parts), *parts)
 
     def send_again(self) -> None:
         """All that is not confirmed, in order."""
         with self._lock:
-            for seq, packed in self.outgoing.unconfirmed():
-                self._write(seq, packed)
+            for seq, parts in self.outgoing.unconfirmed():
+                self._write(seq, *parts)
 
     def confirm(self, num_received: int) -> None:
         with self._lock:
@@ -232,7 +231,7 @@ class _Peer:
     def tell(self, *frames: bytes) -> None:
         """A message that is not counted; like all others it says how much has arrived."""
         with self._lock:
-            self._write(0, _pack(frames))
+            self._write(0, list(frames), [])
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
@@ -240,16 +239,16 @@ class _Peer:
             if self._socket is not None:
                 self._socket.close(linger=linger_ms)
 
-    def _write(self, seq: int, packed: _Packed) -> None:
+    def _write(self, seq: int, frames: Frames, large: list[zmq.Frame]) -> None:
         if self._is_closed:
             return
         incoming = self.incoming
         ack = incoming.told() if incoming.token != NO_STREAM else 0
-        head = pack_header(self.outgoing.token, incoming.token, ack, seq, self._reply_to_bytes) + packed[0]
-        if len(packed) == 1:
-            self._open().send(head)
+        letter = _encode(Letter(self.outgoing.token, incoming.token, ack, seq, self._reply_to, frames))
+        if large:
+            self._open().send_multipart([letter, *large], copy=False)
         else:
-            self._open().send_multipart([head, *packed[1:]], copy=False)
+            self._open().send(letter)
 
     def _open(self) -> zmq.Socket[Any]:
         if self._socket is None:
@@ -267,51 +266,21 @@ class _Peer:
         return self._socket
 
 
-_Packed: TypeAlias = list[Any]
-"""Small frames joined, with their sizes before them, as one part; each large frame as another, in ZeroMQ's memory."""
-_COUNT = struct.Struct("<H")
-_SEPARATE = 0xFFFFFFFF
+_Parts: TypeAlias = tuple[Frames, list[zmq.Frame]]
 
 
-def _pack(frames: Sequence[Any]) -> _Packed:
-    """Every part of a message costs ZeroMQ as much as a small message does: so small ones travel together."""
-    sizes, small, large = [], [], []
+def _split(frames: Sequence[Any]) -> _Parts:
+    """Every part of a message costs ZeroMQ as much as a small message does: so small frames travel in one, and only
+    large ones, in ZeroMQ's memory, as parts of their own."""
+    small: Frames = []
+    large = []
     for frame in frames:
         if type(frame) is bytes and len(frame) < LARGE_FRAME_BYTES:
-            sizes.append(len(frame))
             small.append(frame)
         else:
-            sizes.append(_SEPARATE)
+            small.append(None)
             large.append(zmq.Frame(frame, copy=True))
-    return [b"".join((struct.pack(f"<H{len(sizes)}I", len(sizes), *sizes), *small)), *large]
-
-
-def _unpack(parts: Frames) -> tuple[Header, Frames]:
-    """What `_pack` joined, with the header before it."""
-    data = parts[0]
-    header, at = Header.unpack(data)
-    (count,) = _COUNT.unpack_from(data, at)
-    at += _COUNT.size
-    sizes = struct.unpack_from(f"<{count}I", data, at)
-    at += 4 * count
-    separate = iter(parts[1:])
-    frames: Frames = []
-    for size in sizes:
-        if size == _SEPARATE:
-            frames.append(next(separate))
-        else:
-            frames.append(data[at : at + size])
-            at += size
-    return header, frames
-
-
-def receive(socket: zmq.Socket[Any]) -> Frames:
-    """The parts of one message. After the first, large ones are writable memory of their own, without a copy."""
-    frames: Frames = [socket.recv()]
-    while socket.getsockopt(zmq.RCVMORE):
-        frame = socket.recv(copy=False)
-        frames.append(frame.buffer if len(frame) >= LARGE_FRAME_BYTES else frame.bytes)
-    return frames
+    return small, large
 
 
 def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, StuckError
 from rill.runtime.hub.service import name_of
+from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import DUMP, DUMPED, dump, waiting
 
 if TYPE_CHECKING:
@@ -67,35 +69,28 @@ class Report:
                 return path
         return []
 
-    def table(self) -> str:
-        """The edges as a Markdown table."""
-        rows = ["| who | waits for | on | since |", "|---|---|---|---|"]
-        rows += [f"| {e.waiter} | {e.needed} | {e.why} | {e.wait_s:.1f} s |" for e in self.edges]
-        return "\n".join(rows)
-
     def summary(self) -> str:
         """A few lines for the error message."""
-        lines = [f"  {e.waiter} waits for {e.needed} on {e.why} ({e.wait_s:.1f} s)" for e in self.edges[:12]]
-        ring = self.cycle()
-        if ring:
-            lines.append("  ring: " + " -> ".join([*ring, ring[0]]))
-        if self.silent:
-            lines.append("  no answer from: " + ", ".join(self.silent))
-        return "\n".join(lines)
+        lines = [f"{e.waiter} waits for {e.needed} on {e.why} ({e.wait_s:.1f} s)" for e in self.edges[:12]]
+        return "\n".join(f"  {line}" for line in [*lines, *self._remarks()])
 
     def markdown(self, title: str) -> str:
-        parts = [f"# {title}", "", self.table(), ""]
-        if self.cycle():
-            parts += ["Ring: " + " → ".join([*self.cycle(), self.cycle()[0]]), ""]
-        if self.silent:
-            parts += ["No answer within the deadline from: " + ", ".join(self.silent), ""]
-        for name, row in sorted(self.channels.items()):
-            parts.append(f"- channel `{name}`: {row}")
+        parts = [f"# {title}", "", "| who | waits for | on | since |", "|---|---|---|---|"]
+        parts += [f"| {e.waiter} | {e.needed} | {e.why} | {e.wait_s:.1f} s |" for e in self.edges]
+        parts += ["", *self._remarks(), ""]
+        parts += [f"- channel `{name}`: {row}" for name, row in sorted(self.channels.items())]
         for process, stacks in sorted(self.stacks.items()):
             parts += ["", f"## {process}"]
             for thread, text in stacks.items():
                 parts += [f"### thread {thread}", "```", text.rstrip(), "```"]
         return "\n".join(parts) + "\n"
+
+    def _remarks(self) -> list[str]:
+        ring = self.cycle()
+        return [
+            *([f"ring: {' -> '.join([*ring, ring[0]])}"] if ring else ()),
+            *([f"no answer from: {', '.join(self.silent)}"] if self.silent else ()),
+        ]
 
 
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
@@ -123,26 +118,27 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
 
 def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
     """Ask everybody."""
-    hub = context.hub
+    hub, mailbox = context.hub, context.mailbox
     answers: dict[str, Any] = {context.address.identity: dump()}
-    members = hub.query("registry", "members", None, ASK_S)
-    everybody = {client for client in members if client != hub.identity}
+    others = {a.identity: a for a in context.directory.everybody() if a.identity not in answers}
     arrived = threading.Event()
 
-    def take(sender: str, payload: Any) -> None:
-        answers[sender] = payload
-        if everybody <= answers.keys():
+    def take(frames: Frames) -> None:
+        answers[frames[0].decode()] = pickle.loads(frames[1])
+        if others.keys() <= answers.keys():
             arrived.set()
 
     with _lock:
-        hub.on_note(DUMPED, take)
-        hub.notify("*", DUMP, None)
-        if everybody:
+        mailbox.on(DUMPED, take)
+        for address in others.values():
+            reply_to = context.address.endpoint_from(address.node_id).encode()
+            mailbox.post(address.endpoint_from(context.node_id), [DUMP, reply_to])
+        if others:
             arrived.wait(ASK_S)
     graph = hub.query("broker", "graph", None, ASK_S)
     turns = hub.query("locks", "turns", None, ASK_S)
     channel_waits = hub.query("broker", "waits", None, ASK_S)
-    report = Report(silent=sorted(name_of(client) for client in everybody - answers.keys()))
+    report = Report(silent=sorted(name_of(client) for client in others.keys() - answers.keys()))
     report.stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
     report.channels = {name: hub.query("broker", "stats", name, ASK_S) for name in graph}
     report.edges = _edges(answers, graph, turns, channel_waits)

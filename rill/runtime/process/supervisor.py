@@ -23,7 +23,7 @@ from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
 from rill.runtime.group import ClassRef, Move, Roster
-from rill.runtime.handle import Handle, Lost
+from rill.runtime.handle import Handle, Reply
 from rill.runtime.hub.membership import LEFT
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.call import encode_arguments
@@ -75,7 +75,7 @@ class Supervisor:
         """The driver's own doors."""
         return self._context
 
-    # --- what a group asks for (GroupOwner) ---------------------------------------------------------------
+    # --- what a group asks for ----------------------------------------------------------------------------
 
     def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
         """Start a group. Nothing is left of one that an agent refuses."""
@@ -333,13 +333,14 @@ class Supervisor:
             self._changed.notify_all()
         if endpoint := member.address.endpoint_from(self._context.node_id):
             self._context.mailbox.forget(endpoint)
-        told = "it was closed or removed" if has_ended_in_order else reason
-        self._context.directory.report_death(key, told)
+        # First the hub: whoever hears of the death by a failed call finds there what the dead process had taken.
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
             self._context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
+        told = "it was closed or removed" if has_ended_in_order else reason
+        self._context.directory.report_death(key, told)
         if not member.has_said_hello:
             name = member.address.name
-            member.ready.fill(0, Lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
+            member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
 
     def node_lost(self, node_id: str, reason: str) -> None:
         """All processes of a node are gone with its agent."""

@@ -1,23 +1,23 @@
 """What this process waits for, by thread, and what its threads are doing: the raw material of a stuck-run report.
 
-Every wait that can last says its name with `waiting(what, on)`. When somebody asks (a note on the topic "dump"), the
-process answers with its open waits and the Python stacks of all its threads.
+Every wait that can last says its name with `waiting(what, on)`. When somebody asks (report.py), the process answers
+with its open waits and the Python stacks of all its threads.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rill.runtime.hub.client import HubClient
+    from rill.runtime.process.mailbox import Frames, Mailbox
 
-DUMP, DUMPED = "dump", "dumped"
+DUMP, DUMPED = b"dump", b"dumped"
 
 
 before: list[Callable[[], None]] = []
@@ -44,9 +44,7 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
         self._since_s = time.monotonic()
         _open.setdefault(threading.get_ident(), []).append(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         ident = threading.get_ident()
         waits = _open[ident]
         if waits[-1] is self:
@@ -84,6 +82,10 @@ def dump() -> dict[str, Any]:
     return {"waits": waits, "stacks": stacks}
 
 
-def answer_dumps(hub: HubClient) -> None:
-    """Have `hub`'s process answer when its waits are asked for."""
-    hub.on_note(DUMP, lambda sender, _: hub.notify(sender, DUMPED, dump()))
+def answer_dumps(mailbox: Mailbox, identity: str) -> None:
+    """Have this process answer when its waits are asked for."""
+
+    def answer(frames: Frames) -> None:
+        mailbox.post(frames[0].decode(), [DUMPED, identity.encode(), pickle.dumps(dump())])
+
+    mailbox.on(DUMP, answer)

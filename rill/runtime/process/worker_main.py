@@ -25,17 +25,19 @@ from typing import TYPE_CHECKING, Any
 from rill.errors import UserError
 from rill.runtime import context as runtime_context
 from rill.runtime.address import Site, WorkerAddress
-from rill.runtime.channels.ends import fail_call, settle_call
+from rill.runtime.channel import settle_call
+from rill.runtime.channels.lease import end_call
 from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import CALL, Call, Calls
 from rill.runtime.process.mailbox import Frames, Mailbox
 from rill.runtime.process.main_module import MainModule, install_main
 from rill.runtime.process.threads import limit_threads
-from rill.runtime.worker import Seating, Worker, begin_call, build
+from rill.runtime.worker import Worker, begin_call, build
 from rill.telemetry import trace
 
 if TYPE_CHECKING:
+    from rill.runtime.device.device import Device
     from rill.runtime.group import ClassRef
 
 HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
@@ -49,7 +51,12 @@ class WorkerSpec:
 
     site: Site
     driver: WorkerAddress
-    seating: Seating
+    group_name: str
+    rank: int
+    ranks: tuple[int, ...]
+    devices: tuple[Device, ...]
+    device: str
+    """The torch device."""
     gpus: tuple[int, ...]
     """The GPUs that this process sees, by their numbers on the node, its own first."""
     incarnation: int
@@ -135,12 +142,12 @@ class WorkerProcess:
         recorder = self.context.recorder
         recorder.begin(call.method)
         try:
-            with trace.span(f"{self._spec.seating.group_name}.{call.method}", lane=self._name):
+            with trace.span(f"{self._spec.group_name}.{call.method}", lane=self._name):
                 value = self._invoke(call)
             settle_call(self.context)
             call.answer(self.context, value, time.perf_counter() - started_s, timers)
         except BaseException as error:  # noqa: BLE001  boundary: every exception of user code goes to the caller
-            fail_call(error)
+            end_call(error)
             call.fail(self.context, error, time.perf_counter() - started_s, timers)
         finally:
             recorder.end()
@@ -163,7 +170,7 @@ class WorkerProcess:
 
     def _build(self, target: ClassRef, kwargs: Mapping[str, Any]) -> None:
         try:
-            self._worker = build(target.load(), self._spec.seating, kwargs)
+            self._worker = build(target.load(), self._spec, kwargs)
         except BaseException as error:
             self._init_error = f"{type(error).__name__}: {error}"
             raise
@@ -172,12 +179,12 @@ class WorkerProcess:
 
 
 def _make_context(spec: WorkerSpec) -> RuntimeContext:
-    site, seating = spec.site, spec.seating
+    site = spec.site
     tcp_host = site.host if site.key is not None else None
     mailbox = Mailbox(f"ipc://{site.session_dir}/{spec.socket_name}", tcp_host=tcp_host, key=site.key)
     address = WorkerAddress(
-        group=seating.group_name,
-        rank=seating.rank,
+        group=spec.group_name,
+        rank=spec.rank,
         node_id=site.node_id,
         pid=os.getpid(),
         endpoint=mailbox.endpoint,
@@ -186,17 +193,17 @@ def _make_context(spec: WorkerSpec) -> RuntimeContext:
         gpus=spec.gpus,
     )
     registration = {
-        "group": seating.group_name,
-        "rank": seating.rank,
-        "world_size": len(seating.ranks),
+        "group": spec.group_name,
+        "rank": spec.rank,
+        "world_size": len(spec.ranks),
         "node_id": site.node_id,
-        "devices": [device.id for device in seating.devices],
+        "devices": [device.id for device in spec.devices],
     }
     return RuntimeContext(
         site,
         address,
         mailbox,
         Calls(mailbox, address),
-        torch_device=seating.device,
+        torch_device=spec.device,
         registration=registration,
     )

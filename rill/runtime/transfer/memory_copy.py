@@ -1,10 +1,12 @@
-"""Copies between a process's own memory and shared memory, on several cores where the size is worth it.
+"""What is done to every byte of a large payload, copying and hashing, on several cores where the size is worth it.
 
-One core cannot use all of a machine's memory bandwidth: a payload of many megabytes is copied in parts, side by side.
+One core cannot use all of a machine's memory bandwidth, and hashes less than a network brings: a payload of many
+megabytes is dealt with in parts, side by side.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -14,6 +16,7 @@ import numpy as np
 
 PART_BYTES = 4 * 1024 * 1024
 """A part below this size costs more to hand over than to copy."""
+_HASHED_BYTES = 1024 * 1024
 _MAX_PARTS = 4
 
 
@@ -32,6 +35,19 @@ def copy_bytes(target: Any, source: Any) -> None:
     np.copyto(target[:step], source[:step])
     for part in copying:
         part.result()
+
+
+def digest(data: Any) -> bytes:
+    """A cryptographic digest: of the data, or, where it is large, of the digests of its parts."""
+    view = memoryview(data)
+    if view.nbytes < 2 * _HASHED_BYTES:
+        return _hash(view)
+    parts = [view[start : start + _HASHED_BYTES] for start in range(0, view.nbytes, _HASHED_BYTES)]
+    return hashlib.blake2b(b"".join(_helpers().map(_hash, parts)), digest_size=32, person=b"parts").digest()
+
+
+def _hash(data: memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 @cache

@@ -1,47 +1,54 @@
-"""The server of one node's payloads for the other nodes; started by the cluster where there is more than one node.
+"""The process that serves one node's payloads to the other nodes. Where a run has one node there is none.
 
 It holds no payload of its own: it maps what the node's workers wrote, so a worker's death loses nothing. Its address is
-published under "store/<node>". Of a payload only the header, which is unpickled, is signed: see tcp.py.
+published under "store/<node>". It may be killed at any moment; the agent starts it again, under a new identity, and
+readers ask the hub for its new address. Of a payload only the header, which is unpickled, is signed: see tcp.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import pickle
+import signal
+from typing import Any
 
+from rill.runtime.address import Site
+from rill.runtime.hub.client import HubClient
+from rill.runtime.process.agent import read_all
 from rill.runtime.transfer.segments import unlink
 from rill.runtime.transfer.store import Store
 from rill.runtime.transfer.tcp import ByteServer
 
-if TYPE_CHECKING:
-    from rill.runtime.context import RuntimeContext
-
+STORE_GROUP = "store-"
+"""Followed by the node's id: the name of the server in the hub and at its agent."""
 _HUB_S = 30.0
 
 
-class StoreServer:
-    """Serves `context.node_id`'s payloads."""
+def main(start: int | bytes) -> None:
+    """Entry of the process; `start` is a pickled Site or the descriptor of a file that holds one."""
+    site = pickle.loads(read_all(start) if isinstance(start, int) else start)
+    assert isinstance(site, Site)
+    identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
+    serve_store(site, HubClient(site.hub_endpoint, identity, site.key))
+    while True:
+        signal.pause()  # until the agent ends the session
 
-    def __init__(self, context: RuntimeContext) -> None:
-        assert context.key is not None, "a store server in a session that has one node"
-        # A store of its own, which outlives the owners of what it maps: their payloads may still be asked for.
-        store = Store(context.shm_dir, context.node_id, context.address.identity)
 
-        def carry_out(order: Any) -> None:
-            unlink(context.shm_dir, order)
-            store.drop_unlinked()
+def serve_store(site: Site, hub: HubClient) -> ByteServer:
+    """Serve the payloads of the site's node from now on."""
+    assert site.key is not None, "a store server in a session that has one node"
+    # A store of its own, which outlives the owners of what it maps: their payloads may still be asked for.
+    store = Store(site.shm_dir, site.node_id, hub.identity)
 
-        def read(name: str, offset: int, num_bytes: int) -> tuple[Any, int]:
-            return store.view(name, offset, num_bytes), offset + num_bytes
+    def carry_out(order: Any) -> None:
+        unlink(site.shm_dir, order)
+        store.drop_unlinked()
 
-        self._server = ByteServer(context.host, context.key, read)
-        hub = context.hub
-        hub.on("store_unlink", carry_out)
-        hub.call("registry", "register", {"serves_store": True}, _HUB_S)
-        hub.call("registry", "publish", [f"store/{context.node_id}", self.endpoint, True], _HUB_S)
+    def read(name: str, offset: int, num_bytes: int) -> tuple[Any, int]:
+        return store.view(name, offset, num_bytes), offset + num_bytes
 
-    @property
-    def endpoint(self) -> str:
-        return self._server.endpoint
-
-    def close(self) -> None:
-        self._server.close()
+    server = ByteServer(site.host, site.key, read)
+    hub.on("store_unlink", carry_out)
+    hub.call("registry", "register", {"serves_store": True}, _HUB_S)
+    hub.call("registry", "publish", [f"store/{site.node_id}", server.endpoint, True], _HUB_S)
+    return server

@@ -15,7 +15,6 @@ nothing asks where the server is now, connects anew and goes on where it was, un
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import struct
 import threading
@@ -29,10 +28,12 @@ import zmq
 
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.process.session_key import SessionKey
+from rill.runtime.transfer.memory_copy import digest
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _AHEAD = 3
 _MAX_REQUEST_BYTES = 64 * 1024
+_MAX_DIGESTS = 100_000
 _POLL_S = 1.0
 _PATIENCE_S = 8.0
 """After so long without a word the same server is asked again; each time twice as long."""
@@ -41,11 +42,6 @@ _FOUND, _MISSING = b"1", b"0"
 
 Read: TypeAlias = Callable[[str, int, int], tuple[Any, int]]
 """(name, offset, bytes wanted) -> (those bytes, or fewer at the end; the size of the whole). RillError: not there."""
-
-
-def _digest(data: Any) -> bytes:
-    """What a MAC covers of a chunk: twice as fast as the MAC's own hash."""
-    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 class Request(NamedTuple):
@@ -61,10 +57,15 @@ class Request(NamedTuple):
 class ByteServer:
     """Serves what `read` gives, on one address, in a thread of its own."""
 
-    def __init__(self, host: str, key: SessionKey, read: Read, *, port: int = 0) -> None:
-        """Port 0: a free one. OSError where the address cannot be had."""
+    def __init__(
+        self, host: str, key: SessionKey, read: Read, *, port: int = 0, is_fixed: bool = False
+    ) -> None:
+        """Port 0: a free one. OSError where the address cannot be had. `is_fixed`: what a name stands for never
+        changes, so that it is hashed once, however many fetch it."""
         self._key = key
         self._read = read
+        self._is_fixed = is_fixed
+        self._digests: dict[Request, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 2 * _AHEAD)
@@ -100,13 +101,24 @@ class ByteServer:
     def _answer(self, reader: bytes, raw: bytes, request: Request) -> None:
         try:
             chunk, size = self._read(request.name, request.offset, min(request.num_bytes, CHUNK_BYTES))
-            status, signed_bytes = _FOUND, request.signed_bytes
+            status, signed = _FOUND, self._digest_of(request, chunk)
         except RillError as error:
             chunk, size, status = memoryview(str(error).encode()), 0, _MISSING
-            signed_bytes = len(chunk)
+            signed = digest(chunk)
         packed = _SIZE.pack(size)
-        code = self._key.mac(raw, status, packed, _digest(memoryview(chunk)[:signed_bytes]))
+        code = self._key.mac(raw, status, packed, signed)
         self._socket.send_multipart([reader, status, code, packed, chunk], copy=len(chunk) < 65536)
+
+    def _digest_of(self, request: Request, chunk: Any) -> bytes:
+        place = request._replace(nonce=b"")
+        known = self._digests.get(place)
+        if known is None:
+            known = digest(memoryview(chunk)[: request.signed_bytes])
+            if self._is_fixed:
+                if len(self._digests) >= _MAX_DIGESTS:
+                    self._digests.clear()
+                self._digests[place] = known
+        return known
 
 
 class ByteClient:
@@ -204,8 +216,8 @@ class _Fetch:
         signed_bytes = len(chunk.buffer)
         if status.bytes == _FOUND and self._signed_bytes is not None:
             signed_bytes = max(0, self._signed_bytes - self._done)
-        digest = _digest(chunk.buffer[:signed_bytes])
-        if not self._client._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, digest):
+        signed = digest(chunk.buffer[:signed_bytes])
+        if not self._client._key.is_mac(code.bytes, raw, status.bytes, packed.bytes, signed):
             raise RunError(
                 f"what came for {self._name} was not sent by {self._client._what} as it is: something on the network "
                 "between the nodes changed it or answered in its place"

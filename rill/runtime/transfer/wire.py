@@ -47,16 +47,10 @@ class Encoded(NamedTuple):
 
 def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
     """Take `obj` apart without copying its large buffers. UnpicklableError names the path to the culprit."""
-    coder = _of_thread.coder
-    _of_thread.coder = None  # an object's own __reduce__ may encode something: that one makes another
-    if coder is None or coder.knows_torch != ("torch" in sys.modules):
-        coder = _Coder()
     try:
-        coder.dump(obj, device_hook)
+        header, buffers = _dump(obj, device_hook)
     except _PICKLE_ERRORS as error:
         raise UnpicklableError(_explain(obj, error)) from error
-    header, buffers = coder.take()
-    _of_thread.coder = coder
     if not buffers:
         return Encoded(header, buffers, len(header))
     return Encoded(header, buffers, len(header) + sum(buffer.nbytes for buffer in buffers))
@@ -87,32 +81,10 @@ class _TorchPickler(pickle.Pickler):
         return _reduce_tensor(torch, obj, self.device_hook)
 
 
-class _Coder:
-    """A pickler and the file under it. Used again and again: making them costs more than pickling a small object."""
+def _dump(obj: object, device_hook: DeviceHook | None) -> tuple[bytes, list[Buffer]]:
+    buffers: list[Buffer] = []
 
-    def __init__(self) -> None:
-        self.knows_torch = "torch" in sys.modules
-        self._file = io.BytesIO()
-        self._buffers: list[Buffer] = []
-        kind = _TorchPickler if self.knows_torch else pickle.Pickler
-        self._pickler = kind(self._file, protocol=5, buffer_callback=self._keep_inside)
-
-    def dump(self, obj: object, device_hook: DeviceHook | None) -> None:
-        pickler = self._pickler
-        if isinstance(pickler, _TorchPickler):
-            pickler.device_hook = device_hook
-        pickler.dump(obj)
-        pickler.clear_memo()  # or every object ever sent would stay alive
-
-    def take(self) -> tuple[bytes, list[Buffer]]:
-        """The header and the buffers of what was dumped; the next object begins anew."""
-        taken = self._file.getvalue(), self._buffers
-        self._buffers = []
-        self._file.seek(0)
-        self._file.truncate()
-        return taken
-
-    def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         """The pickler's buffer_callback: true keeps the buffer inside the pickle."""
         try:
             view = buffer.raw()
@@ -120,15 +92,16 @@ class _Coder:
             return True
         if view.nbytes < RAW_MIN_BYTES:
             return True
-        self._buffers.append(view)
+        buffers.append(view)
         return False
 
-
-class _OfThread(threading.local):
-    coder: _Coder | None = None
-
-
-_of_thread = _OfThread()
+    if "torch" not in sys.modules:
+        return pickle.dumps(obj, protocol=5, buffer_callback=keep_inside), buffers
+    file = io.BytesIO()
+    pickler = _TorchPickler(file, protocol=5, buffer_callback=keep_inside)
+    pickler.device_hook = device_hook
+    pickler.dump(obj)
+    return file.getvalue(), buffers
 
 
 def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> Any:
@@ -228,7 +201,7 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
 
 def _pickling_error(part: object) -> Exception | None:
     try:
-        _Coder().dump(part, None)
+        _dump(part, None)
     except _PICKLE_ERRORS as error:
         return error
     return None
