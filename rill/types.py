@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ TokenIds = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.bool_]
+Pixels = npt.NDArray[np.uint8]
 
 PolicyVersion = NewType("PolicyVersion", int)
 """Counts what the trainer published: 0 is whatever an engine loaded by itself, 1 the trainer's weights at the start of
@@ -270,3 +271,100 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return self.trajectory.num_tokens
+
+
+# --- robots -----------------------------------------------------------------------------------------------
+
+
+class InitialState(NamedTuple):
+    """Where an episode of a robot begins, by name: the same name is the same scene in every process."""
+
+    suite: str
+    """The simulator, or the family of tasks."""
+    task: str
+    state_id: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.suite}/{self.task}/{self.state_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobotSpec:
+    """The shapes of a robot, which a policy must fit."""
+
+    state_size: int
+    action_size: int
+    cameras: tuple[str, ...] = ()
+    image_size: int = 0
+    """Pixels of a camera's side."""
+    tasks: tuple[str, ...] = ()
+    """Names that an InitialState may carry; empty: any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a robot sees at one moment."""
+
+    state: Floats
+    """[S]: joints, poses, whatever the simulator measures."""
+    images: Mapping[str, Pixels] = field(default_factory=dict)
+    """By camera: [height, width, 3]."""
+    instruction: str = ""
+    """What it is told to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbodiedTrajectory:
+    """One episode of a robot, chunk by chunk: what it saw, did and got.
+
+    A policy decides once a chunk and the simulator plays the chunk's actions; those behind the end of the episode were
+    never executed. Axes: C chunk, J action of a chunk, A dimension of an action.
+    """
+
+    id: str
+    group_id: str
+    start: InitialState
+    observations: tuple[Observation, ...]
+    """[C]: what each chunk was decided on."""
+    final: Observation
+    """What it saw last; never the first of a next episode."""
+    actions_CJA: Floats
+    """As they were given to the simulator, in −1 … 1."""
+    executed_CJ: Bits
+    """Which of them it played."""
+    latents: Mapping[str, npt.NDArray[Any]]
+    """[C, …] each: what the policy drew (action tokens, the chain of a flow): its probability can be computed again."""
+    logprobs_CJ: Floats
+    """log μ of each action as the policy reported it."""
+    values_C: Floats
+    """As the policy estimated them."""
+    versions_C: Ints
+    rewards_CJ: Floats
+    """0 where nothing was executed."""
+    terminated: bool
+    """The task is over; nothing comes after it."""
+    truncated: bool
+    """Cut off by the time limit; the task would have gone on."""
+    success: bool
+    clipped: float = 0.0
+    """Share of the numbers in its actions that lay outside −1 … 1 and were cut."""
+    error: str | None = None
+    """What failed, where the simulator failed. Such an episode is data and never trained on."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.observations)
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.executed_CJ.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """What it counts in a batch: the actions that were executed."""
+        return self.num_actions
+
+    @property
+    def reward(self) -> float:
+        return float(self.rewards_CJ.sum())

@@ -73,6 +73,7 @@ PACKAGE_OF = {
     "math_verify": "math-verify",
     "reasoning_gym": "reasoning-gym",
     "pytest_asyncio": "pytest-asyncio",
+    "PIL": "pillow",
 }
 """Import names that differ from the name of their package."""
 

@@ -15,6 +15,7 @@ WORKFLOWS = Registry(
     {
         "grpo": "rill.workflows.grpo:GRPO",
         "ppo": "rill.workflows.ppo:PPO",
+        "embodied": "rill.workflows.embodied:Embodied",
         "sft": "rill.workflows.sft:SFTWorkflow",
         "reward_model": "rill.workflows.preference:RewardModelWorkflow",
         "dpo": "rill.workflows.preference:DPOWorkflow",

@@ -1,0 +1,159 @@
+"""Several simulators of one kind, side by side in this process, each at its own place in its own episode.
+
+Called by process.py's child, and by tests. A chunk is played until its episode ends: what follows in it is not
+executed, and a finished simulator is never stepped. A simulator that raises, or whose observation is not finite, ends
+its own episode with an error and is opened anew; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from rill.config import PartConfig
+from rill.envs.robots.base import Simulator, open_simulator
+from rill.errors import UserError
+from rill.types import Bits, Floats, InitialState, Observation, Pixels, RobotSpec
+
+Act = Callable[[Simulator, int], Floats]
+"""The next action of an episode, by its place in the chunk."""
+
+
+class Begin(NamedTuple):
+    """An episode to begin."""
+
+    start: InitialState
+    picture_size: int = 0
+    """Pixels of the pictures that are taken after every action, for people. 0: none."""
+
+
+class Played(NamedTuple):
+    """What came of a chunk, or of a reset (nothing executed)."""
+
+    observation: Observation | None
+    """What is seen after it; None after an error."""
+    rewards_J: Floats
+    executed_J: Bits
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    pictures: tuple[Pixels, ...] = ()
+    expert_JA: Floats | None = None
+    """With `Bank.show`: what the expert did."""
+    error: str | None = None
+
+    @staticmethod
+    def failed(error: str) -> Played:
+        """Nothing was played."""
+        nothing = np.zeros(0, np.float32)
+        return Played(None, nothing, nothing.astype(np.bool_), error=error)
+
+    @property
+    def is_over(self) -> bool:
+        return self.terminated or self.truncated or self.error is not None
+
+
+class Bank:
+    def __init__(self, config: PartConfig, size: int) -> None:
+        self._config = config
+        self._simulators: list[Simulator] = [open_simulator(config) for _ in range(size)]
+        self._picture_sizes = [0] * size
+        self._is_playing = [False] * size
+
+    @property
+    def spec(self) -> RobotSpec:
+        return self._simulators[0].spec
+
+    def reset(self, begins: Mapping[int, Begin]) -> dict[int, Played]:
+        return {slot: self._reset(slot, begin) for slot, begin in begins.items()}
+
+    def play(self, chunks: Mapping[int, Floats]) -> dict[int, Played]:
+        """One chunk [J, A] each."""
+        return {slot: self._play(slot, actions_JA) for slot, actions_JA in chunks.items()}
+
+    def show(self, slots: Mapping[int, int]) -> dict[int, Played]:
+        """Let the expert play so many actions."""
+        return {slot: self._show(slot, length) for slot, length in slots.items()}
+
+    def close(self) -> None:
+        for simulator in self._simulators:
+            simulator.close()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _reset(self, slot: int, begin: Begin) -> Played:
+        self._picture_sizes[slot] = begin.picture_size
+        nothing = np.zeros(0, np.float32)
+        try:
+            observation = _finite(self._simulators[slot].reset(begin.start))
+        except UserError:
+            raise  # a task that there is not: nobody's episode would begin
+        except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
+            return self._failed(slot, nothing, nothing.astype(np.bool_), error)
+        self._is_playing[slot] = True
+        return Played(observation, nothing, nothing.astype(np.bool_), pictures=self._pictures(slot))
+
+    def _play(self, slot: int, actions_JA: Floats) -> Played:
+        return self._run(slot, len(actions_JA), lambda simulator, j: actions_JA[j])
+
+    def _show(self, slot: int, length: int) -> Played:
+        done: list[Floats] = []
+
+        def act(simulator: Simulator, j: int) -> Floats:
+            action_A = simulator.expert()
+            if action_A is None:
+                raise UserError(f"simulator {self._config.type!r} has no scripted expert")
+            done.append(action_A)
+            return action_A
+
+        played = self._run(slot, length, act)
+        experts_JA = np.zeros((length, self.spec.action_size), np.float32)
+        experts_JA[: len(done)] = done
+        return played._replace(expert_JA=experts_JA)
+
+    def _run(self, slot: int, length: int, act: Act) -> Played:
+        assert self._is_playing[slot], f"simulator {slot} has no episode: reset it first"
+        simulator = self._simulators[slot]
+        rewards_J, executed_J = np.zeros(length, np.float32), np.zeros(length, np.bool_)
+        pictures: list[Pixels] = []
+        try:
+            for j in range(length):
+                step = simulator.step(act(simulator, j))
+                rewards_J[j], executed_J[j] = step.reward, True
+                observation = _finite(step.observation)
+                pictures += self._pictures(slot)
+                if step.terminated or step.truncated:
+                    break
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001  boundary: a simulator's error is its episode's
+            return self._failed(slot, rewards_J, executed_J, error)
+        self._is_playing[slot] = not (step.terminated or step.truncated)
+        return Played(
+            observation,
+            rewards_J,
+            executed_J,
+            terminated=step.terminated,
+            truncated=step.truncated and not step.terminated,
+            success=step.success,
+            pictures=tuple(pictures),
+        )
+
+    def _pictures(self, slot: int) -> tuple[Pixels, ...]:
+        size = self._picture_sizes[slot]
+        picture = self._simulators[slot].render(size) if size else None
+        return () if picture is None else (picture,)
+
+    def _failed(self, slot: int, rewards_J: Floats, executed_J: Bits, error: Exception) -> Played:
+        self._is_playing[slot] = False
+        self._simulators[slot].close()
+        self._simulators[slot] = open_simulator(self._config)
+        return Played(None, rewards_J, executed_J, error=f"{type(error).__name__}: {error}")
+
+
+def _finite(observation: Observation) -> Observation:
+    if not np.isfinite(observation.state).all():
+        raise ValueError("the simulator's state is not finite")
+    return observation

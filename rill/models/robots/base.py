@@ -1,0 +1,209 @@
+"""What a policy of a robot is: it sees, decides on a chunk of actions, and can say again how likely they were.
+
+    decision = policy.act(observations, seeds)             in the rollout, without gradients
+    evaluated = policy.evaluate(inputs, latents)           in the trainer, with them
+
+What is drawn depends on the observation's own seed and never on its neighbours. Both sides compute in blocks of ROWS
+observations, padded: a matrix product of another shape may round differently, one of the same shape does not. So at
+equal weights on a CPU the rollout's log-probabilities are the trainer's, bit for bit, whoever was batched with whom.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rill.config import Config, OneOf, PartConfig
+from rill.errors import ConfigError, ModelError
+from rill.models.robots.inputs import Inputs, read
+from rill.registry import Registry
+from rill.types import Floats, Observation, RobotSpec
+
+ROWS = 32
+"""Observations that are computed together."""
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "policy.json"
+
+POLICIES = Registry(
+    "policy",
+    {
+        "tokens": "rill.models.robots.tokens:TokenPolicy",
+        "gaussian": "rill.models.robots.gaussian:GaussianPolicy",
+        "pi0": "rill.models.robots.pi0:Pi0Policy",
+    },
+)
+
+
+class PolicyConfig(PartConfig):
+    """What every policy has."""
+
+    chunk: int = Field(default=4, ge=1)
+    """Actions that are decided on at once."""
+
+
+class Decision(NamedTuple):
+    """Axes: B observation, J action of the chunk, A number of an action."""
+
+    actions_BJA: Floats
+    """In −1 … 1, as the simulator is given them."""
+    latents: Mapping[str, npt.NDArray[Any]]
+    """[B, …] each: what was drawn."""
+    logprobs_BJ: Floats
+    values_B: Floats
+    clipped_B: Floats
+    """Share of the numbers that had to be cut to −1 … 1."""
+
+
+class Evaluated(NamedTuple):
+    logprobs_BJ: Tensor
+    entropies_BJ: Tensor
+    values_B: Tensor
+
+
+class Policy(nn.Module):
+    """A network with its way of drawing actions. `spec` is the robot it is made for."""
+
+    config: PolicyConfig
+    spec: RobotSpec
+
+    @abstractmethod
+    def decide(
+        self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(actions before they are cut [B, J, A], latents) of one block. `greedy`: the likeliest, for evaluations."""
+
+    @abstractmethod
+    def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
+        """How likely what was drawn is now, with gradients."""
+
+    @abstractmethod
+    def values(self, inputs: Inputs) -> Tensor:
+        """[B]: what is still to come."""
+
+    @abstractmethod
+    def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
+        """The sum over what the mask leaves: how far the policy is from doing the same."""
+
+    def set_normaliser(self, states_NS: Tensor) -> None:
+        """Take the mean and spread of the states that it will see; nothing where a policy has none."""
+
+    @torch.no_grad()
+    def act(
+        self, observations: Sequence[Observation], seeds: Sequence[int], *, greedy: bool = False
+    ) -> Decision:
+        """`seeds`: one to an observation, which decides what is drawn for it."""
+        inputs = read(observations, self.spec).to(self.device)
+        parts: list[tuple[Tensor, dict[str, Tensor], Evaluated]] = []
+        for first in range(0, len(inputs), ROWS):
+            block = padded(inputs.rows(slice(first, first + ROWS)))
+            chosen = [*seeds[first : first + ROWS]]
+            chosen += [0] * (ROWS - len(chosen))
+            drawn_BJA, latents = self.decide(
+                block, [np.random.Generator(np.random.Philox(seed)) for seed in chosen], greedy=greedy
+            )
+            parts.append((drawn_BJA, latents, self.evaluate(block, latents)))
+        size = len(inputs)
+        drawn_BJA = torch.cat([drawn for drawn, _, _ in parts])[:size]
+        latents = {name: torch.cat([part[1][name] for part in parts])[:size] for name in parts[0][1]}
+        return Decision(
+            actions_BJA=drawn_BJA.clamp(-1.0, 1.0).float().cpu().numpy(),
+            latents={name: tensor.cpu().numpy() for name, tensor in latents.items()},
+            logprobs_BJ=torch.cat([part[2].logprobs_BJ for part in parts])[:size].cpu().numpy(),
+            values_B=torch.cat([part[2].values_B for part in parts])[:size].cpu().numpy(),
+            clipped_B=(drawn_BJA.abs() > 1.0).float().mean((1, 2)).cpu().numpy(),
+        )
+
+    @torch.no_grad()
+    def evaluate_as_drawn(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
+        """`evaluate` in the blocks of `act`."""
+        parts = []
+        for first in range(0, len(inputs), ROWS):
+            rows = slice(first, first + ROWS)
+            block = {name: padded_rows(tensor[rows]) for name, tensor in latents.items()}
+            parts.append(self.evaluate(padded(inputs.rows(rows)), block))
+        return Evaluated(*(torch.cat(column)[: len(inputs)] for column in zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def values_as_drawn(self, inputs: Inputs) -> Tensor:
+        """`values` in the blocks of `act`."""
+        starts = range(0, len(inputs), ROWS)
+        return torch.cat([self.values(padded(inputs.rows(slice(n, n + ROWS)))) for n in starts])[
+            : len(inputs)
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def save(self, folder: Path) -> None:
+        """`load_policy` reads it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_FILE)
+        written = {"policy": self.config.model_dump(mode="json"), "robot": asdict(self.spec)}
+        (folder / CONFIG_FILE).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+
+def open_policy(config: PartConfig, spec: RobotSpec, *, seed: int = 0) -> Policy:
+    """A fresh one; the same seed gives the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy: Policy = POLICIES.load(config.type)(config, spec)
+    return policy
+
+
+class SavedPolicy(Config):
+    """What policy.json holds."""
+
+    policy: Annotated[PartConfig, OneOf(POLICIES)]
+    robot: dict[str, Any]
+
+
+def load_policy(folder: Path, spec: RobotSpec | None = None) -> Policy:
+    """What `save` wrote. `spec`: the robot it is to steer; another's policy is refused."""
+    try:
+        saved = SavedPolicy(**json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} holds no policy of a robot: {error}") from error
+    robot: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.robot.items()}
+    made_for = RobotSpec(**robot)
+    if spec is not None:
+        check_fits(made_for, spec, str(folder))
+    policy = open_policy(saved.policy, made_for)
+    policy.load_state_dict(load_file(folder / WEIGHTS_FILE))
+    return policy
+
+
+def check_fits(made_for: RobotSpec, spec: RobotSpec, name: str) -> None:
+    for what in ("state_size", "action_size", "cameras", "image_size"):
+        if getattr(made_for, what) != getattr(spec, what):
+            raise ConfigError(
+                f"the policy in {name} is another robot's: its {what} is {getattr(made_for, what)!r}, the simulator's "
+                f"{getattr(spec, what)!r}"
+            )
+
+
+def padded(inputs: Inputs) -> Inputs:
+    if len(inputs) == ROWS:
+        return inputs
+    return Inputs(
+        states_BS=padded_rows(inputs.states_BS),
+        words_BW=padded_rows(inputs.words_BW),
+        images={name: padded_rows(image) for name, image in inputs.images.items()},
+    )
+
+
+def padded_rows(rows: Tensor) -> Tensor:
+    """To ROWS of them, with the last one again."""
+    missing = ROWS - len(rows)
+    return rows if missing == 0 else torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])])

@@ -1,0 +1,81 @@
+"""Observations as tensors.
+
+Words of an instruction are looked up by a hash, so that there is no vocabulary to carry about: a new word is a new row.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rill.errors import ConfigError
+from rill.types import Observation, RobotSpec
+
+NUM_WORDS = 512
+"""Rows of a table of words; 0 is no word."""
+MAX_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """A batch. Axes: B observation, S number of the state, W word."""
+
+    states_BS: Tensor
+    words_BW: Tensor
+    images: Mapping[str, Tensor]
+    """By camera: [B, height, width, 3], 0 … 255."""
+
+    def __len__(self) -> int:
+        return len(self.states_BS)
+
+    def rows(self, index: Tensor | slice) -> Self:
+        return type(self)(
+            states_BS=self.states_BS[index],
+            words_BW=self.words_BW[index],
+            images={name: image[index] for name, image in self.images.items()},
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        return type(self)(
+            states_BS=self.states_BS.to(device),
+            words_BW=self.words_BW.to(device),
+            images={name: image.to(device) for name, image in self.images.items()},
+        )
+
+
+def read(observations: Sequence[Observation], spec: RobotSpec) -> Inputs:
+    """Observations of the robot that the policy was made for."""
+    sizes = {len(observation.state) for observation in observations}
+    if sizes - {spec.state_size}:
+        raise ConfigError(
+            f"the policy was made for states of {spec.state_size} numbers, the simulator gives {sorted(sizes)}: "
+            "start from a policy of this robot"
+        )
+    images = {
+        name: torch.from_numpy(np.stack([observation.images[name] for observation in observations]))
+        for name in spec.cameras
+    }
+    return Inputs(
+        states_BS=torch.from_numpy(np.stack([observation.state for observation in observations])),
+        words_BW=torch.from_numpy(np.stack([words_of(o.instruction) for o in observations])),
+        images=images,
+    )
+
+
+@lru_cache(maxsize=4096)
+def words_of(instruction: str) -> npt.NDArray[np.int64]:
+    """The rows of its words, the first MAX_WORDS of them."""
+    found = [
+        1 + zlib.crc32(word.encode()) % (NUM_WORDS - 1)
+        for word in re.findall(r"\w+", instruction.lower())[:MAX_WORDS]
+    ]
+    return np.array(found + [0] * (MAX_WORDS - len(found)), np.int64)

@@ -1,0 +1,216 @@
+"""The recipe of an embodied run: a simulator, a policy, and the tables that every run of the loop has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
+from rill.config import Config, OneOf, PartConfig
+from rill.data.base import DATASETS
+from rill.data.loader import LoaderConfig
+from rill.envs.robots.base import SIMULATORS
+from rill.models.robots.base import POLICIES
+from rill.telemetry.guards import Action, Guard
+from rill.training.robots import RobotTrainer
+from rill.workflows.config import (
+    ClusterConfig,
+    EvalConfig,
+    FlowConfig,
+    LoopConfig,
+    RecipeConfig,
+    Seats,
+    SyncConfig,
+)
+
+
+class RobotRolloutConfig(Config):
+    """[rollout]: simulators and how they are played."""
+
+    num_envs: int = Field(default=64, ge=1)
+    """Simulators of one environment worker, over all its stages."""
+    stages: int = Field(default=2, ge=1)
+    """Parts that they are played in, each in a process of its own: while one is simulated, the policy decides for
+    another. 1: simulation and policy take turns."""
+    group_size: int = Field(default=1, ge=1)
+    """Episodes from each initial state."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """A simulator process that has not played a chunk by then is killed, its episodes counted as failed."""
+    max_restarts: int = Field(default=20, ge=0)
+    """Of the simulator processes of one worker, over the whole run; then the run ends."""
+    films: int = Field(default=2, ge=0)
+    """Held-out episodes that are filmed at every evaluation. 0: off."""
+    film_size: int = Field(default=160, ge=16)
+    """Pixels of a film's side."""
+
+    @model_validator(mode="after")
+    def _stages_have_simulators(self) -> Self:
+        if self.num_envs < self.stages:
+            raise ValueError(f"{self.num_envs} simulators cannot be played in {self.stages} stages")
+        return self
+
+
+class ImitationConfig(Config):
+    """[imitation]: supervised steps on a scripted expert's episodes, before the first RL step. 0 steps: off."""
+
+    steps: int = Field(default=0, ge=0)
+    demos: int = Field(default=50, ge=1)
+    """Episodes that the expert plays, from training states."""
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    min_success: float = Field(default=0.5, ge=0, le=1)
+    """An expert that succeeds less often than this is not imitated: the run ends and says so."""
+
+
+class RobotPlacementConfig(Config):
+    """[placement]: device ids of each group. Simulators take turns with nobody unless they run on the device."""
+
+    env: Seats = "0"
+    rollout: Seats = "0"
+    actor: Seats = "0"
+
+
+class RobotConfig(RecipeConfig):
+    """The tables of an embodied recipe."""
+
+    simulator: Annotated[PartConfig, OneOf(SIMULATORS)]
+    policy: Annotated[PartConfig, OneOf(POLICIES)]
+    policy_path: str = ""
+    """A folder with a policy that another run left (its `model`). Empty: a fresh one."""
+    data: Annotated[PartConfig, OneOf(DATASETS)]
+    loader: LoaderConfig = LoaderConfig()
+    rollout: RobotRolloutConfig = RobotRolloutConfig()
+    algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
+    trainer: RobotTrainer.Config = Field(default_factory=RobotTrainer.Config)
+    imitation: ImitationConfig = ImitationConfig()
+    loop: LoopConfig = LoopConfig()
+    flow: FlowConfig = FlowConfig()
+    eval: EvalConfig = EvalConfig()
+    sync: SyncConfig = SyncConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    placement: RobotPlacementConfig = RobotPlacementConfig()
+
+    handed_down = {"loader.seed": "seed", "data.suite": "simulator.type"}
+
+    def guards(self) -> list[Guard]:
+        return [
+            Guard(
+                name="lag",
+                metric="lag/max",
+                is_off=lambda value: value > self.loop.max_lag,
+                expected=f"at most {self.loop.max_lag} (loop.max_lag)",
+                meaning="Episodes are staler than allowed; a long one can be. Use loop.order = 'admission'.",
+            ),
+            *WATCHED,
+        ]
+
+    @model_validator(mode="after")
+    def _can_run(self) -> Self:
+        if self.algorithm.estimator is Estimator.GROUP and self.rollout.group_size < 2:
+            raise ValueError(
+                "algorithm.estimator = 'group' compares episodes from one initial state: set rollout.group_size to 8, "
+                "or estimator = 'gae'"
+            )
+        if self.loop.overprovision:
+            raise ValueError(
+                "loop.overprovision stops answers in the middle; an episode of a robot cannot be"
+            )
+        if self.data.type != "initial_states":
+            raise ValueError(f"data.type = {self.data.type!r}: a robot's data are 'initial_states'")
+        if self.cluster.type == "ray" and self.policy_path:
+            raise ValueError(
+                "policy_path is read on every node: put it where all can see it, and use a local cluster"
+            )
+        return self
+
+
+WATCHED = (
+    Guard(
+        name="failing simulators",
+        metric="rollout/errors",
+        is_off=lambda value: value > 0.1,
+        expected="at most 10 %",
+        meaning="Simulators crash, hang or give states that are not finite: `error` in the rollouts says how.",
+        patience=2,
+    ),
+    Guard(
+        name="success flat",
+        metric="success/gain",
+        is_off=lambda value: value < 0.01,
+        expected="above 0.01 over the last 30 steps while it is below 90 %",
+        meaning="The policy does not get better: raise the learning rate or the batch, add demonstrations "
+        "(imitation.demos), or look at the films for what it does instead.",
+        patience=10,
+    ),
+    Guard(
+        name="no success",
+        metric="success/mean",
+        is_off=lambda value: value == 0.0,
+        expected="above 0",
+        meaning="With a sparse reward nothing can be learned from failures alone: begin with [imitation], easier "
+        "states, or a longer max_steps.",
+        patience=10,
+    ),
+    Guard(
+        name="groups without signal",
+        metric="groups/without_signal",
+        is_off=lambda value: value > 0.8,
+        expected="at most 80 %",
+        meaning="In most groups all episodes end alike, so no advantage is left: states are too easy or too hard. Set "
+        "algorithm.min_success and max_success, or a larger group_size.",
+        patience=3,
+    ),
+    Guard(
+        name="blind critic",
+        metric="value/explained_variance",
+        is_off=lambda value: value < -0.5,
+        expected="above −0.5",
+        meaning="The value head is worse than the mean return: lower the learning rate, raise value_coefficient, or "
+        "use estimator = 'group', which needs none.",
+        patience=10,
+    ),
+    Guard(
+        name="clipped actions",
+        metric="actions/clipped",
+        is_off=lambda value: value > 0.3,
+        expected="at most 30 %",
+        meaning="The policy wants actions outside −1 … 1, which are cut: lower its spread or the learning rate.",
+        patience=3,
+    ),
+    Guard(
+        name="simulator-bound",
+        metric="rollout/simulating",
+        is_off=lambda value: value > 0.9,
+        expected="at most 90 % of a stage's time in the simulator",
+        meaning="The policy waits for simulators: more processes (rollout.stages), more env workers (placement.env) "
+        "or smaller images would help; a faster policy would not.",
+        patience=5,
+    ),
+    Guard(
+        name="policy-bound",
+        metric="rollout/simulating",
+        is_off=lambda value: value < 0.1,
+        expected="at least 10 % of a stage's time in the simulator",
+        meaning="Simulators wait for the policy: longer chunks (policy.chunk), more devices for placement.rollout or "
+        "more simulators per question (rollout.num_envs) would help.",
+        patience=5,
+    ),
+    Guard(
+        name="clipped updates",
+        metric="policy/clipped",
+        is_off=lambda value: value > 0.8,
+        expected="at most 80 % of the ratios",
+        meaning="Most ratios have left the trust region within one batch: lower the learning rate or num_epochs.",
+        patience=5,
+    ),
+    Guard(
+        name="gradient",
+        metric="grad_norm",
+        is_off=lambda value: value != value or value in (float("inf"), float("-inf")),
+        expected="finite",
+        meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",
+        action=Action.STOP,
+    ),
+)
+"""Guards of robots whose bounds hold for every run."""

@@ -1,0 +1,248 @@
+"""The environment worker of robots: simulators in stages, played against a policy elsewhere.
+
+    tasks ──▶ episodes that wait ──▶ stage 0: reset ─▶ ask the policy ─▶ play a chunk ─▶ …   (a process of simulators)
+                                     stage 1:   └──────── while this one is simulated, that one is decided for ───┘
+                                          │
+    samples, outcomes ◀── group whole ◀───┘   the lease of the task ends together with what came of it
+
+One event loop: a coroutine that takes tasks while simulators are free, and one for each stage. A stage's process that
+dies or hangs is killed and started again; its episodes are counted as failed, and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rill.data.initial_states import start_of
+from rill.envs.robots.bank import Begin, Played
+from rill.envs.robots.process import SimulatorLostError, SimulatorProcess
+from rill.envs.robots.recording import Choice, Recording
+from rill.errors import RunError
+from rill.runtime.channel import Channel, Lease
+from rill.runtime.worker import Worker
+from rill.telemetry import trace
+from rill.types import EmbodiedTrajectory
+from rill.workflows.episodes import Flows
+from rill.workflows.records import TRAIN, Task, sample_key
+from rill.workflows.robot_outcome import FilmLog, finished
+from rill.workflows.robot_policy import Answer, RemotePolicy
+from rill.workflows.robot_settings import RobotSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Group:
+    """A task under way."""
+
+    lease: Lease
+    episodes: list[EmbodiedTrajectory] = field(default_factory=list)
+
+    @property
+    def task(self) -> Task:
+        task: Task = self.lease.value
+        return task
+
+
+class Waiting(NamedTuple):
+    """An episode that no simulator has begun yet."""
+
+    group: Group
+    number: int
+
+
+class Work:
+    """What the stages of a worker have in common during one epoch of the tasks."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.waiting: deque[Waiting] = deque()
+        self.is_over = False
+        """No more tasks will come."""
+        self.changed = asyncio.Condition()
+        self._num_envs = num_envs
+
+    async def add(self, group: Group) -> None:
+        """Once there is a simulator for it: another worker may have one before."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.waiting) < self._num_envs)
+            self.waiting += [Waiting(group, number) for number in range(group.task.num_samples)]
+            self.changed.notify_all()
+
+    async def end(self) -> None:
+        async with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+
+    async def take(self, num_free: int, *, wait: bool) -> list[Waiting]:
+        """Up to so many; `wait`: at least one, or the end."""
+        async with self.changed:
+            if wait:
+                await self.changed.wait_for(lambda: self.waiting or self.is_over)
+            taken = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+            self.changed.notify_all()
+            return taken
+
+
+class Stage:
+    """Some simulators, and the episodes that they are in."""
+
+    def __init__(self, settings: RobotSettings, size: int, name: str) -> None:
+        self.simulators = SimulatorProcess(settings.simulator, size, timeout_s=settings.rollout.timeout_s)
+        self.size = size
+        self.name = name
+        self.live: dict[int, tuple[Group, Recording]] = {}
+        self.simulating_s = 0.0
+        self.waiting_s = 0.0
+
+    @property
+    def simulating(self) -> float:
+        """Share of the time in which it was simulating, and not waiting for the policy."""
+        return self.simulating_s / max(1e-9, self.simulating_s + self.waiting_s)
+
+
+class RobotEnvWorker(Worker):
+    def __init__(self, *, settings: RobotSettings) -> None:
+        self.settings = settings
+        rollout = settings.rollout
+        sizes = [len(range(n, rollout.num_envs, rollout.stages)) for n in range(rollout.stages)]
+        name = f"{self.group_name}-{self.rank}"
+        self.stages = [Stage(settings, size, f"{name}/{n}") for n, size in enumerate(sizes)]
+        for stage in self.stages:
+            stage.simulators.spec()  # they start side by side; one that cannot is told of now
+        self.films = FilmLog(settings, name)
+        self._policy: RemotePolicy | None = None
+
+    def close(self) -> None:
+        for stage in self.stages:
+            stage.simulators.close()
+        self.films.close()
+
+    def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
+        """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
+        if self._policy is None:
+            self._policy = RemotePolicy(requests, answers[self.rank], self.rank)
+        return asyncio.run(self._run(flows, self._policy))
+
+    async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
+        work = Work(self.settings.rollout.num_envs)
+        async with asyncio.TaskGroup() as running:
+            for stage in self.stages:
+                running.create_task(self._play(stage, work, flows, policy))
+            count = 0
+            async for lease in flows.tasks.leases():
+                count += 1
+                await work.add(Group(lease))
+            await work.end()
+        return count
+
+    async def _play(self, stage: Stage, work: Work, flows: Flows, policy: RemotePolicy) -> None:
+        while True:
+            begun = await work.take(stage.size - len(stage.live), wait=not stage.live)
+            if not begun and not stage.live:
+                return
+            try:
+                await self._begin(stage, begun)
+                for purpose in sorted({group.task.purpose == TRAIN for group, _ in stage.live.values()}):
+                    await self._chunk(stage, policy, is_training=purpose)
+            except SimulatorLostError as lost:
+                self._bring_back(stage, str(lost))
+            for slot in [slot for slot, (_, recording) in stage.live.items() if recording.is_over]:
+                group, recording = stage.live.pop(slot)
+                group.episodes.append(recording.trajectory())
+                self.films.add(group.task, recording, group.episodes[-1])
+                if len(group.episodes) == group.task.num_samples:
+                    await self._finish(group, stage, flows)
+
+    async def _begin(self, stage: Stage, begun: list[Waiting]) -> None:
+        free = [slot for slot in range(stage.size) if slot not in stage.live]
+        placed = dict(zip(free, begun, strict=False))
+        begins = {
+            slot: Begin(start_of(waiting.group.task.prompt), self.films.size_of(waiting.group.task))
+            for slot, waiting in placed.items()
+        }
+        try:
+            firsts = await self._simulate(stage, stage.simulators.reset, begins)
+        except SimulatorLostError as lost:  # they are counted with those that were under way
+            firsts = {slot: Played.failed(str(lost)) for slot in begins}
+            raise
+        finally:
+            for slot, (group, number) in placed.items():
+                name, start = f"{group.task.id}/{number}", begins[slot].start
+                stage.live[slot] = (group, Recording(name, group.task.id, start, firsts[slot]))
+
+    async def _chunk(self, stage: Stage, policy: RemotePolicy, *, is_training: bool) -> None:
+        """One decision of the policy and what the simulators make of it."""
+        slots = [
+            slot
+            for slot, (group, recording) in sorted(stage.live.items())
+            if (group.task.purpose == TRAIN) is is_training and not recording.is_over
+        ]
+        if not slots:
+            return
+        recordings = [stage.live[slot][1] for slot in slots]
+        seeds = [seed_of(self.settings.seed, recording) for recording in recordings]
+        asked_s = time.perf_counter()
+        greedy = not is_training and self.settings.is_greedy
+        future = policy.ask([recording.observation for recording in recordings], seeds, greedy=greedy)
+        with trace.span("wait for the policy", lane=stage.name, simulators=len(slots)):
+            answer: Answer = await asyncio.wrap_future(future)
+        stage.waiting_s += time.perf_counter() - asked_s
+        decision = answer.decision
+        chunks = {slot: decision.actions_BJA[row] for row, slot in enumerate(slots)}
+        played = await self._simulate(stage, stage.simulators.play, chunks)
+        for row, (slot, recording) in enumerate(zip(slots, recordings, strict=True)):
+            choice = Choice(
+                decision.actions_BJA[row],
+                {name: latent[row] for name, latent in decision.latents.items()},
+                decision.logprobs_BJ[row],
+                float(decision.values_B[row]),
+                float(decision.clipped_B[row]),
+                answer.version,
+            )
+            recording.add(choice, played[slot])
+
+    async def _simulate(
+        self, stage: Stage, call: Callable[[Mapping[int, Any]], dict[int, Played]], asked: Mapping[int, Any]
+    ) -> dict[int, Played]:
+        """In a thread, so that the other stages go on."""
+        if not asked:
+            return {}
+        began_s = time.perf_counter()
+        with trace.span("simulate", lane=stage.name, simulators=len(asked)):
+            played = await asyncio.to_thread(call, asked)
+        stage.simulating_s += time.perf_counter() - began_s
+        return played
+
+    async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
+        outcome, kept = finished(
+            self.settings.algorithm, group.task, group.episodes, simulating=stage.simulating
+        )
+        async with group.lease:  # all of it, or nothing: and then somebody else does it again
+            for number, episode in enumerate(kept):
+                key = sample_key(group.task.id, number)
+                await flows.samples.put_async(episode, weight=float(episode.num_tokens), key=key)
+            await flows.outcomes.put_async(outcome)
+
+    def _bring_back(self, stage: Stage, reason: str) -> None:
+        """On the thread that lives as long as the process: the kernel ends children with the thread that made them."""
+        for _, recording in stage.live.values():
+            if not recording.is_over:
+                recording.lose(reason)
+        limit = self.settings.rollout.max_restarts
+        if sum(other.simulators.num_restarts for other in self.stages) >= limit:
+            raise RunError(f"{stage.name}: {reason} after {limit} restarts (rollout.max_restarts)")
+        log.warning("%s: %s; started again", stage.name, reason)
+        stage.simulators.restart()
+
+
+def seed_of(seed: int, recording: Recording) -> int:
+    """Decides what is drawn for the next chunk of an episode, wherever it is played."""
+    words = f"{seed}/{recording.name}/{recording.num_chunks}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")

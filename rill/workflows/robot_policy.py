@@ -1,0 +1,171 @@
+"""The policy's side of the cycle: observations in, chunks of actions out, under the newest weights.
+
+    env ── Question ──▶ requests ──▶ any policy worker ── Answer ──▶ answers[rank] ──▶ env
+
+A question is leased: a worker that dies leaves it to another. New weights come in between two questions; every answer
+carries the version that made it. After each sync the worker proves, on fixed observations, that it computes what the
+trainer computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rill.errors import ChannelClosedError, WeightSyncError
+from rill.models.robots.base import Decision, Policy
+from rill.models.robots.inputs import read
+from rill.runtime.channel import Channel
+from rill.runtime.context import current
+from rill.runtime.worker import Worker, concurrent
+from rill.types import Floats, Observation, PolicyVersion, RobotSpec, TokenIds
+from rill.weights import Pulled, SealedManifest, open_receiver, seated
+from rill.workflows.config import SyncConfig
+from rill.workflows.robot_settings import PolicySource
+
+PROBES = 32
+"""Fixed observations of the canary."""
+
+
+class Question(NamedTuple):
+    """What one stage of simulators sees."""
+
+    id: str
+    asker: int
+    observations: tuple[Observation, ...]
+    seeds: tuple[int, ...]
+    greedy: bool
+
+
+class Answer(NamedTuple):
+    id: str
+    decision: Decision
+    version: PolicyVersion
+
+
+class RobotPolicyWorker(Worker):
+    def __init__(self, *, source: PolicySource, sync: SyncConfig) -> None:
+        self.policy = source.open().to(self.device).eval()
+        self.version = PolicyVersion(0)
+        self.sync = sync
+        self.receiver = open_receiver(
+            seated(sync.transport, rank=self.rank + 1, num_receivers=self.world_size)
+        )
+        self._updating = threading.Lock()
+
+    def close(self) -> None:
+        self.receiver.close()
+
+    def onload(self) -> None:
+        self.policy.to(self.device)
+
+    def offload(self) -> None:
+        if self.device != "cpu":
+            self.policy.to("cpu")
+
+    def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
+        """Until the epoch of the requests ends; returns how many there were."""
+        count = 0
+        with self.device_lock(requests, *answers):
+            for question in requests:
+                with self._updating, self.timer("decide"):
+                    decision = self.policy.act(question.observations, question.seeds, greedy=question.greedy)
+                    version = self.version
+                answers[question.asker].put(Answer(question.id, decision, version))
+                count += 1
+        return count
+
+    @concurrent
+    def stop(self, epoch: int) -> None:
+        """An episode of a robot is not stopped in the middle."""
+
+    @concurrent
+    def update(self, manifest: SealedManifest, interrupt: bool) -> Pulled:
+        """Take new weights between two questions."""
+        opened = manifest.open()
+        with self.device_lock(), self._updating:
+            mine = self.policy.state_dict()
+            missing = set(mine)
+            with torch.no_grad():
+                for name, tensor in self.receiver.pull(opened):
+                    if name not in mine or mine[name].shape != tensor.shape:
+                        raise WeightSyncError(f"the policy here has no {name} of shape {tuple(tensor.shape)}")
+                    mine[name].copy_(tensor)
+                    missing.discard(name)
+            if missing:
+                raise WeightSyncError(f"the trainer's policy has no {', '.join(sorted(missing))}")
+            self.version = manifest.version
+            name = f"{self.group_name}[{self.rank}]"
+            return Pulled.proven(
+                name, manifest, self.version, lambda sequences: probe(self.policy, sequences)
+            )
+
+
+class RemotePolicy:
+    """The policy as an environment worker sees it. One thread reads the answers for as long as the process lives."""
+
+    def __init__(self, requests: Channel, answers: Channel, rank: int) -> None:
+        self._requests = requests
+        self._answers = answers
+        self._rank = rank
+        self._process = current().address.identity
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Future[Answer]] = {}
+        threading.Thread(target=self._read, name="answers", daemon=True).start()
+
+    def ask(
+        self, observations: Sequence[Observation], seeds: Sequence[int], *, greedy: bool
+    ) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        question = Question(
+            f"{self._process}/{next(self._numbers)}", self._rank, tuple(observations), tuple(seeds), greedy
+        )
+        with self._lock:
+            self._waiting[question.id] = future
+        self._requests.put(question, weight=float(len(observations)))
+        return future
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer: Answer = self._answers.take()
+                with self._lock:
+                    future = self._waiting.pop(answer.id, None)
+                if future is not None:  # None: answered twice, because a worker died before the receipt
+                    future.set_result(answer)
+        except ChannelClosedError:  # the run is over
+            return
+
+
+def probes(spec: RobotSpec) -> list[Observation]:
+    """Observations that both sides of a sync know."""
+    rng = np.random.default_rng(0)
+    size = spec.image_size
+    return [
+        Observation(
+            state=rng.standard_normal(spec.state_size).astype(np.float32),
+            images={c: rng.integers(0, 256, (size, size, 3), np.uint8) for c in spec.cameras},
+            instruction=spec.tasks[n % len(spec.tasks)] if spec.tasks else "",
+        )
+        for n in range(PROBES)
+    ]
+
+
+@torch.no_grad()
+def probe(policy: Policy, sequences: Sequence[TokenIds]) -> list[Floats]:
+    """For the canary: the values of the probes and the log-probabilities of what is likeliest there."""
+    seen = probes(policy.spec)
+    decision = policy.act(seen, [0] * len(seen))
+    inputs = read(seen, policy.spec).to(policy.device)
+    values = policy.values_as_drawn(inputs).float().cpu().numpy()
+    return [np.concatenate([[0.0], decision.logprobs_BJ[:, 0], values]).astype(np.float32) for _ in sequences]
+
+
+CANARY_LENGTH = 1 + 2 * PROBES
