@@ -127,7 +127,10 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
         if changed_config is not None:
             write_atomically(run.config_path, changed_config)
             changed_config = None
-        metrics.write(logged_step(report), report.metrics)
+        if report.phase == "restart":
+            metrics.rewind(report.step if whole_checkpoints(run) else BEFORE_ALL)
+        else:
+            metrics.write(logged_step(report), report.metrics)
         for note in report.notes:
             progress.note(note)
 
@@ -138,7 +141,13 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
                 progress.note(f"  for example: {error}")
 
     stall = StallWatch(progress.note)
-    observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
+    steps_only = [progress.observe, guard]
+
+    def show(report: StepReport) -> None:
+        for observer in steps_only if report.phase != "restart" else ():
+            observer(report)
+
+    observers = [record, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")
     if changed_config is not None and not checkpoints:
         say("it has no whole checkpoint yet: it begins anew")

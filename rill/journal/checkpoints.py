@@ -14,13 +14,16 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rill.errors import CheckpointError, RillError, WorkerError
+from rill.journal.compaction import Compaction
+from rill.journal.reader import CONTROLLER
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run, write_atomically
@@ -47,6 +50,8 @@ class RunCheckpoints:
         """Saved or loaded by this object."""
         self._unsettled: tuple[int, list[Handle]] | None = None
         """The step whose files are being written, and the calls that wait for them."""
+        self._compaction = Compaction(run.path)
+        self._compacting: threading.Thread | None = None
 
     def save(self, step: int) -> None:
         """Raises CheckpointError where it, or the one before, cannot be written; those before it stay as they are. What
@@ -75,6 +80,7 @@ class RunCheckpoints:
                 handle.wait(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
             write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
         self._drop_old()
+        self._compact()
 
     def settle_if_done(self) -> None:
         """As `settle`, without waiting."""
@@ -156,10 +162,39 @@ class RunCheckpoints:
                     raise outcome.error
         return ""
 
+    def _compact(self) -> None:
+        """Behind the run's back: the log of what the oldest checkpoint that is kept has trained on, or dropped."""
+        if self._compacting is not None and self._compacting.is_alive():
+            return
+        needed = needed_groups(whole_checkpoints(self._run)[0])
+        if needed is not None:
+            self._compacting = threading.Thread(
+                target=self._compaction.run, args=(needed,), name="compaction", daemon=True
+            )
+            self._compacting.start()
+
     def _drop_old(self) -> None:
         for folder in whole_checkpoints(self._run)[: -self._keep]:
             (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
             shutil.rmtree(folder)
+
+
+def needed_groups(checkpoint: Path) -> Callable[[str], bool] | None:
+    """Whether a run that goes on from this checkpoint may need what the token log has of a group; None: it cannot be
+    told, or the run has no groups."""
+    try:
+        state = json.loads((checkpoint / CONTROLLER / "state.json").read_text(encoding="utf-8"))
+        next_index, untrained = int(state["next_index"]), set(state["untrained"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+    def is_needed(group: str) -> bool:
+        if not group.startswith("g"):
+            return group == CONTROLLER
+        index = int(group[1:])
+        return index >= next_index or index in untrained
+
+    return is_needed
 
 
 def whole_checkpoints(run: Run) -> list[Path]:

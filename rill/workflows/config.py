@@ -94,10 +94,6 @@ class LoopConfig(Config):
     what runs before they take new weights. Matters only where max_lag > 0."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps. 0: only at the end."""
-    keep_unfinished: bool = True
-    """Where max_lag > 0: a checkpoint stops the engines for a moment and holds what was said of unfinished answers,
-    which a resumed run continues. Episodes of several turns are then run again up to where they stood, with the answers
-    they were given. Off: engines are not stopped, and a resumed run begins unfinished groups anew."""
     keep_checkpoints: int = Field(2, ge=1)
     """The newest so many are kept."""
     step_timeout_s: float = Field(3600.0, gt=0)

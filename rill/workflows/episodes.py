@@ -22,8 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
 from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
-from rill.envs.events import MemoryLog
+from rill.envs.events import MISSING
 from rill.inference.base import Completion
+from rill.journal.reader import LogReader
+from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.telemetry.rollout_log import RolloutLog
@@ -54,6 +56,7 @@ class EpisodeSettings(NamedTuple):
     finish_group: FinishGroup
     seed: int
     run_dir: str
+    journal: JournalConfig = JournalConfig()
 
 
 class Flows(NamedTuple):
@@ -77,9 +80,15 @@ class Episodes:
         self._environments: dict[str, Environment] = {
             TRAIN: open_environment(settings.rollout.env, self.tokenizer)
         }
-        self._log = RolloutLog(Path(settings.run_dir), process, self.tokenizer, settings.rollout.log_groups)
+        run_dir = Path(settings.run_dir)
+        self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
+        self.journal = TokenLog(run_dir, process, settings.journal) if settings.journal.enabled else None
+        """Of this process; an engine in it writes to the same."""
+        self._before = LogReader(run_dir)
 
     def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
         for environment in set(self._environments.values()):
             environment.close()
         self._log.close()
@@ -114,7 +123,7 @@ class Episodes:
     async def group(self, task: Task, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
         """One task to its end, or to where it was stopped."""
         answers = dict(task.progress.answers)
-        logs: dict[str, MemoryLog] = {}
+        logs: dict[str, EpisodeEvents] = {}
         episodes = await self._episodes(task, policy, answers, logs)
         if episodes is None:
             events = {name: log.events for name, log in logs.items()}
@@ -142,15 +151,17 @@ class Episodes:
         task: Task,
         policy: PolicyClient,
         answers: dict[str, Completion],
-        logs: dict[str, MemoryLog],
+        logs: dict[str, EpisodeEvents],
     ) -> list[Episode] | None:
         """All of the group, the greedy one last where the algorithm needs it; None when it was stopped."""
         environment, sampling = self._setting(task.purpose)
         wanted = {f"{task.id}/{i}": sampling for i in range(task.num_samples)}
         if task.purpose == TRAIN and Need.GREEDY_BASELINE in self._algorithm.needs:
             wanted[f"{task.id}/greedy"] = replace(sampling, temperature=0.0)
+        known = self._begin(task)
         for name in wanted:
-            logs[name] = MemoryLog(dict(task.progress.events.get(name, {})))
+            events = {**known.get(name, {}), **task.progress.events.get(name, {})}
+            logs[name] = EpisodeEvents(name, events, self.journal if task.purpose == TRAIN else None)
         ended = await asyncio.gather(
             *(
                 run_episode(
@@ -172,6 +183,16 @@ class Episodes:
         whole = [episode for episode in ended if isinstance(episode, Episode)]
         return whole if len(whole) == len(ended) else None
 
+    def _begin(self, task: Task) -> Mapping[str, Mapping[str, Any]]:
+        """Put down that this process has the group; what one before it, which is gone, has put down, by episode."""
+        if self.journal is None or task.purpose != TRAIN:
+            return {}
+        self.journal.event(task.id, "begun", task.prompt.id)
+        if not self._before.has_left(task.id):
+            return {}
+        self._before.read_all()
+        return {name: self._before.events(name) for name in self._before.names(task.id)}
+
     def _setting(self, purpose: str) -> tuple[Environment, SamplingParams]:
         """The environment and the sampling of training, or of an evaluation set; its own environment is opened at its
         first prompt."""
@@ -191,6 +212,24 @@ class Episodes:
 
     def _outcome(self, task: Task, **known: Any) -> Outcome:
         return Outcome(index=task.index, purpose=task.purpose, **known)
+
+
+class EpisodeEvents:
+    """rill.envs.events.EventLog of one episode: what is put down is on disk before anybody acts on it."""
+
+    def __init__(self, episode_id: str, events: dict[str, Any], journal: TokenLog | None) -> None:
+        self.events = events
+        """Those of earlier attempts too."""
+        self._episode_id = episode_id
+        self._journal = journal
+
+    def lookup(self, key: str) -> Any:
+        return self.events.get(key, MISSING)
+
+    def record(self, key: str, value: Any) -> None:
+        if self._journal is not None:
+            self._journal.event(self._episode_id, key, value)
+        self.events[key] = value
 
 
 def oldest_version(group: Group) -> PolicyVersion | None:

@@ -16,6 +16,7 @@ from rill.data.base import DATASETS
 from rill.data.curriculum import CurriculumConfig
 from rill.data.loader import LoaderConfig
 from rill.errors import ConfigError
+from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
 from rill.telemetry.guards import Guard, default_guards
 from rill.training.policy import PolicyTrainer
@@ -66,6 +67,7 @@ class RLConfig(RecipeConfig):
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
     loop: LoopConfig = LoopConfig()
+    journal: JournalConfig = JournalConfig()
     flow: FlowConfig = FlowConfig()
     eval: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()
