@@ -40,7 +40,16 @@ DAMAGED = "manifest.damaged.json"
 class RunCheckpoints:
     """Saves and loads a run's groups together; every group has `save(folder)`, `wait_saved` and `load(folder)`."""
 
-    def __init__(self, run: Run, groups: Mapping[str, WorkerGroup[Any]], keep: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        groups: Mapping[str, WorkerGroup[Any]],
+        keep: int,
+        timeout_s: float,
+        *,
+        compacts: bool = True,
+    ) -> None:
+        """`compacts`: the token log is removed as far as no checkpoint needs it."""
         self._run = run
         self._folder = run.checkpoints_dir
         self._groups = dict(groups)
@@ -50,7 +59,7 @@ class RunCheckpoints:
         """Saved or loaded by this object."""
         self._unsettled: tuple[int, list[Handle]] | None = None
         """The step whose files are being written, and the calls that wait for them."""
-        self._compaction = Compaction(run.path)
+        self._compaction = Compaction(run.path) if compacts else None
         self._compacting: threading.Thread | None = None
 
     def save(self, step: int) -> None:
@@ -164,7 +173,7 @@ class RunCheckpoints:
 
     def _compact(self) -> None:
         """Behind the run's back: the log of what the oldest checkpoint that is kept has trained on, or dropped."""
-        if self._compacting is not None and self._compacting.is_alive():
+        if self._compaction is None or (self._compacting is not None and self._compacting.is_alive()):
             return
         needed = needed_groups(whole_checkpoints(self._run)[0])
         if needed is not None:

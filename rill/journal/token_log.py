@@ -48,7 +48,10 @@ class JournalConfig(Config):
     sync_s: float = Field(1.0, ge=0)
     """How long what is written may wait before it would survive a loss of power. 0: the operating system decides."""
     segment_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Size at which a file is ended and the next begun; whole files are removed once they are not needed."""
+    """Size at which a file is ended and the next begun."""
+    keep: bool = False
+    """Keep files that no checkpoint needs any more, to prove afterwards what was trained on. Off: they are removed once
+    all their groups are trained on, or dropped, and the oldest checkpoint was taken after that."""
 
 
 class TokenLog:

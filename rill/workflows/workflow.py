@@ -105,7 +105,13 @@ class Workflow(ABC):
             launch.flows,
             launch.channel,
         )
-        checkpoints = RunCheckpoints(self.folder, launch.trained, config.loop.keep_checkpoints, timeout_s)
+        checkpoints = RunCheckpoints(
+            self.folder,
+            launch.trained,
+            config.loop.keep_checkpoints,
+            timeout_s,
+            compacts=not config.journal.keep,
+        )
         with checkpoints:
             loop = Loop(
                 config.loop,
