@@ -29,7 +29,7 @@ from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
-from rill.journal.checkpoints import step_of, whole_checkpoints
+from rill.journal.checkpoints import newest_size, step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
@@ -134,8 +134,13 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
         for note in report.notes:
             progress.note(note)
 
+    def machine() -> dict[str, float]:
+        return guards.room_left(run.path, newest_size(run))
+
     def guard(report: StepReport) -> None:
-        for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
+        if report.phase != "step":
+            return
+        for finding in watch.check(report.step, {**report.metrics, **machine()}, machine):
             progress.note(f"guard: {finding}")
             if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
                 progress.note(f"  for example: {error}")

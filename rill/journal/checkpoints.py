@@ -211,5 +211,14 @@ def whole_checkpoints(run: Run) -> list[Path]:
     return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
 
 
+def newest_size(run: Run) -> int:
+    """Bytes of the newest whole checkpoint; 0 when there is none."""
+    found = whole_checkpoints(run)
+    try:
+        return sum(path.stat().st_size for path in found[-1].rglob("*") if path.is_file()) if found else 0
+    except OSError:  # it is being removed
+        return 0
+
+
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))

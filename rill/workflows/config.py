@@ -11,7 +11,7 @@ from rill.config.base import as_table
 from rill.data.base import DATASETS, Split
 from rill.envs.base import ENVIRONMENTS
 from rill.inference.base import ENGINES
-from rill.telemetry.guards import Guard, default_guards
+from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
@@ -41,9 +41,14 @@ class RecipeConfig(Config):
     sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
     """Trackers that get the metrics too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
 
+    guard_actions: dict[str, Literal["off", "warn", "pause", "stop"]] = {}
+    """What follows when a guard finds something, by the guard's name, e.g. { "entropy collapse" = "stop" }. Unset: the
+    guard's own (docs/telemetry.md)."""
+
     def guards(self) -> list[Guard]:
         """What is watched while the recipe runs."""
-        return default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
+        watched = default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
+        return with_actions(watched, self.guard_actions)
 
 
 class SamplingConfig(Config):

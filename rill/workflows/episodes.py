@@ -34,6 +34,10 @@ from rill.workflows.config import EvalSetConfig, RolloutConfig
 from rill.workflows.policy import PolicyClient
 from rill.workflows.records import TRAIN, Outcome, Progress, Task, sample_key
 
+MIN_REPETITIVE = 64
+"""Tokens: shorter answers repeat themselves by chance, or because they have to."""
+PRIME = 1_000_003
+
 
 class FinishedGroup(NamedTuple):
     """What a workflow makes of a group: whether it is trained on, and what reaches the stages."""
@@ -246,6 +250,7 @@ def group_metrics(group: Group) -> dict[str, float]:
         "length/response": sum(t.num_sampled for t in trajectories) / count,
         "length/total": group.num_tokens / count,
         "length/truncated": sum(t.is_truncated for t in trajectories) / count,
+        "length/repeated": sum(is_repetitive(t) for t in trajectories) / count,
         "rollout/errors": sum(t.error is not None for t in trajectories) / count,
     }
     scored = [t for t in trajectories if t.error is None]
@@ -255,6 +260,15 @@ def group_metrics(group: Group) -> dict[str, float]:
         for part in sorted({name for t in scored for name in t.reward_parts}):
             metrics[f"reward/{part}"] = sum(t.reward_parts.get(part, 0.0) for t in scored) / len(scored)
     return metrics
+
+
+def is_repetitive(trajectory: Trajectory) -> bool:
+    """Whether most of its runs of four sampled tokens have been said before in it."""
+    said = trajectory.token_ids[trajectory.versions != NOT_SAMPLED].astype(np.int64)
+    if len(said) < MIN_REPETITIVE:
+        return False
+    runs = ((said[:-3] * PRIME + said[1:-2]) * PRIME + said[2:-1]) * PRIME + said[3:]
+    return len(np.unique(runs)) < len(runs) / 2
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

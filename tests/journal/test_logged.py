@@ -127,7 +127,9 @@ def test_kills_do_not_change_the_distribution_of_lengths_and_beginning_anew_woul
     assert np.mean(anew) < 0.7 * np.mean(undisturbed), "short answers are preferred"
 
 
-def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its_tokens(tmp_path: Path) -> None:
+def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its_tokens(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
     requests = [
         Request(id=f"g0000000{n}/0#policy@1", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=50))
@@ -137,7 +139,7 @@ def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its
     quick, slow = CoinEngine(rng, 1.0), CoinEngine(rng, 0.0)
     for engine, request in zip((quick, slow), requests, strict=True):
         gate = EngineGate(engine)  # type: ignore[arg-type]
-        (future,) = LoggedEngine(gate, log, delay_s=0, decode=str).submit([request], 0)
+        LoggedEngine(gate, log, delay_s=0, decode=str).submit([request], 0)
         for _ in range(7):
             engine.tick()
         log.flush()

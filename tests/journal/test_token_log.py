@@ -30,7 +30,9 @@ def columns(start: int, count: int, version: int = 1) -> tuple[Any, Any, Any]:
     return tokens, -tokens.astype(np.float32) / 7, np.full(count, version, np.int32)
 
 
-def end(log: TokenLog, number: int, num_tokens: int, reason: StopReason = StopReason.EOS, rest: Any = None) -> None:
+def end(
+    log: TokenLog, number: int, num_tokens: int, reason: StopReason = StopReason.EOS, rest: Any = None
+) -> None:
     tokens, logprobs, versions = rest or (EMPTY, EMPTY.astype(np.float32), EMPTY)
     errors: list[JournalError | None] = []
     log.finish(Finished(number, num_tokens, reason, None, tokens, logprobs, versions), None, errors.append)

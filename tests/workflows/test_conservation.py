@@ -31,7 +31,9 @@ def check_conserved(scene: Scene) -> None:
             assert np.array_equal(t.token_ids[sampled], tokens)
             assert np.array_equal(t.logprobs[sampled], logprobs)
             assert np.array_equal(t.loss_mask, sampled), "the prompt is not trained on, every answer token is"
-            versions = t.versions[sampled].tolist()  # of an answer that was continued, engines noted the last part
+            versions = t.versions[
+                sampled
+            ].tolist()  # of an answer that was continued, engines noted the last part
             assert any(
                 versions[-len(record["versions"]) :] == record["versions"] for record in said[t.episode_id]
             )

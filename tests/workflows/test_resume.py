@@ -82,7 +82,9 @@ def test_a_killed_run_samples_nothing_twice_and_trains_on_the_batches_that_it_ha
         episode = request.partition("#")[0]
         t = trained[episode].trajectory
         said = t.token_ids[t.versions != NOT_SAMPLED]
-        assert np.array_equal(said[: len(sequence.token_ids)], sequence.token_ids), "goes on behind its tokens"
+        assert np.array_equal(said[: len(sequence.token_ids)], sequence.token_ids), (
+            "goes on behind its tokens"
+        )
         if sequence.is_finished:
             assert len(again.said()[episode]) == num_said[episode], "a finished answer was asked for again"
     again.close()
