@@ -42,7 +42,7 @@ from rill.workflows.loop import StepReport
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BEFORE_ALL = -(1 << 31)
-"""Where a run that is resumed before its first checkpoint begins anew: no step is kept."""
+"""Where a run that is resumed before its first checkpoint begins: no step is kept."""
 
 
 def carry_out(
@@ -155,7 +155,7 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     observers = [record, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")
     if changed_config is not None and not checkpoints:
-        say("it has no whole checkpoint yet: it begins anew")
+        say("it has no whole checkpoint yet: it begins at the start, with what the token log holds")
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
@@ -177,8 +177,7 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(f"resume from step {step_of(checkpoints[-1])} with: {run.resume_command}")
     else:
         error.add_note(
-            "there is no checkpoint to resume from: `loop.checkpoint_every` says when they are saved (0: only at the "
-            "end)"
+            f"resume with: {run.resume_command} (no checkpoint yet: its steps are taken again, its tokens are kept)"
         )
     if failure := newest_failure(run):
         error.add_note(f"every answer of the newest group failed: {failure}")

@@ -158,7 +158,7 @@ WATCHED = (
         metric="groups/misplaced",
         is_off=lambda value: value != 0.0,
         expected="0: a sample lies under the key of its group",
-        meaning="Samples reached the trainer under the id of another group, so they were compared with answers to other "
+        meaning="Samples reached the trainer under another group's id, so they were compared with answers to other "
         "prompts. A stage or an environment changed ids or their order: keep Sample.trajectory.group_id as it is.",
         action=Action.STOP,
     ),

@@ -101,6 +101,8 @@ class LoopConfig(Config):
     """Steps. 0: only at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """The newest so many are kept."""
+    keep_best: str = ""
+    """A metric, such as "eval/accuracy": the checkpoint of the step where it was highest is kept too. Empty: off."""
     step_timeout_s: float = Field(3600.0, gt=0)
     """A step that takes longer is reported as stuck."""
     max_relaunches: int = Field(3, ge=0)

@@ -69,6 +69,8 @@ class Loop:
         self.flow = flow
         self.step = 0
         """Training steps that are done."""
+        self._metrics: Mapping[str, float] = {}
+        """Of the newest step."""
         self._write_step = step
         self._controller = controller
         self._checkpoints = checkpoints
@@ -94,12 +96,12 @@ class Loop:
         if fleet.is_open:
             self._ask(self._controller.finish())
             fleet.end_epoch()
-        self._checkpoints.save(self.step)
+        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
         self._ask(self._controller.trained(self.step))
-        self._checkpoints.save(self.step)
+        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     @property
     def _version(self) -> PolicyVersion:
@@ -168,6 +170,7 @@ class Loop:
         return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
+        self._metrics = metrics
         report = StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics)
         for observer in self._observers:
             observer(report)
