@@ -136,6 +136,10 @@ class CheckpointError(RunError):
     """A checkpoint that is missing, damaged or belongs to another run."""
 
 
+class JournalError(RunError):
+    """The token log cannot be written."""
+
+
 class GuardError(RunError):
     """A guard whose action is to stop the run."""
 

@@ -1,4 +1,4 @@
-"""`rill doctor`: is this machine ready, and if not, what to do about it.
+"""`rill doctor`: is this machine ready, and if not, what to do about it; `rill doctor RUN`: what is wrong with a run.
 
 Looks at the machine as a run would find it: interpreter, libraries, devices, memory, limits, optional libraries.
 Optional libraries are looked up, not imported, because some take many seconds; `--deep` imports each in a process of
@@ -24,6 +24,7 @@ from typing import Annotated
 import typer
 
 from rill.cli.console import say, say_json, say_table
+from rill.telemetry.run import RUNS_FOLDER, Run
 
 IMPORT_TIMEOUT_S = 120
 _GIB = 1 << 30
@@ -74,19 +75,26 @@ _STYLES = {
 
 @app.command()
 def doctor(
+    run: Annotated[str, typer.Argument(help="A run's name or folder: say what is wrong with it.")] = "",
+    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     deep: Annotated[bool, typer.Option("--deep", help="Import every optional library too (slow).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what is installed, which devices there are, which optional parts work, and what to do about each.
 
-    Ends with exit code 1 when something that every run needs is broken.
+    With RUN, whether it runs or has ended: what is wrong with it, since when, and what to try. Ends with exit code 1
+    when something that every run needs, or the run, is broken.
 
     \b
     Examples:
       rill doctor
+      rill doctor demo        what is wrong with the run runs/demo
       rill doctor --deep      import every optional library too
       rill doctor --json
     """
+    if run:
+        _doctor_run(Run.open(run, root=root), as_json)
+        return
     findings = list(examine(deep=deep))
     if as_json:
         say_json([asdict(finding) for finding in findings])
@@ -95,6 +103,25 @@ def doctor(
         say_table(["what", "state", "found", "what to do"], rows, styles=_STYLES)
         say(_verdict(findings))
     if any(finding.state is State.BROKEN for finding in findings):
+        raise typer.Exit(1)
+
+
+def _doctor_run(run: Run, as_json: bool) -> None:
+    from rill.journal.diagnosis import Severity, diagnose
+
+    found = diagnose(run)
+    if as_json:
+        say_json([{**asdict(each), "severity": each.severity.name.lower()} for each in found])
+    else:
+        say(f"{run.path}: {run.state().status.value}")
+        for each in found:
+            color = {Severity.BROKEN: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}[each.severity]
+            since = f" (since {each.since})" if each.since else ""
+            say(f"{typer.style(each.severity.name.lower(), fg=color)}: {each.what}{since}")
+            say(f"    try: {each.advice}")
+        if not found:
+            say("nothing is wrong that its files would tell")
+    if any(each.severity is Severity.BROKEN for each in found):
         raise typer.Exit(1)
 
 

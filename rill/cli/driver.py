@@ -29,7 +29,7 @@ from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
 from rill.errors import RillError, mistake_behind
-from rill.journal.checkpoints import step_of, whole_checkpoints
+from rill.journal.checkpoints import newest_size, step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
 from rill.telemetry.metrics import MetricLog
@@ -42,7 +42,7 @@ from rill.workflows.loop import StepReport
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BEFORE_ALL = -(1 << 31)
-"""Where a run that is resumed before its first checkpoint begins anew: no step is kept."""
+"""Where a run that is resumed before its first checkpoint begins: no step is kept."""
 
 
 def carry_out(
@@ -127,21 +127,35 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
         if changed_config is not None:
             write_atomically(run.config_path, changed_config)
             changed_config = None
-        metrics.write(logged_step(report), report.metrics)
+        if report.phase == "restart":
+            metrics.rewind(report.step if whole_checkpoints(run) else BEFORE_ALL)
+        else:
+            metrics.write(logged_step(report), report.metrics)
         for note in report.notes:
             progress.note(note)
 
+    def machine() -> dict[str, float]:
+        return guards.room_left(run.path, newest_size(run))
+
     def guard(report: StepReport) -> None:
-        for finding in watch.check(report.step, report.metrics) if report.phase == "step" else ():
+        if report.phase != "step":
+            return
+        for finding in watch.check(report.step, {**report.metrics, **machine()}, machine):
             progress.note(f"guard: {finding}")
             if finding.guard == FAILING_REWARDS and (error := latest_error(run)):
                 progress.note(f"  for example: {error}")
 
     stall = StallWatch(progress.note)
-    observers = [record, stall.observe, progress.observe, guard, interrupts.observe]
+    steps_only = [progress.observe, guard]
+
+    def show(report: StepReport) -> None:
+        for observer in steps_only if report.phase != "restart" else ():
+            observer(report)
+
+    observers = [record, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")
     if changed_config is not None and not checkpoints:
-        say("it has no whole checkpoint yet: it begins anew")
+        say("it has no whole checkpoint yet: it begins at the start, with what the token log holds")
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
@@ -163,8 +177,7 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
         error.add_note(f"resume from step {step_of(checkpoints[-1])} with: {run.resume_command}")
     else:
         error.add_note(
-            "there is no checkpoint to resume from: `loop.checkpoint_every` says when they are saved (0: only at the "
-            "end)"
+            f"resume with: {run.resume_command} (no checkpoint yet: its steps are taken again, its tokens are kept)"
         )
     if failure := newest_failure(run):
         error.add_note(f"every answer of the newest group failed: {failure}")

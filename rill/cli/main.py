@@ -35,10 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
     "dashboard": ("rill.cli.dashboard:app", "Look at runs in a browser: curves, timeline, rollouts, guards"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
+    "chaos": ("rill.cli.chaos:app", "Hurt a run at random and check that nothing is lost"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "doctor": (
         "rill.cli.doctor:app",
-        "Check whether this machine is ready, and what to do if not",
+        "Check whether this machine is ready, or what is wrong with a run, and what to do",
     ),
 }
 """name -> (where its Typer app is, what it does)"""

@@ -11,6 +11,7 @@ import typer
 
 from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration
+from rill.errors import UserError
 from rill.telemetry.chrome import export_chrome
 from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
@@ -48,6 +49,7 @@ def runs(
       rill runs show demo            one of them
       rill runs rollouts demo        what its model says
       rill runs trace demo           its timeline, for https://ui.perfetto.dev
+      rill runs verify demo          are its checkpoints and its token log whole?
     """
     if context.invoked_subcommand is not None:
         return
@@ -160,6 +162,78 @@ def trace(
     target = out or opened.path / "trace.json"
     num_events = export_chrome(opened.path, target)
     say(f"{target}: {num_events} events")
+
+
+@app.command()
+def verify(run: Name, root: Root = Path(RUNS_FOLDER)) -> None:
+    """Check every checkpoint and the token log of a run against their checksums. Exit code 1: something is damaged.
+
+    \b
+    Example:
+      rill runs verify demo
+    """
+    from rill.journal.checkpoints import damage_of, score_of, step_of, whole_checkpoints
+    from rill.journal.reader import LogReader
+
+    opened = Run.open(run, root=root)
+    damages = 0
+    for folder in whole_checkpoints(opened):
+        damage = damage_of(folder, deep=True)
+        score = score_of(folder)
+        told = "whole" if score is None else f"whole, score {score:g}"
+        say(f"step {step_of(folder):>6}  {typer.style(damage, fg='red') if damage else told}")
+        damages += bool(damage)
+    reader = LogReader(opened.path)
+    reader.read_all()
+    for damage in reader.damages():
+        say(f"token log    {typer.style(damage, fg='red')}")
+        damages += 1
+    sequences = [sequence for _, sequence in reader.sequences()]
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    begun = sum(not sequence.is_finished for sequence in sequences)
+    say(f"token log    {len(sequences)} answers with {num_tokens} tokens, {begun} of them under way")
+    if damages:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: Name,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    step: Annotated[int | None, typer.Option("--step", help="Default: the newest checkpoint.")] = None,
+    root: Root = Path(RUNS_FOLDER),
+) -> None:
+    """Write the policy of a checkpoint as a Hugging Face folder; no other process of the run is needed.
+
+    \b
+    Example:
+      rill runs export demo --step 20 -o models/demo-20
+    """
+    from rill.journal.checkpoints import step_of, whole_checkpoints
+
+    opened = Run.open(run, root=root)
+    found = {step_of(folder): folder for folder in whole_checkpoints(opened)}
+    if not found or (step is not None and step not in found):
+        raise UserError(f"{opened.path} has checkpoints of steps {', '.join(map(str, found)) or '(none)'}")
+    if out.exists():
+        raise UserError(f"{out} exists: name a new folder")
+    from rill.algorithms import Algorithm
+    from rill.config.files import load_recipe
+    from rill.config.resolve import resolve
+    from rill.training.policy import PolicyTrainer
+    from rill.workflows import recipe_schema
+    from rill.workflows.rl_config import RLConfig
+
+    values = load_recipe(opened.config_path, [])
+    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    if not isinstance(config, RLConfig):
+        raise UserError(f"{opened.path} is no RL run: what it trained is in its folder `model`")
+    chosen = max(found) if step is None else step
+    trainer = PolicyTrainer(config.trainer, Algorithm(config.algorithm))
+    trainer.load(found[chosen] / "actor")
+    trainer.export(out)
+    trainer.close()
+    say(f"{out}: the policy after step {chosen}")
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.console import waiting
+from rill.cli.console import say, waiting
 from rill.config.files import load_recipe
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UserError
@@ -55,6 +55,7 @@ def train(
 
     with waiting("loading"):
         from rill.cli.driver import carry_out
+        from rill.journal.changes import accept
         from rill.workflows import recipe_schema
         from rill.workflows.config import RecipeConfig
 
@@ -67,6 +68,10 @@ def train(
         )
     config_toml = dump_config(config, values.provenance)
     if resume:
+        if changes:
+            before = resolve(schema, load_recipe(found.config_path, []).values).model_dump()
+            for line in accept(found.path, before, config.model_dump()):
+                say(line)
         carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
     else:
         carry_out(config, Run.create(name or values.name, root=root, config_toml=config_toml), recipe)

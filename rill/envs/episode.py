@@ -10,6 +10,7 @@ engine that failed).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable
@@ -20,9 +21,10 @@ from typing import Any
 from rill.envs.agent import Agents, EpisodeOver, Setting, TurnTimeout
 from rill.envs.base import Endpoint, Environment, Policy
 from rill.envs.endpoint import HttpEndpoint
-from rill.envs.events import EventLog, MemoryLog
+from rill.envs.events import MISSING, EventLog, MemoryLog
 from rill.envs.places import described, place_of_task
 from rill.envs.rewards.base import as_score
+from rill.envs.rewards.runner import RewardRunner, Score
 from rill.errors import InvalidSampleError, RunError, TooLongError
 from rill.types import Episode, Failure, Prompt, SamplingParams, StopReason, Trajectory
 
@@ -230,7 +232,8 @@ async def _score(
 ) -> None:
     """The configured reward, for the first agent's last answer."""
     if environment.rewards is not None:
-        score = await environment.rewards.score(prompt, samples[agents.first.name][-1])
+        answer, log = samples[agents.first.name][-1], agents.setting.log
+        score = await _scored_once(environment.rewards, prompt, answer, log)
         outcome.parts = dict(score.parts)
         if score.error is not None:
             outcome.fail(Failure.REWARD, score.error)
@@ -245,6 +248,19 @@ async def _score(
             f"{type(environment).__name__}.run() gave no reward: return a number, call agent.reward(value), or set "
             "rollout.env.reward",
         )
+
+
+async def _scored_once(rewards: RewardRunner, prompt: Prompt, sample: Trajectory, log: EventLog) -> Score:
+    """What an earlier attempt at the episode was given counts: a judge may answer otherwise the second time."""
+    key = f"score/{hashlib.blake2b(sample.token_ids.tobytes(), digest_size=8).hexdigest()}"
+    known = log.lookup(key)
+    if known is not MISSING:
+        return Score(**known)
+    score = await rewards.score(prompt, sample)
+    if score.error is None:
+        parts = {name: float(value) for name, value in score.parts.items()}
+        log.record(key, {"value": float(score.value), "parts": parts})
+    return score
 
 
 def _samples(

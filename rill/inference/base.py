@@ -52,6 +52,7 @@ class Feature(StrEnum):
     RELEASE_MEMORY = "release_memory"
     LORA = "lora"
     SEEDED = "seeded"
+    SEEDED_BY_POSITION = "seeded_by_position"  # a continued sequence draws what it would have drawn in one go
     BATCH_INVARIANT = "batch_invariant"
 
 

@@ -38,6 +38,7 @@ def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) ->
     return Request(
         id=before.request_id,
         token_ids=np.concatenate([prompt, before.token_ids]),
+        num_generated=num_sampled,
         sampling=replace(
             sampling, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - num_sampled)
         ),

@@ -5,12 +5,14 @@ What is stopped is answered as ABORTED with the tokens so far, and can be contin
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
-from rill.inference.base import Completion, Engine, Request
+from rill.inference.base import Completion, Delta, Engine, Feature, Request
 from rill.inference.continued import nothing_said
 
 
@@ -27,11 +29,18 @@ class EngineGate:
         self._running: dict[str, int] = {}
         """Request id -> epoch."""
 
-    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        epoch: int,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> list[Future[Completion]]:
         with self._lock:
             if epoch <= self._stopped_through:
                 return [_answered(nothing_said(request)) for request in requests]
-            futures = self._engine.submit(requests)
+            if Feature.SEEDED_BY_POSITION not in self._engine.features:
+                requests = [_reseeded(request) for request in requests]
+            futures = self._engine.submit(requests, on_delta)
             self._running.update((request.id, epoch) for request in requests)
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._forget, request.id))
@@ -48,6 +57,17 @@ class EngineGate:
     def _forget(self, name: str, _: Future[Completion]) -> None:
         with self._lock:
             self._running.pop(name, None)
+
+
+def _reseeded(request: Request) -> Request:
+    """An engine that counts its draws from the start of a request would draw the same numbers again behind a part that
+    was sampled before."""
+    sampling = request.sampling
+    if request.num_generated == 0 or sampling.seed is None:
+        return request
+    digest = hashlib.blake2b(f"{sampling.seed}+{request.num_generated}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    return replace(request, sampling=replace(sampling, seed=seed))
 
 
 def _answered(completion: Completion) -> Future[Completion]:

@@ -3,7 +3,8 @@
 checkpoints/step-000020/
   actor/            one folder per worker group, written by its ranks
   controller/       the position in the data, and the groups begun and not yet trained on
-  manifest.json     written last; a folder without it does not count
+  manifest.json     written last; a folder without it does not count. It names the checksum of every file that has no
+                    manifest of its own, and of those manifests (a trainer's names its own files)
 
 `save` returns when training may go on; files are written behind it, and the manifest when all of them are there, which
 the next `save`, or leaving the block, makes sure of.
@@ -11,16 +12,20 @@ the next `save`, or leaving the block, makes sure of.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rill.errors import CheckpointError, RillError, WorkerError
+from rill.journal.compaction import Compaction
+from rill.journal.reader import CONTROLLER
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.telemetry.run import Run, write_atomically
@@ -37,7 +42,16 @@ DAMAGED = "manifest.damaged.json"
 class RunCheckpoints:
     """Saves and loads a run's groups together; every group has `save(folder)`, `wait_saved` and `load(folder)`."""
 
-    def __init__(self, run: Run, groups: Mapping[str, WorkerGroup[Any]], keep: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        groups: Mapping[str, WorkerGroup[Any]],
+        keep: int,
+        timeout_s: float,
+        *,
+        compacts: bool = True,
+    ) -> None:
+        """`compacts`: the token log is removed as far as no checkpoint needs it."""
         self._run = run
         self._folder = run.checkpoints_dir
         self._groups = dict(groups)
@@ -45,16 +59,24 @@ class RunCheckpoints:
         self._timeout_s = timeout_s
         self._newest_step = -1
         """Saved or loaded by this object."""
+        self._scores: dict[int, float] = {}
         self._unsettled: tuple[int, list[Handle]] | None = None
         """The step whose files are being written, and the calls that wait for them."""
+        self._compaction = Compaction(run.path) if compacts else None
+        self._compacting: threading.Thread | None = None
 
-    def save(self, step: int) -> None:
-        """Raises CheckpointError where it, or the one before, cannot be written; those before it stay as they are. What
-        is saved already is left alone: a run that is killed while its last checkpoint is written a second time would
-        have lost it."""
+    def save(self, step: int, score: float | None = None) -> None:
+        """`score`: of what loop.keep_best names; the checkpoint with the highest is kept beside the newest.
+
+        Raises CheckpointError where it, or the one before, cannot be written; those before it stay as they are. What is
+        saved already is left alone: a run that is killed while its last checkpoint is written a second time would have
+        lost it.
+        """
         if step == self._newest_step:
             return
         self.settle()
+        if score is not None:
+            self._scores[step] = score
         folder = self._folder / f"step-{step:06d}"
         with self._told(step):
             shutil.rmtree(folder, ignore_errors=True)
@@ -73,8 +95,15 @@ class RunCheckpoints:
         with self._told(step):
             for handle in handles:
                 handle.wait(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
-            write_atomically(folder / MANIFEST, json.dumps({"step": step, "groups": sorted(self._groups)}))
+            manifest = {
+                "step": step,
+                "groups": sorted(self._groups),
+                "score": self._scores.get(step),
+                "files": checksums(folder),
+            }
+            write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
         self._drop_old()
+        self._compact()
 
     def settle_if_done(self) -> None:
         """As `settle`, without waiting."""
@@ -143,6 +172,8 @@ class RunCheckpoints:
             parts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["groups"]
         except (OSError, ValueError, KeyError) as error:
             return f"{MANIFEST}: {error}"
+        if problem := damage_of(folder):
+            return problem
         if parts != sorted(self._groups):
             return f"it holds {', '.join(parts)}, the run has {', '.join(sorted(self._groups))}"
         handles = [group.load(str(folder / name)) for name, group in self._groups.items()]
@@ -156,15 +187,108 @@ class RunCheckpoints:
                     raise outcome.error
         return ""
 
+    def _compact(self) -> None:
+        """Behind the run's back: the log of what the oldest checkpoint that is kept has trained on, or dropped."""
+        if self._compaction is None or (self._compacting is not None and self._compacting.is_alive()):
+            return
+        needed = needed_groups(whole_checkpoints(self._run)[-self._keep :][0])
+        if needed is not None:
+            self._compacting = threading.Thread(
+                target=self._compaction.run, args=(needed,), name="compaction", daemon=True
+            )
+            self._compacting.start()
+
     def _drop_old(self) -> None:
-        for folder in whole_checkpoints(self._run)[: -self._keep]:
+        whole = whole_checkpoints(self._run)
+        scores = {folder: score for folder in whole if (score := score_of(folder)) is not None}
+        best = max(scores, key=lambda folder: (scores[folder], folder), default=None)
+        for folder in whole[: -self._keep]:
+            if folder == best:
+                continue
             (folder / MANIFEST).unlink()  # first: a half-removed checkpoint must not look whole
             shutil.rmtree(folder)
+
+
+def needed_groups(checkpoint: Path) -> Callable[[str], bool] | None:
+    """Whether a run that goes on from this checkpoint may need what the token log has of a group; None: it cannot be
+    told, or the run has no groups."""
+    try:
+        state = json.loads((checkpoint / CONTROLLER / "state.json").read_text(encoding="utf-8"))
+        next_index, untrained = int(state["next_index"]), set(state["untrained"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+    def is_needed(group: str) -> bool:
+        if not group.startswith("g"):
+            return group == CONTROLLER
+        index = int(group[1:])
+        return index >= next_index or index in untrained
+
+    return is_needed
 
 
 def whole_checkpoints(run: Run) -> list[Path]:
     """The folders that count, oldest first."""
     return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files under `folder` by relative path. Where a part has a manifest that names its own files, of
+    that alone: weights are not read again."""
+    found: dict[str, str] = {}
+    covered = {path.parent for path in folder.glob(f"*/**/{MANIFEST}")}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.parent != folder and (path.parent not in covered or path.name == MANIFEST):
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def damage_of(folder: Path, *, deep: bool = False) -> str:
+    """What is wrong with a checkpoint; empty when nothing is. `deep`: read the weights too."""
+    try:
+        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("files", {})
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST}: {error}"
+    for name, checksum in expected.items():
+        try:
+            content = (folder / name).read_bytes()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if hashlib.sha256(content).hexdigest() != checksum:
+            return f"{name} is damaged: its checksum is not the one in {MANIFEST}"
+        if deep and Path(name).name == MANIFEST and (problem := damage_by_manifest((folder / name).parent)):
+            return f"{Path(name).parent}: {problem}"
+    return ""
+
+
+def damage_by_manifest(folder: Path) -> str:
+    """As `damage_of`, for a part whose manifest names its own files (rill.training.checkpoint)."""
+    for name, about in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items():
+        try:
+            with (folder / name).open("rb") as file:
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if checksum != about["sha256"]:
+            return f"{name} is damaged: its checksum is not the one in its manifest"
+    return ""
+
+
+def score_of(folder: Path) -> float | None:
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("score")
+    except (OSError, ValueError):
+        return None
+    return None if found is None else float(found)
+
+
+def newest_size(run: Run) -> int:
+    """Bytes of the newest whole checkpoint; 0 when there is none."""
+    found = whole_checkpoints(run)
+    try:
+        return sum(path.stat().st_size for path in found[-1].rglob("*") if path.is_file()) if found else 0
+    except OSError:  # it is being removed
+        return 0
 
 
 def step_of(folder: Path) -> int:

@@ -1,21 +1,35 @@
 """Is this run correct? Checks on a run's figures, on by default, that say in words what is wrong and what to try.
 
 A guard looks at the figures of each step and, when they are off, gives a Finding: what was seen, since when, what it
-usually means. Findings go to `guards.jsonl` in the run folder and to the run's log; a guard whose action is `stop`
-raises GuardError. A figure that a workflow does not report switches its guard off. A guard speaks once per episode:
-again only after the figure has been well in between.
+usually means. Findings go to `guards.jsonl` in the run folder and to the run's log. What follows is the guard's action,
+which a recipe may change (`guard_actions`):
+
+    warn     the run goes on
+    pause    no step is taken until the figure is well again (room on the disk, memory), PAUSE_S at most
+    stop     GuardError, after a checkpoint where the step is whole
+    off      it is not looked at
+
+A figure that a workflow does not report switches its guard off. A guard speaks once per episode: again only after the
+figure has been well in between.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import shutil
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 
-from rill.errors import GuardError
+import psutil
+
+from rill.errors import ConfigError, GuardError
+from rill.registry import unknown_name_message
 from rill.telemetry.jsonl import LineFile, encode_line
 
 GUARDS_FILE = "guards.jsonl"
@@ -23,8 +37,16 @@ FAILING_REWARDS = "failing rewards"
 _log = logging.getLogger(__name__)
 
 
+PAUSE_S, PAUSE_POLL_S = 3600.0, 2.0
+HISTORY = 20
+"""Steps that a drift is measured against."""
+MIN_HISTORY = 8
+
+
 class Action(StrEnum):
+    OFF = "off"
     WARN = "warn"
+    PAUSE = "pause"
     STOP = "stop"
 
 
@@ -50,8 +72,10 @@ FINDING_FIELDS = tuple(field.name for field in fields(Finding))
 class Guard:
     name: str
     metric: str
-    is_off: Callable[[float], bool]
+    is_off: Callable[[float], bool] = lambda value: False
     """Whether a value is wrong."""
+    is_drifting: Callable[[float, float, float], bool] | None = None
+    """For a figure that is only wrong beside what it was: (value, median, median distance from it) of HISTORY steps."""
     expected: str
     meaning: str
     patience: int = 1
@@ -84,7 +108,76 @@ WATCHED = (
         expected="above 0",
         meaning="All answers to a prompt get the same reward, so no advantage is left: the task is too hard, "
         "too easy, or the reward does not see the answer. Look at the rollouts.",
-        patience=3,
+        patience=2,
+    ),
+    Guard(
+        name="reward jump",
+        metric="reward/mean",
+        is_drifting=lambda value, usual, spread: abs(value - usual) > max(0.35, 10 * spread),
+        expected="near what it was in the steps before",
+        meaning="A reward that changes at once is seldom learning: the policy has found a hole in the reward, the "
+        "reward or its data changed, or the last update broke the policy. Read the newest rollouts beside older ones.",
+    ),
+    Guard(
+        name="length drift",
+        metric="length/response",
+        is_drifting=lambda value, usual, spread: not usual / 3 <= value <= 3 * usual,
+        expected="within a factor of three of the steps before",
+        meaning="Answers become very long or very short within a few steps: look for repetition in the rollouts, for a "
+        "reward that pays for length, and at how the loss weighs long answers (algorithm.type, dr_grpo).",
+    ),
+    Guard(
+        name="repetition",
+        metric="length/repeated",
+        is_off=lambda value: value > 0.2,
+        expected="at most a fifth of the answers",
+        meaning="Answers say the same again and again: the policy is collapsing. Lower the learning rate, raise the "
+        "temperature, or end answers earlier.",
+        patience=2,
+    ),
+    Guard(
+        name="masked tokens",
+        metric="correction/dropped",
+        is_off=lambda value: value > 0.3,
+        expected="at most 30 % of the tokens",
+        meaning="A correction leaves most of what was sampled out of the loss: engine and trainer disagree (see "
+        "mismatch/…), or samples are too old. Lower loop.max_lag, or loosen the correction's bounds.",
+        patience=2,
+    ),
+    Guard(
+        name="mismatch tail",
+        metric="mismatch/outside",
+        is_off=lambda value: value > 0.1,
+        expected="at most 10 % of the tokens",
+        meaning="Too many tokens are much likelier to one of engine and trainer than to the other: another precision "
+        "or kernel, an attention mask that leaks, or experts that are routed otherwise (trainer.routing_replay).",
+        patience=2,
+    ),
+    Guard(
+        name="misplaced samples",
+        metric="groups/misplaced",
+        is_off=lambda value: value != 0.0,
+        expected="0: a sample lies under the key of its group",
+        meaning="Samples reached the trainer under another group's id, so they were compared with answers to other "
+        "prompts. A stage or an environment changed ids or their order: keep Sample.trajectory.group_id as it is.",
+        action=Action.STOP,
+    ),
+    Guard(
+        name="disk",
+        metric="disk/checkpoints_left",
+        is_off=lambda value: value < 1.5,
+        expected="room for at least 1.5 more checkpoints",
+        meaning="The disk of the run folder is nearly full. The run waits until there is room: remove old runs or "
+        "checkpoints, or move them.",
+        action=Action.PAUSE,
+    ),
+    Guard(
+        name="memory",
+        metric="memory/available",
+        is_off=lambda value: value < 0.03,
+        expected="at least 3 % of the machine's memory",
+        meaning="The machine is about to run out of memory, and the system then kills a process at will. Lower "
+        "rollout.max_concurrent, trainer.micro_batch_tokens or rollout.env_workers.",
     ),
     Guard(
         name="truncated answers",
@@ -174,28 +267,69 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
     ]
 
 
+def with_actions(guards: Sequence[Guard], actions: Mapping[str, str]) -> list[Guard]:
+    """The guards with the actions that a recipe gives them. ConfigError: there is none of that name."""
+    names = [guard.name for guard in guards]
+    for name in actions:
+        if name not in names:
+            raise ConfigError(f"guard_actions: {unknown_name_message('guard', name, names)}")
+    changed = [replace(guard, action=Action(actions.get(guard.name, guard.action))) for guard in guards]
+    return [guard for guard in changed if guard.action is not Action.OFF]
+
+
+def room_left(run_dir: Path, checkpoint_bytes: int) -> dict[str, float]:
+    """Figures of the machine that guards look at."""
+    memory = psutil.virtual_memory()
+    free_bytes = shutil.disk_usage(run_dir).free
+    return {
+        "disk/checkpoints_left": free_bytes / max(checkpoint_bytes, 64 << 20),
+        "memory/available": memory.available / memory.total,
+    }
+
+
 class GuardWatch:
     """Runs guards over the steps of a run. One per run, in the driver."""
 
     def __init__(self, run_dir: Path, guards: Sequence[Guard]) -> None:
         self._guards = list(guards)
+        self._history: dict[str, deque[float]] = {}
         self._off_for = {guard.name: 0 for guard in guards}
         self._file = LineFile(run_dir / GUARDS_FILE)
         self.findings: list[Finding] = []
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """The findings of this step. Raises GuardError after writing them if one of them stops the run."""
+    def check(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        look_again: Callable[[], Mapping[str, float]] | None = None,
+    ) -> list[Finding]:
+        """The findings of this step. Raises GuardError after writing them if one of them stops the run; waits, looking
+        again now and then, while one of them pauses it."""
         found = [
-            finding for guard in self._guards if (finding := self._check(guard, step, metrics)) is not None
+            (guard, finding)
+            for guard in self._guards
+            if (finding := self._check(guard, step, metrics)) is not None
         ]
-        for finding in found:
+        for _, finding in found:
             self._file.write(encode_line(asdict(finding)))
             _log.warning("%s", finding)
-        self.findings += found
-        for finding in found:
+        findings = [finding for _, finding in found]
+        self.findings += findings
+        for guard, finding in found:
             if finding.action is Action.STOP:
                 raise GuardError(str(finding))
-        return found
+            if finding.action is Action.PAUSE and look_again is not None:
+                self._pause(guard, finding, look_again)
+        return findings
+
+    def _pause(self, guard: Guard, finding: Finding, look_again: Callable[[], Mapping[str, float]]) -> None:
+        deadline_s = time.monotonic() + PAUSE_S
+        while guard.is_off(look_again()[guard.metric]):
+            if time.monotonic() > deadline_s:
+                raise GuardError(f"{finding} Nothing changed within {PAUSE_S:.0f} s")
+            time.sleep(PAUSE_POLL_S)
+        self._off_for[guard.name] = 0
+        _log.warning("guard %s: %s is well again, the run goes on", guard.name, guard.metric)
 
     def close(self) -> None:
         self._file.close()
@@ -204,7 +338,7 @@ class GuardWatch:
         value = metrics.get(guard.metric)
         if value is None:
             return None
-        if not guard.is_off(value):
+        if not self._is_off(guard, value):
             self._off_for[guard.name] = 0
             return None
         self._off_for[guard.name] += 1
@@ -217,3 +351,13 @@ class GuardWatch:
             seen=f"{guard.metric} is {value:.4g}, expected {guard.expected}",
             meaning=guard.meaning,
         )
+
+    def _is_off(self, guard: Guard, value: float) -> bool:
+        if guard.is_drifting is None:
+            return guard.is_off(value)
+        past = self._history.setdefault(guard.name, deque(maxlen=HISTORY))
+        usual = median(past) if past else value
+        spread = median(abs(each - usual) for each in past) if past else 0.0
+        is_off = len(past) >= MIN_HISTORY and guard.is_drifting(value, usual, spread)
+        past.append(value)
+        return is_off

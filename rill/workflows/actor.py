@@ -106,13 +106,17 @@ class ActorWorker(PublishingWorker, LearningWorker):
         """One step from `version`: gradients are added chunk by chunk, and the optimizer steps when the batch is
         through. `publish` follows."""
         advantages = Advantages(self.algorithm, self.trainer) if self.judges else None
-        num_samples = 0
+        num_samples = num_misplaced = 0
         with ExitStack() as turn:
             for part in self._parts(source, turn, whole_groups=self.judges):
                 if part.is_first:
                     self.trainer.begin(version)
                 num_samples += len(part.chunk.lengths_S)
                 ready: list[Sample] | None = part.samples()
+                num_misplaced += sum(
+                    not key.startswith(f"{sample.trajectory.group_id}/")
+                    for key, sample in zip(part.keys, ready or (), strict=True)
+                )
                 if advantages is not None:
                     ready = advantages.add(ready or [], is_last=part.chunk.is_last)
                 if ready is not None:
@@ -120,6 +124,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
                         self.trainer.accumulate(ready)
             with self.timer("finish"):
                 metrics = {**(advantages.metrics if advantages else {}), **self.trainer.finish()}
+            metrics["groups/misplaced"] = float(num_misplaced)
             self.algorithm.observe(metrics, num_samples)
         return metrics
 

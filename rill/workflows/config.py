@@ -11,7 +11,7 @@ from rill.config.base import as_table
 from rill.data.base import DATASETS, Split
 from rill.envs.base import ENVIRONMENTS
 from rill.inference.base import ENGINES
-from rill.telemetry.guards import Guard, default_guards
+from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
@@ -41,9 +41,14 @@ class RecipeConfig(Config):
     sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
     """Trackers that get the metrics too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
 
+    guard_actions: dict[str, Literal["off", "warn", "pause", "stop"]] = {}
+    """What follows when a guard finds something, by the guard's name, e.g. { "entropy collapse" = "stop" }. Unset: the
+    guard's own (docs/telemetry.md)."""
+
     def guards(self) -> list[Guard]:
         """What is watched while the recipe runs."""
-        return default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
+        watched = default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
+        return with_actions(watched, self.guard_actions)
 
 
 class SamplingConfig(Config):
@@ -94,12 +99,10 @@ class LoopConfig(Config):
     what runs before they take new weights. Matters only where max_lag > 0."""
     checkpoint_every: int = Field(0, ge=0)
     """Steps. 0: only at the end."""
-    keep_unfinished: bool = True
-    """Where max_lag > 0: a checkpoint stops the engines for a moment and holds what was said of unfinished answers,
-    which a resumed run continues. Episodes of several turns are then run again up to where they stood, with the answers
-    they were given. Off: engines are not stopped, and a resumed run begins unfinished groups anew."""
     keep_checkpoints: int = Field(2, ge=1)
     """The newest so many are kept."""
+    keep_best: str = ""
+    """A metric, such as "eval/accuracy": the checkpoint of the step where it was highest is kept too. Empty: off."""
     step_timeout_s: float = Field(3600.0, gt=0)
     """A step that takes longer is reported as stuck."""
     max_relaunches: int = Field(3, ge=0)

@@ -34,17 +34,19 @@ from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import LoaderConfig, PromptSource, open_loader
 from rill.errors import CheckpointError
+from rill.journal.reader import BATCH, CONTROLLER, LogReader
+from rill.journal.token_log import JournalConfig, TokenLog
 from rill.runtime.context import current
 from rill.runtime.process.report import stuck
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
-from rill.types import PolicyVersion, Sample
+from rill.types import PolicyVersion
 from rill.workflows.config import EvalSetConfig, LoopConfig
 from rill.workflows.edges import Edge
 from rill.workflows.episodes import Flows
 from rill.workflows.evaluation import read_prompts, summarise_rewards
 from rill.workflows.records import TRAIN, Chunk, Outcome, Task
-from rill.workflows.staleness import Entry, Limits, Since, Staleness, State
+from rill.workflows.staleness import Limits, Since, Staleness, State
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
 
@@ -81,8 +83,12 @@ class Controller(Worker):
         config: LoopConfig,
         group_size: int,
         evals: Mapping[str, EvalSetConfig],
+        run_dir: str,
+        journal: JournalConfig,
     ) -> None:
         self.config = config
+        self.run_dir = Path(run_dir)
+        self.journal = TokenLog(self.run_dir, "controller", journal) if journal.enabled else None
         self.evals = {name: (chosen, read_prompts(chosen)) for name, chosen in evals.items()}
         self.groups = Staleness(limits_of(config), prompts.open(), group_size=group_size)
         self._changed = threading.Condition()
@@ -93,14 +99,21 @@ class Controller(Worker):
         """With the groups of the batch that each was told of."""
         self._batch: list[Outcome] = []
         self._evaluated: dict[str, dict[int, Outcome]] = {}
-        self._restored: dict[str, Sample] = {}
-        """Of a checkpoint: they lie in the samples channel again once that is there."""
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
 
     def start(self, flows: Flows) -> None:
-        """Take outcomes from now on."""
+        """Take outcomes from now on. Batches that the run has chosen before, after the step where it stands, are chosen
+        again."""
         self._flows = flows
-        self._put_samples(self._restored)
-        self._restored = {}
+        if self.journal is not None:
+            reader = LogReader(self.run_dir)
+            reader.read_all()
+            self.groups.chosen_before = chosen_before(
+                reader.batches(), self.groups.version, self.groups.limits.batch
+            )
         threading.Thread(target=self._run, name="controller", daemon=True).start()
 
     @concurrent
@@ -123,6 +136,8 @@ class Controller(Worker):
             self._wait_until(lambda: self.groups.is_full, lambda: f"a batch: {self.groups.describe()}")
             batch, since, step = tuple(self._batch), self.groups.since_last_batch(), self.groups.version
             epoch = self._epoch
+        if self.journal is not None:
+            self.journal.event(CONTROLLER, f"{BATCH}/{step}", [outcome.index for outcome in batch])
         if self.config.max_lag == 0:
             self._end_epoch()
         metrics = summarise(
@@ -187,16 +202,18 @@ class Controller(Worker):
     # --- files --------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Between two steps. The groups' file first: the state names its checksum."""
+        """Between two steps. Of what is begun it holds which groups they are: their tokens are in the token log. The
+        groups' file first: the state names its checksum."""
         with self._changed:
             if not self._is_open:
                 self._wait_for_stopped()
             state, untrained = self.groups.state(), self.groups.untrained()
-        groups = pickle.dumps((untrained, self._copy_samples(untrained)))
+        groups = pickle.dumps(untrained)
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         (place / GROUPS_FILE).write_bytes(groups)
-        write_atomically(place / STATE_FILE, json.dumps({**state, "groups_sha256": _sha256(groups)}))
+        begun = {"untrained": [task.index for task in untrained], "groups_sha256": _sha256(groups)}
+        write_atomically(place / STATE_FILE, json.dumps({**state, **begun}))
 
     def wait_saved(self, timeout_s: float) -> None:
         """It is when `save` returns."""
@@ -212,8 +229,7 @@ class Controller(Worker):
             raise CheckpointError(
                 f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
             )
-        untrained, self._restored = pickle.loads(groups)
-        self.groups.load_state(state, untrained)
+        self.groups.load_state(state, pickle.loads(groups))
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -256,19 +272,6 @@ class Controller(Worker):
                 edge.announce(Chunk.of(groups, step=self.groups.version, number=number, is_last=told == size))
             self._edges[name] = (edge, told)
 
-    def _copy_samples(self, untrained: Sequence[Entry]) -> dict[str, Sample]:
-        """The samples of groups that wait to be trained on, by key. They are taken out of the channel and put back."""
-        keys = [key for entry in untrained if entry.outcome is not None for key in entry.outcome.keys]
-        if not keys:
-            return {}
-        samples: dict[str, Sample] = dict(zip(keys, self._flows.samples.take(keys=keys), strict=True))
-        self._put_samples(samples)
-        return samples
-
-    def _put_samples(self, samples: Mapping[str, Sample]) -> None:
-        for key, sample in samples.items():
-            self._flows.samples.put(sample, weight=float(sample.num_tokens), key=key)
-
     def _end_epoch(self) -> None:
         with self._changed:
             self._is_open = False
@@ -290,6 +293,15 @@ class Controller(Worker):
             raise stuck(current(), what(), timeout_s)
         if self._failure is not None:
             raise self._failure
+
+
+def chosen_before(batches: Mapping[int, list[int]], step: int, size: int) -> dict[int, list[int]]:
+    """The batches from `step` on without a gap, as far as they have the size that batches have now."""
+    found: dict[int, list[int]] = {}
+    while len(batches.get(step, ())) == size:
+        found[step] = batches[step]
+        step += 1
+    return found
 
 
 def limits_of(config: LoopConfig) -> Limits:

@@ -34,6 +34,8 @@ class Question(NamedTuple):
     epoch: int
     asker: int
     """The environment worker's rank."""
+    is_training: bool = True
+    """Then the engine puts down every token (rill.journal)."""
 
 
 class Refused(NamedTuple):
@@ -58,8 +60,8 @@ class EnvWorker(Worker):
             self._engines = RemoteEngines(requests, answers[self.rank], self.rank)
         decode = self.episodes.tokenizer.decode
         policies = {
-            is_training: PolicyClient(self._engines, seed=self.seed + (not is_training), decode=decode)
-            for is_training in (True, False)
+            is_training: PolicyClient(asked, seed=self.seed + (not is_training), decode=decode)
+            for is_training, asked in ((True, self._engines), (False, ForEvaluation(self._engines)))
         }
         return asyncio.run(self.episodes.run(flows, policies))
 
@@ -77,12 +79,17 @@ class RemoteEngines:
         self._waiting: dict[str, Future[Completion]] = {}
         threading.Thread(target=self._read, name="answers", daemon=True).start()
 
-    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], epoch: int, *, is_training: bool = True
+    ) -> list[Future[Completion]]:
         futures: list[Future[Completion]] = [Future() for _ in requests]
         named = [replace(request, id=f"{request.id}@{self._process}") for request in requests]
         with self._lock:
             self._waiting.update((r.id, f) for r, f in zip(named, futures, strict=True))
-        questions = [Question(tuple(asked), epoch, self._rank) for _, asked in groupby(named, key=_group_of)]
+        questions = [
+            Question(tuple(asked), epoch, self._rank, is_training)
+            for _, asked in groupby(named, key=_group_of)
+        ]
         self._requests.put_many(questions, [float(len(question.requests)) for question in questions])
         return futures
 
@@ -102,6 +109,16 @@ class RemoteEngines:
             future.set_exception(RequestError(answer.reason))
         else:
             future.set_result(replace(answer, request_id=answer.request_id.rpartition("@")[0]))
+
+
+class ForEvaluation:
+    """policy.Asked for what is not trained on."""
+
+    def __init__(self, engines: RemoteEngines) -> None:
+        self._engines = engines
+
+    def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]:
+        return self._engines.submit(requests, epoch, is_training=False)
 
 
 def _group_of(request: Request) -> str:

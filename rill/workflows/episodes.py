@@ -23,8 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from rill.algorithms import Algorithm, AlgorithmConfig, Need, Verdict
 from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
-from rill.envs.events import MemoryLog
+from rill.envs.events import MISSING
 from rill.inference.base import Completion
+from rill.journal.reader import LogReader
+from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.telemetry.rollout_log import RolloutLog
@@ -32,6 +34,10 @@ from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, Sampl
 from rill.workflows.config import EvalSetConfig, RolloutConfig
 from rill.workflows.policy import PolicyClient
 from rill.workflows.records import TRAIN, Outcome, Progress, Task, sample_key
+
+MIN_REPETITIVE = 64
+"""Tokens: shorter answers repeat themselves by chance, or because they have to."""
+PRIME = 1_000_003
 
 
 class FinishedGroup(NamedTuple):
@@ -55,6 +61,7 @@ class EpisodeSettings(NamedTuple):
     finish_group: FinishGroup
     seed: int
     run_dir: str
+    journal: JournalConfig = JournalConfig()
 
 
 class Flows(NamedTuple):
@@ -78,9 +85,15 @@ class Episodes:
         self._environments: dict[str, Environment] = {
             TRAIN: open_environment(settings.rollout.env, self.tokenizer)
         }
-        self._log = RolloutLog(Path(settings.run_dir), process, self.tokenizer, settings.rollout.log_groups)
+        run_dir = Path(settings.run_dir)
+        self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
+        self.journal = TokenLog(run_dir, process, settings.journal) if settings.journal.enabled else None
+        """Of this process; an engine in it writes to the same."""
+        self._before = LogReader(run_dir)
 
     def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
         for environment in set(self._environments.values()):
             environment.close()
         self._log.close()
@@ -115,7 +128,7 @@ class Episodes:
     async def group(self, task: Task, policy: PolicyClient) -> tuple[Outcome, list[Sample]]:
         """One task to its end, or to where it was stopped."""
         answers = dict(task.progress.answers)
-        logs: dict[str, MemoryLog] = {}
+        logs: dict[str, EpisodeEvents] = {}
         episodes = await self._episodes(task, policy, answers, logs)
         if episodes is None:
             events = {name: log.events for name, log in logs.items()}
@@ -144,15 +157,17 @@ class Episodes:
         task: Task,
         policy: PolicyClient,
         answers: dict[str, Completion],
-        logs: dict[str, MemoryLog],
+        logs: dict[str, EpisodeEvents],
     ) -> list[Episode] | None:
         """All of the group, the greedy one last where the algorithm needs it; None when it was stopped."""
         environment, sampling = self._setting(task.purpose)
         wanted = {f"{task.id}/{i}": sampling for i in range(task.num_samples)}
         if task.purpose == TRAIN and Need.GREEDY_BASELINE in self._algorithm.needs:
             wanted[f"{task.id}/greedy"] = replace(sampling, temperature=0.0)
+        known = self._begin(task)
         for name in wanted:
-            logs[name] = MemoryLog(dict(task.progress.events.get(name, {})))
+            events = {**known.get(name, {}), **task.progress.events.get(name, {})}
+            logs[name] = EpisodeEvents(name, events, self.journal if task.purpose == TRAIN else None)
         ended = await asyncio.gather(
             *(
                 run_episode(
@@ -173,6 +188,16 @@ class Episodes:
                 raise error
         whole = [episode for episode in ended if isinstance(episode, Episode)]
         return whole if len(whole) == len(ended) else None
+
+    def _begin(self, task: Task) -> Mapping[str, Mapping[str, Any]]:
+        """Put down that this process has the group; what one before it, which is gone, has put down, by episode."""
+        if self.journal is None or task.purpose != TRAIN:
+            return {}
+        self.journal.event(task.id, "begun", task.prompt.id)
+        if not self._before.has_left(task.id):
+            return {}
+        self._before.read_all()
+        return {name: self._before.events(name) for name in self._before.names(task.id)}
 
     def _setting(self, purpose: str) -> tuple[Environment, SamplingParams]:
         """The environment and the sampling of training, or of an evaluation set; its own environment is opened at its
@@ -195,6 +220,24 @@ class Episodes:
         return Outcome(index=task.index, purpose=task.purpose, **known)
 
 
+class EpisodeEvents:
+    """rill.envs.events.EventLog of one episode: what is put down is on disk before anybody acts on it."""
+
+    def __init__(self, episode_id: str, events: dict[str, Any], journal: TokenLog | None) -> None:
+        self.events = events
+        """Those of earlier attempts too."""
+        self._episode_id = episode_id
+        self._journal = journal
+
+    def lookup(self, key: str) -> Any:
+        return self.events.get(key, MISSING)
+
+    def record(self, key: str, value: Any) -> None:
+        if self._journal is not None:
+            self._journal.event(self._episode_id, key, value)
+        self.events[key] = value
+
+
 def oldest_version(group: Group) -> PolicyVersion | None:
     """The oldest policy with a token in the group; None where nothing was sampled (every episode failed early)."""
     versions = [t.oldest_version for t in group.trajectories if t.oldest_version != NOT_SAMPLED]
@@ -209,6 +252,7 @@ def group_metrics(group: Group) -> dict[str, float]:
         "length/response": sum(t.num_sampled for t in trajectories) / count,
         "length/total": group.num_tokens / count,
         "length/truncated": sum(t.is_truncated for t in trajectories) / count,
+        "length/repeated": sum(is_repetitive(t) for t in trajectories) / count,
         "rollout/errors": sum(t.error is not None for t in trajectories) / count,
     }
     scored = [t for t in trajectories if t.error is None]
@@ -218,6 +262,15 @@ def group_metrics(group: Group) -> dict[str, float]:
         for part in sorted({name for t in scored for name in t.reward_parts}):
             metrics[f"reward/{part}"] = sum(t.reward_parts.get(part, 0.0) for t in scored) / len(scored)
     return metrics
+
+
+def is_repetitive(trajectory: Trajectory) -> bool:
+    """Whether most of its runs of four sampled tokens have been said before in it."""
+    said = trajectory.token_ids[trajectory.versions != NOT_SAMPLED].astype(np.int64)
+    if len(said) < MIN_REPETITIVE:
+        return False
+    runs = ((said[:-3] * PRIME + said[1:-2]) * PRIME + said[2:-1]) * PRIME + said[3:]
+    return len(np.unique(runs)) < len(runs) / 2
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

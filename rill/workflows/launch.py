@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,8 @@ PRELOAD = (
 NEVER_S = 1e9
 """Workers wait for tasks and the controller for outcomes as long as the run lasts; the loop holds the deadline of a
 step."""
+FLEET = ("rollout", "env")
+"""Groups whose lost ranks are replaced while the others go on (fleet.py)."""
 NUM_REPORTS = 20
 """Of the supervised steps before RL."""
 
@@ -76,6 +79,9 @@ class Launcher:
         )
         self._observers = observers
         self._starting: list[WorkerGroup[Any]] = []
+        self._groups: list[WorkerGroup[Any]] = []
+        self.is_ready = False
+        """Whether everything that was started has been."""
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
             # Here, where a wrong path is one line and not a worker's traceback.
@@ -97,7 +103,7 @@ class Launcher:
         group = worker.launch_async(
             self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
         )
-        self._starting.append(group)
+        self._begin(group)
         if is_trained:
             self.trained[name] = group
         return group
@@ -111,12 +117,23 @@ class Launcher:
             try:
                 group.ready(timeout_s)
             except PeerDiedError as death:
-                if group.name not in ("rollout", "env") or self.config.loop.max_relaunches == 0:
+                if group.name not in FLEET or self.config.loop.max_relaunches == 0:
                     raise
                 log.warning("%s: started again", str(death).splitlines()[0])
                 for rank in group.lost():
                     group.relaunch(rank, timeout_s=timeout_s)
                 group.ready(timeout_s)
+        self.is_ready = True
+
+    def lost(self, timeout_s: float) -> list[str]:
+        """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            groups = [group for group in self._groups if group.name not in FLEET]
+            found = [f"{group.name}[{rank}]" for group in groups for rank in group.lost()]
+            if found or time.monotonic() > deadline_s:
+                return found
+            time.sleep(0.1)
 
     # --- the parts that every RL run has --------------------------------------------------------------------
 
@@ -131,8 +148,10 @@ class Launcher:
             config=config.loop,
             group_size=config.rollout.group_size,
             evals=self.evals,
+            run_dir=str(self.folder.path.resolve()),
+            journal=config.journal,
         )
-        self._starting.append(group)
+        self._begin(group)
         self.trained["controller"] = group
         return group
 
@@ -147,6 +166,7 @@ class Launcher:
             finish_group=finish_group,
             seed=config.seed,
             run_dir=str(self.folder.path.resolve()),
+            journal=config.journal,
         )
         num_env = config.rollout.env_workers
         rollout = self(RolloutWorker, "rollout", settings=settings, sync=self.sync, has_episodes=num_env == 0)
@@ -160,7 +180,7 @@ class Launcher:
             threads=1,
             settings=settings,
         )
-        self._starting.append(env)
+        self._begin(env)
         return Engines(rollout, env)
 
     def actor(self, rollout: Engines, *, has_critic: bool = False) -> WorkerGroup[ActorWorker]:
@@ -221,6 +241,10 @@ class Launcher:
             self.cluster.coreside(*self.seating.names)
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _begin(self, group: WorkerGroup[Any]) -> None:
+        self._starting.append(group)
+        self._groups.append(group)
 
     @property
     def threads(self) -> int:

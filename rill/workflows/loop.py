@@ -8,8 +8,8 @@ What unblocks what: stages wait for chunks of the batch (controller.py), the tra
 room for more prompts. With max_lag 0 the epoch of the tasks ends with the batch: the engines finish, let go of their
 devices, and others may have them. That is all that sharing devices needs, so a workflow file does not know whether its
 parts share. While it waits, the loop looks after engines and environments: one that is lost is brought back (fleet.py).
-A lost trainer or controller ends the run, which can be resumed: a checkpoint is taken between two steps and holds the
-samples that wait for training, and what is begun (with its tokens, on request).
+A lost trainer or controller ends the session, and the workflow begins the next from the last checkpoint and the token
+log (workflow.py). A checkpoint is taken between two steps; the log has the tokens of everything that is begun.
 
 The driver makes a fixed number of calls a step and sees neither samples nor single groups: what a step costs it grows
 with neither.
@@ -69,6 +69,8 @@ class Loop:
         self.flow = flow
         self.step = 0
         """Training steps that are done."""
+        self._metrics: Mapping[str, float] = {}
+        """Of the newest step."""
         self._write_step = step
         self._controller = controller
         self._checkpoints = checkpoints
@@ -94,18 +96,12 @@ class Loop:
         if fleet.is_open:
             self._ask(self._controller.finish())
             fleet.end_epoch()
-        self._checkpoints.save(self.step)
+        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def save(self) -> None:
-        """A checkpoint of where it stands. With keep_unfinished, engines that run ahead are stopped meanwhile, so that
-        it holds every token they have said; the next step lets them go on behind those."""
-        fleet = self.flow.fleet
-        if fleet.is_open and self.config.keep_unfinished:
-            epoch = self._ask(self._controller.finish())
-            fleet.stop(epoch)
-            fleet.end_epoch()
+        """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
         self._ask(self._controller.trained(self.step))
-        self._checkpoints.save(self.step)
+        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     @property
     def _version(self) -> PolicyVersion:
@@ -174,6 +170,7 @@ class Loop:
         return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
+        self._metrics = metrics
         report = StepReport(step=self.step, num_steps=self.config.steps, metrics=metrics)
         for observer in self._observers:
             observer(report)

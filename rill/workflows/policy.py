@@ -141,10 +141,8 @@ class EpisodePolicy:
         before: Completion | None,
         model: str | None,
     ) -> Completion:
-        # A part of its own seed: an engine may count its draws from the start of a request.
-        part = request_id if before is None else f"{request_id}+{len(before.token_ids)}"
         if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=self._client.seed_of(part))
+            sampling = replace(sampling, seed=self._client.seed_of(request_id))
         if before is None:
             request = Request(id=request_id, token_ids=token_ids, sampling=sampling, adapter=model)
             return await self._client.complete(request, self._epoch)

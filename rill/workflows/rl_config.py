@@ -16,8 +16,9 @@ from rill.data.base import DATASETS
 from rill.data.curriculum import CurriculumConfig
 from rill.data.loader import LoaderConfig
 from rill.errors import ConfigError
+from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
-from rill.telemetry.guards import Guard, default_guards
+from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
 from rill.workflows.config import (
     MISMATCH_LIMITS,
@@ -66,6 +67,7 @@ class RLConfig(RecipeConfig):
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
     loop: LoopConfig = LoopConfig()
+    journal: JournalConfig = JournalConfig()
     flow: FlowConfig = FlowConfig()
     eval: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()
@@ -94,7 +96,8 @@ class RLConfig(RecipeConfig):
 
     def guards(self) -> list[Guard]:
         limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
-        return default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
+        watched = default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
+        return with_actions(watched, self.guard_actions)
 
     @property
     def needs(self) -> frozenset[Need]:

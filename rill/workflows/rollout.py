@@ -14,18 +14,22 @@ import asyncio
 import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 from rill.config import PartConfig
 from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.inference.gate import EngineGate
+from rill.journal.logged import LoggedEngine
+from rill.journal.token_log import TokenLog
+from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
 from rill.workflows.episodes import Episodes, EpisodeSettings, Flows
-from rill.workflows.policy import PolicyClient
+from rill.workflows.policy import Asked, PolicyClient
 
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which
@@ -47,11 +51,25 @@ class RolloutWorker(Worker):
         self.max_concurrent = settings.rollout.max_concurrent
         name = f"{self.group_name}-{self.rank}"
         self.episodes = Episodes(settings, name) if has_episodes else None
+        self.journal: TokenLog | None = None
+        if self.episodes is not None:
+            self.journal = self.episodes.journal
+        elif settings.journal.enabled:
+            self.journal = TokenLog(Path(settings.run_dir), name, settings.journal)
+        self.logged: Asked = self.gate
+        """The engine for training: evaluations are not logged, they can be repeated."""
+        if self.journal is not None:
+            decode = load_tokenizer(settings.model).decode
+            self.logged = LoggedEngine(
+                self.gate, self.journal, delay_s=settings.journal.delay_s, decode=decode
+            )
         self._updating = threading.Lock()
 
     def close(self) -> None:
         if self.episodes is not None:
             self.episodes.close()
+        elif self.journal is not None:
+            self.journal.close()
         self.receiver.close()
         self.engine.close()
 
@@ -72,8 +90,8 @@ class RolloutWorker(Worker):
         assert self.episodes is not None, "this worker's environments are elsewhere"
         decode = self.episodes.tokenizer.decode
         policies = {
-            is_training: PolicyClient(self.gate, seed=self.seed + (not is_training), decode=decode)
-            for is_training in (True, False)
+            True: PolicyClient(self.logged, seed=self.seed, decode=decode),
+            False: PolicyClient(self.gate, seed=self.seed + 1, decode=decode),
         }
         with self.device_lock(flows.tasks, flows.samples):
             return asyncio.run(self.episodes.run(flows, policies))
@@ -114,8 +132,9 @@ class RolloutWorker(Worker):
 
     def _submit(self, question: Question) -> tuple[list[Future[Completion]], list[Refused]]:
         """All at once; where one is impossible, each by itself."""
+        asked = self.logged if question.is_training else self.gate
         try:
-            return self.gate.submit(question.requests, question.epoch), []
+            return asked.submit(question.requests, question.epoch), []
         except RequestError as error:
             if len(question.requests) == 1:
                 return [], [Refused(question.requests[0].id, str(error))]

@@ -27,8 +27,9 @@ run may have another batch size. Every admitted group is trained on once or drop
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -94,6 +95,9 @@ class Staleness:
         self._num_trained = 0
         self._num_stopped = 0
         self._is_batch_open = False
+        self.chosen_before: dict[int, list[int]] = {}
+        """The groups of batches that were trained on once already, by step, where the run goes on from a checkpoint
+        before them: they are chosen again, in the same order."""
 
     # --- admission ----------------------------------------------------------------------------------------
 
@@ -156,8 +160,8 @@ class Staleness:
         """The groups that join the open batch now, in the order in which they join."""
         if not self._is_batch_open:
             return []
-        chosen = self._oldest_first() if self.limits.in_admission_order else self._first_come()
         outcomes = []
+        chosen = self._next()
         for index in chosen[: self.limits.batch - self.num(State.BATCHED)]:
             outcome = self._move(index, State.KEPT, State.BATCHED).outcome
             assert outcome is not None, "what is kept has an outcome"
@@ -165,6 +169,13 @@ class Staleness:
         if self.is_full:
             self._is_batch_open = False
         return outcomes
+
+    def _next(self) -> list[int]:
+        """The groups that may join now, in order."""
+        if before := self.chosen_before.get(self.version):
+            missing = before[self.num(State.BATCHED) :]
+            return list(itertools.takewhile(lambda index: index in self._groups[State.KEPT], missing))
+        return self._oldest_first() if self.limits.in_admission_order else self._first_come()
 
     def _oldest_first(self) -> list[int]:
         """A group that was admitted earlier may still be running: it is waited for unless a filter drops it."""
@@ -220,11 +231,11 @@ class Staleness:
             f"({self.num(State.RUNNING)} running, {len(self._dropped)} dropped by filters since the last step)"
         )
 
-    def untrained(self) -> list[Entry]:
+    def untrained(self) -> list[Task]:
         """Everything between admission and training, between two steps: what a checkpoint holds besides `state`."""
         assert not self._groups[State.BATCHED], "a checkpoint is taken between two steps"
-        begun = {**self._groups[State.RUNNING], **self._groups[State.RESUMED]}
-        return [*(begun[index] for index in sorted(begun)), *self._groups[State.KEPT].values()]
+        begun = {index: entry for groups in self._groups.values() for index, entry in groups.items()}
+        return [begun[index].task for index in sorted(begun)]
 
     def state(self) -> dict[str, Any]:
         """What can be written as JSON."""
@@ -236,14 +247,12 @@ class Staleness:
             "source": self.source.state(),
         }
 
-    def load_state(self, state: Mapping[str, Any], untrained: list[Entry]) -> None:
-        """Before the first admission."""
+    def load_state(self, state: Mapping[str, Any], untrained: Sequence[Task]) -> None:
+        """Before the first admission. What was kept is done again: the token log has its tokens."""
         self.version, self._next_index = state["version"], state["next_index"]
         self._num_dropped, self._num_trained = state["dropped"], state["trained"]
         self.source.load_state(state["source"])
-        for entry in untrained:
-            place = State.RESUMED if entry.outcome is None else State.KEPT
-            self._groups[place][entry.task.index] = entry
+        self._groups[State.RESUMED] = {task.index: Entry(task) for task in untrained}
 
     def _move(self, index: int, old: State, new: State) -> Entry:
         entry = self._groups[old].pop(index)

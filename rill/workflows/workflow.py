@@ -6,19 +6,26 @@ base knows the controller, the loop and the run's files, and none of the models.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rill.journal.checkpoints import RunCheckpoints
+from rill.errors import PeerDiedError, RillError, WorkerError
+from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
 from rill.workflows.actor import ActorWorker
 from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
-from rill.workflows.loop import Loop, Observer
+from rill.workflows.loop import Loop, Observer, StepReport
 from rill.workflows.rl_config import RLConfig
+
+log = logging.getLogger(__name__)
+
+DEATH_S = 3.0
+"""What a lost process leaves behind may fail before its death is known; so long is waited for the news of it."""
 
 
 class Workflow(ABC):
@@ -41,40 +48,92 @@ class Workflow(ABC):
         """One step, once per batch: calls that return at once."""
 
     def run(self) -> None:
-        """Warm up or resume, train to the last step, leave the model in the run folder."""
+        """Warm up or resume, train to the last step, leave the model in the run folder.
+
+        A session is a cluster with all groups. Where one ends because a process is lost that cannot be replaced in it
+        (a trainer's rank, whose peers wait for it in the middle of a step; a scorer; the controller), the next goes on
+        from the last checkpoint, and from the token log: nothing is sampled twice, and the trainer takes the batches
+        that it had taken.
+        """
+        for restarts_left in reversed(range(self.config.loop.max_relaunches + 1)):
+            try:
+                self._session()
+                return
+            except RillError as error:
+                if not self._lost or restarts_left == 0:
+                    raise
+                reason = str(error).splitlines()[0]
+                log.warning("%s is lost (%s): the run goes on", ", ".join(self._lost), reason)
+                self._tell_restart()
+
+    def _tell_restart(self) -> None:
+        found = whole_checkpoints(self.folder)
+        step = step_of(found[-1]) if found else 0
+        where = f"step {step}" if found else "the start"
+        note = f"{', '.join(self._lost)} lost: going on from {where} and the token log"
+        report = StepReport(
+            step=step, num_steps=self.config.loop.steps, metrics={}, phase="restart", notes=(note,)
+        )
+        for observer in self.observers:
+            observer(report)
+
+    def _session(self) -> None:
         config = self.config
-        timeout_s = config.loop.step_timeout_s
+        self._lost: list[str] = []
         with open_cluster(config.cluster, self.folder) as cluster:
             launch = Launcher(config, self.folder, self.observers, cluster)
-            controller = launch.controller()
-            self.groups(launch)
-            launch.ready()
-            launch.colocate()
-            flow = Flow(
-                config.flow,
+            try:
+                self._train(launch)
+            except RillError as error:
+                if may_follow_a_death(error, launch.is_ready):
+                    self._lost = launch.lost(DEATH_S)
+                raise
+
+    def _train(self, launch: Launcher) -> None:
+        config = self.config
+        timeout_s = config.loop.step_timeout_s
+        controller = launch.controller()
+        self.groups(launch)
+        launch.ready()
+        launch.colocate()
+        flow = Flow(
+            config.flow,
+            config.loop,
+            controller,
+            launch.fleet(self.rollout, self.actor),
+            launch.seating,
+            launch.flows,
+            launch.channel,
+        )
+        checkpoints = RunCheckpoints(
+            self.folder,
+            launch.trained,
+            config.loop.keep_checkpoints,
+            timeout_s,
+            compacts=not config.journal.keep,
+        )
+        with checkpoints:
+            loop = Loop(
                 config.loop,
+                flow,
+                self.step,
                 controller,
-                launch.fleet(self.rollout, self.actor),
-                launch.seating,
-                launch.flows,
-                launch.channel,
+                checkpoints,
+                self.observers,
+                eval_every=config.eval.every,
+                has_evals=bool(launch.evals),
             )
-            with RunCheckpoints(
-                self.folder, launch.trained, config.loop.keep_checkpoints, timeout_s
-            ) as checkpoints:
-                loop = Loop(
-                    config.loop,
-                    flow,
-                    self.step,
-                    controller,
-                    checkpoints,
-                    self.observers,
-                    eval_every=config.eval.every,
-                    has_evals=bool(launch.evals),
-                )
-                is_resumed = loop.restore()
-                controller.start(launch.flows).wait(timeout_s=timeout_s)
-                if not is_resumed and config.sft.steps:
-                    loop.save()  # what the supervised steps made is not lost before the first checkpoint
-                loop.run()
-            self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)
+            is_resumed = loop.restore()
+            controller.start(launch.flows).wait(timeout_s=timeout_s)
+            if not is_resumed and config.sft.steps:
+                loop.save()  # what the supervised steps made is not lost before the first checkpoint
+            loop.run()
+        self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)
+
+
+def may_follow_a_death(error: RillError, is_ready: bool) -> bool:
+    """Whether a lost process can be behind it. What a worker raised may be what its peer's death looks like to it, but
+    not before all are ready: then its own start failed, and would fail again."""
+    if isinstance(error, WorkerError):
+        return is_ready and not isinstance(error.__cause__, RillError)
+    return isinstance(error, PeerDiedError)

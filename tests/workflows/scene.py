@@ -21,6 +21,7 @@ from rill.algorithms import AlgorithmConfig
 from rill.data.loader import LoaderConfig
 from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.journal.checkpoints import RunCheckpoints
+from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
@@ -179,6 +180,7 @@ class Scene:
             finish_group=finish_group,
             seed=SEED,
             run_dir=str(self.folder),
+            journal=JournalConfig(delay_s=0.02),
         )
         self.rollout = RolloutWorker.launch_async(
             cluster,
@@ -215,6 +217,8 @@ class Scene:
             config=config,
             group_size=group_size,
             evals=self.evals,
+            run_dir=str(self.folder),
+            journal=settings.journal,
         )
         self.env = None
         if env_workers:
@@ -251,7 +255,7 @@ class Scene:
             has_evals=evals > 0,
         )
         if resumed is not None:
-            assert self.loop.restore()
+            self.loop.restore()
         self.controller.start(self.flows).wait(timeout_s=DEADLINE_S)
 
     def step(self, flow: Flow) -> None:

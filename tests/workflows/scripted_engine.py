@@ -1,7 +1,8 @@
 """An engine without a model: what it says follows from each request's seed alone, so that a test knows every token.
 
 Registered by its "module:Class" path, it runs inside the real rollout worker. Token number i of a request is
-`script(seed)[i]`; its version is that of the weights held when it was said. It keeps a record of every completion in
+`script(seed)[i]`, whether it is said in one go or continued; its version is that of the weights held when it was said.
+It keeps a record of every completion in
 `record_dir`, one file a process, to be compared with what reaches the trainer.
 """
 
@@ -60,8 +61,18 @@ class _Running:
     tokens: TokenIds
     logprobs: Floats
     ticks_to_wait: int
+    on_delta: Callable[[Delta], None] | None
     versions: list[int] = field(default_factory=list)
     future: Future[Completion] = field(default_factory=Future)
+
+    def newest(self) -> Delta:
+        last = len(self.versions) - 1
+        return Delta(
+            request_id=self.request.id,
+            token_ids=self.tokens[last : last + 1],
+            logprobs=self.logprobs[last : last + 1],
+            versions=np.array(self.versions[-1:], np.int32),
+        )
 
     def finish(self, reason: StopReason) -> None:
         count = len(self.versions)
@@ -107,7 +118,16 @@ class ScriptedEngine:
 
     @property
     def features(self) -> frozenset[Feature]:
-        return frozenset({Feature.PARTIAL_ROLLOUT, Feature.SEEDED, Feature.SCORE, Feature.UPDATE_WEIGHTS})
+        return frozenset(
+            {
+                Feature.PARTIAL_ROLLOUT,
+                Feature.SEEDED,
+                Feature.SEEDED_BY_POSITION,
+                Feature.SCORE,
+                Feature.UPDATE_WEIGHTS,
+                Feature.STREAM,
+            }
+        )
 
     @property
     def version(self) -> PolicyVersion:
@@ -122,9 +142,10 @@ class ScriptedEngine:
     ) -> list[Future[Completion]]:
         made = []
         for request in requests:
-            seed = request.sampling.seed or 0
-            tokens, logprobs = script(seed, request.sampling.max_new_tokens)
-            made.append(_Running(request, tokens, logprobs, seed % (self.config.max_delay_ticks + 1)))
+            seed, given = request.sampling.seed or 0, request.num_generated
+            tokens, logprobs = script(seed, request.sampling.max_new_tokens + given)
+            delay = 0 if given else seed % (self.config.max_delay_ticks + 1)
+            made.append(_Running(request, tokens[given:], logprobs[given:], delay, on_delta))
         with self._changed:
             if self._pause is PauseMode.FINISH:
                 self._waiting += made
@@ -215,6 +236,8 @@ class ScriptedEngine:
                 run.ticks_to_wait -= 1
                 continue
             run.versions.append(int(self._version))
+            if run.on_delta is not None and len(run.versions) < len(run.tokens):
+                run.on_delta(run.newest())
             if len(run.versions) == len(run.tokens):
                 ended.append(self._running.pop(name))
         return ended

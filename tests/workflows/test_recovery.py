@@ -43,6 +43,14 @@ def kill_at_step(
     return thread
 
 
+def num_continued(scene: Scene) -> int:
+    """Requests that an engine was given behind tokens that were sampled before."""
+    trained = [s.trajectory for batch in scene.trained() for s in batch.samples]
+    num_prompt = {t.episode_id: t.num_prompt_tokens for t in trained}
+    parts = [part for parts in scene.said().values() for part in parts]
+    return sum(part["num_given"] > num_prompt[part["id"].partition("#")[0]] for part in parts)
+
+
 def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,6 +64,7 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     check_conserved(scene)
     check_once(scene, 4, 3)
     assert scene.relaunches() == [1]
+    assert num_continued(scene) > 0, "what it was saying goes on behind its tokens"
     assert "rollout-killed[0] is lost" in caplog.text
     scene.close()
 
@@ -159,6 +168,7 @@ def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
     check_conserved(scene)
     check_once(scene, 4, 3)
     assert scene.reports[-1].metrics["sync/relaunches"] == 1
+    assert num_continued(scene) > 0
     scene.close()
 
 

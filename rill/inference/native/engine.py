@@ -155,6 +155,7 @@ class NativeEngine:
             Feature.UPDATE_WEIGHTS,
             Feature.RELEASE_MEMORY,
             Feature.SEEDED,
+            Feature.SEEDED_BY_POSITION,
         }
         found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
         return frozenset(found)

@@ -1,0 +1,316 @@
+"""`rill chaos`: hurt a real run at random moments, from a seed, and check what rill promises of it.
+
+    undisturbed run ─────────────────────────────────────────────┐
+    the same run, hurt: kill, stop, slow, disconnect, driver, disk ──▶ what held ──▶ printed, RUN/chaos.json
+
+The runs are `rill train` in processes of their own; the harness only sends signals and reads the run folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from rill.cli.console import complain, say
+from rill.errors import UserError
+from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+CHAOS_FILE = "chaos.json"
+KINDS = {"kill": 8, "stop": 4, "slow": 2, "disconnect": 2, "driver": 1, "disk": 1}
+"""With how often each is chosen."""
+SMALL_DISK_BYTES = 1 << 30
+"""Only a file system of at most this size is filled."""
+SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
+EXACT = "rollout.engine.batch_invariant=true"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    at_s: float
+    """Since the run was started."""
+    kind: str
+    target: str
+
+
+@app.command()
+def chaos(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or file; a small one.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
+    faults: Annotated[int, typer.Option("--faults", help="Hurt it at most so often.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Decides what is done to whom, and when.")] = 0,
+    every_s: Annotated[float, typer.Option("--every", help="Seconds between two faults, on average.")] = 2.0,
+    kinds: Annotated[
+        str, typer.Option("--kinds", help=f"Of {', '.join(KINDS)}; disk needs a small one.")
+    ] = "",
+    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds that the hurt run may take.")
+    ] = 3600.0,
+) -> None:
+    """Run a recipe twice, once undisturbed and once while processes are killed, stopped, slowed down and cut off at
+    random, and say what held: it finishes, every group is trained on once, every token has its record, no tool ran
+    twice, nothing is left behind and, where the run is synchronous, the weights are the same to the last bit.
+
+    Ends with exit code 1 when something did not hold. What was done is in the run folder, in chaos.json.
+
+    \b
+    Examples:
+      rill chaos demo --faults 30
+      rill chaos demo loop.steps=200 --faults 300 --seed 7
+      rill chaos demo --kinds kill,stop --root /mnt/small-tmpfs
+    """
+    chosen = [kind for kind in (kinds.split(",") if kinds else KINDS) if kind != "disk" or _is_small(root)]
+    for kind in chosen:
+        if kind not in KINDS:
+            raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
+    changes = [*(overrides or []), *SETTINGS]
+    if not any(change.startswith("rollout.engine") for change in changes):
+        changes.append(EXACT)
+    say("the undisturbed run")
+    calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
+    if calm.process.wait(timeout_s) != 0:
+        raise UserError(f"the undisturbed run fails too: {calm.said()}")
+    say(f"the same run, hurt up to {faults} times")
+    hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
+    done = Harness(hurt, random.Random(seed), chosen, every_s).run(faults, timeout_s)
+    held = what_held(calm.run(), hurt.run(), hurt)
+    report = {"seed": seed, "faults": [asdict(fault) for fault in done], "held": held}
+    write_atomically(hurt.run().path / CHAOS_FILE, json.dumps(report, indent=1))
+    counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
+    say(f"{'faults':<42} {len(done)} ({', '.join(f'{kind} {n}' for kind, n in counts.items())})")
+    for promise, verdict in held.items():
+        good = verdict in (True, "not promised here")
+        say(
+            f"{promise:<42} {typer.style('held' if verdict is True else str(verdict), fg='green' if good else 'red')}"
+        )
+    say(f"{'told in':<42} {hurt.run().path / CHAOS_FILE}")
+    if any(verdict not in (True, "not promised here") for verdict in held.values()):
+        raise typer.Exit(1)
+
+
+class Trained:
+    """`rill train` in a process of its own, as a user would start it."""
+
+    def __init__(self, recipe: str, changes: list[str], root: Path, name: str) -> None:
+        self._root = root
+        self._name = name
+        self._log = Path(root) / f"{name}.txt"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.unlink(missing_ok=True)
+        shutil.rmtree(root / name, ignore_errors=True)
+        self.everybody: dict[int, psutil.Process] = {}
+        """That was ever seen of it."""
+        self._start([recipe, *changes, "--name", name, "--root", str(root)])
+
+    def resume(self) -> None:
+        self._start(["--resume", str(self._root / self._name)])
+
+    def run(self) -> Run:
+        return Run.open(self._name, root=self._root)
+
+    def said(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-15:])
+
+    def workers(self) -> dict[str, psutil.Process]:
+        """Those that live, by name: rollout[0], hub …"""
+        found: dict[str, psutil.Process] = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    self.everybody[process.pid] = process
+                    found[process.name()] = process
+        return dict(sorted(found.items()))
+
+    def _start(self, arguments: list[str]) -> None:
+        with self._log.open("a") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from rill.cli.main import main; main()", "train", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+
+class Harness:
+    """Hurts a run until it ends."""
+
+    def __init__(self, hurt: Trained, rng: random.Random, kinds: list[str], every_s: float) -> None:
+        self._hurt = hurt
+        self._rng = rng
+        self._kinds = kinds
+        self._every_s = every_s
+
+    def run(self, num_faults: int, timeout_s: float) -> list[Fault]:
+        started_s = time.monotonic()
+        done: list[Fault] = []
+        while time.monotonic() - started_s < timeout_s:
+            wait_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
+            if len(done) >= num_faults:
+                wait_s = 1.0
+            try:
+                if self._hurt.process.wait(wait_s) == 0:
+                    return done
+            except subprocess.TimeoutExpired:
+                if len(done) < num_faults and (fault := self._inflict(started_s)) is not None:
+                    done.append(fault)
+                continue
+            if not done or done[-1].kind != "driver":
+                complain(f"the run ended by itself:\n{self._hurt.said()}")
+                return done
+            self._wait_for_the_dead()
+            self._hurt.resume()
+        complain(f"the run has not ended after {timeout_s:.0f} s:\n{self._hurt.said()}")
+        self._hurt.process.kill()
+        return done
+
+    def _inflict(self, started_s: float) -> Fault | None:
+        """One fault; None where there is nobody to hurt yet."""
+        kind = self._rng.choices(self._kinds, [KINDS[kind] for kind in self._kinds])[0]
+        workers = self._hurt.workers()
+        named = [name for name in workers if "[" in name]
+        if not named:
+            return None
+        target = self._rng.choice(named)
+        lasts_s = self._rng.uniform(0.2, 3.0)
+        if kind == "driver":
+            target = "driver"
+            self._hurt.process.kill()
+        elif kind == "disk":
+            target = str(self._hurt.run().path)
+            self._fill_disk(lasts_s)
+        elif kind == "disconnect":
+            target = "hub"  # everybody is cut off at once, until it is back
+            if target not in workers:
+                return None
+            _signal(workers[target], signal.SIGKILL)
+        elif kind == "kill":
+            _signal(workers[target], signal.SIGKILL)
+        else:
+            self._hold_up(workers[target], lasts_s, stutters=kind == "slow")
+        return Fault(at_s=round(time.monotonic() - started_s, 3), kind=kind, target=target)
+
+    def _hold_up(self, process: psutil.Process, lasts_s: float, *, stutters: bool) -> None:
+        end_s = time.monotonic() + lasts_s
+        while time.monotonic() < end_s:
+            _signal(process, signal.SIGSTOP)
+            time.sleep(0.05 if stutters else lasts_s)
+            _signal(process, signal.SIGCONT)
+            time.sleep(0.02)
+
+    def _fill_disk(self, lasts_s: float) -> None:
+        ballast = self._hurt.run().path / "ballast"
+        try:
+            with ballast.open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 20))
+            time.sleep(lasts_s)
+        finally:
+            ballast.unlink(missing_ok=True)
+
+    def _wait_for_the_dead(self) -> None:
+        """Workers end by themselves when their driver is gone."""
+        psutil.wait_procs(self._hurt.everybody.values(), timeout=60)
+
+
+def what_held(calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
+    """Every promise: True, or what was found instead."""
+    config = tomllib.loads(hurt.config_path.read_text(encoding="utf-8"))
+    loop, group_size = config["loop"], config["rollout"]["group_size"]
+    left = [p.pid for p in psutil.wait_procs(process.everybody.values(), timeout=30)[1]]
+    is_exact = loop["max_lag"] == 0 and not loop["overprovision"]
+    same = _weights(hurt) == _weights(calm)
+    return {
+        "it finishes": hurt.state().status is RunStatus.FINISHED or hurt.state().status.value,
+        "every group is trained on once": _first(_batches(hurt, loop["steps"], loop["prompts_per_step"])),
+        "every token trained on has its record": _first(_records(hurt, group_size)),
+        "no tool ran twice": _first(_tools(hurt)),
+        "the weights are the same to the last bit": (same or "they differ")
+        if is_exact
+        else "not promised here",
+        "nothing is left behind": not left or f"processes {left}",
+    }
+
+
+def _first(problems: Iterator[str]) -> bool | str:
+    return next(problems, True)
+
+
+def _batches(run: Run, num_steps: int, size: int) -> Iterator[str]:
+    from rill.journal.reader import LogReader
+
+    reader = LogReader(run.path)
+    reader.read_all()
+    batches = reader.batches()
+    if sorted(batches) != list(range(num_steps)):
+        yield f"{len(batches)} of {num_steps} batches"
+    seen: dict[int, int] = {}
+    for step, indices in batches.items():
+        if len(indices) != size:
+            yield f"the batch of step {step} has {len(indices)} groups"
+        for index in indices:
+            if index in seen:
+                yield f"group {index} is in the batches of steps {seen[index]} and {step}"
+            seen[index] = step
+
+
+def _records(run: Run, group_size: int) -> Iterator[str]:
+    from rill.journal.reader import LogReader
+
+    reader = LogReader(run.path)
+    reader.read_all()
+    yield from reader.damages()
+    finished = {name.partition("#")[0] for name, sequence in reader.sequences() if sequence.is_finished}
+    for indices in reader.batches().values():
+        for index in indices:
+            for number in range(group_size):
+                if f"g{index:08d}/{number}" not in finished:
+                    yield f"answer g{index:08d}/{number} was trained on and is not in the log"
+
+
+def _tools(run: Run) -> Iterator[str]:
+    from rill.envs.events import BEGUN
+    from rill.journal.reader import segments
+    from rill.journal.records import Event, Segment
+    from rill.journal.token_log import FOLDER
+
+    results: set[tuple[str, str]] = set()
+    for path in segments(run.path / FOLDER):
+        for record in Segment(path).read():
+            if isinstance(record, Event) and record.key.startswith("tool/") and record.value != BEGUN:
+                if (record.of, record.key) in results:
+                    yield f"{record.key} of {record.of} has two results"
+                results.add((record.of, record.key))
+
+
+def _weights(run: Run) -> str:
+    path = run.path / "model" / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else f"none in {run.path}"
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)
+
+
+def _is_small(root: Path) -> bool:
+    root.mkdir(parents=True, exist_ok=True)
+    return shutil.disk_usage(root).total <= SMALL_DISK_BYTES

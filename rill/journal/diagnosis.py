@@ -1,0 +1,183 @@
+"""What is wrong with a run, in words: read from its folder, whether it runs, has ended or was copied from elsewhere.
+
+Called by `rill doctor RUN`. Every line says what is wrong, since when, and what to try; the worst come first. An empty
+list is a run of which nothing bad is known.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+
+from rill.journal.checkpoints import DAMAGED, newest_size, step_of, whole_checkpoints
+from rill.journal.reader import LogReader
+from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
+from rill.telemetry.jsonl import read_lines
+from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.rollouts import newest_failure
+from rill.telemetry.run import Run, RunStatus
+
+SILENCE_S, FACTOR = 120.0, 5.0
+"""A run that runs is silent for too long after so many seconds, and so many times its longest step."""
+_LOST = re.compile(r"WARNING \S+: (\S+\[\d+\]).* is lost")
+
+
+class Severity(IntEnum):
+    NOTE = 0
+    WARNING = 1
+    BROKEN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    severity: Severity
+    what: str
+    since: str
+    advice: str
+
+
+def diagnose(run: Run) -> list[Diagnosis]:
+    """The worst first."""
+    rows = read_metrics(run.path)
+    found = [
+        *_status(run, rows),
+        *_silence(run, rows),
+        *_guards(run),
+        *_losses(run),
+        *_failures(run, rows),
+        *_checkpoints(run, rows),
+        *_token_log(run),
+        *_disk(run),
+    ]
+    return sorted(found, key=lambda diagnosis: -diagnosis.severity)
+
+
+def _status(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
+    state = run.state()
+    last = f"step {rows[-1].step}, {_at(rows[-1].time_s)}" if rows else _at(state.changed_s)
+    if state.status is RunStatus.FAILED:
+        what = (
+            f"it failed: {state.message.splitlines()[0] if state.message else 'no reason was written down'}"
+        )
+        advice = f"mend what the message names (all of it: {run.log_path}), then {run.resume_command}"
+        yield Diagnosis(severity=Severity.BROKEN, what=what, since=last, advice=advice)
+    elif state.status is RunStatus.INTERRUPTED:
+        advice = f"nothing that was sampled is lost: {run.resume_command}"
+        what = f"it is not running: {state.message}"
+        yield Diagnosis(severity=Severity.WARNING, what=what, since=last, advice=advice)
+    elif state.status is RunStatus.UNKNOWN:
+        advice = f"{run.resume_command} writes it anew"
+        yield Diagnosis(
+            severity=Severity.WARNING, what=state.message, since=_at(state.changed_s), advice=advice
+        )
+
+
+def _silence(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
+    state = run.state()
+    if state.status is not RunStatus.RUNNING:
+        return
+    last_s = rows[-1].time_s if rows else state.changed_s
+    usual_s = median([b.time_s - a.time_s for a, b in zip(rows[-21:], rows[-20:])]) if len(rows) > 1 else 0.0
+    silent_s = time.time() - last_s
+    if silent_s < max(SILENCE_S, FACTOR * usual_s):
+        return
+    reports = sorted((run.path / "logs").glob("stuck-*.md"))
+    advice = (
+        f"{reports[-1]} says who waits for whom"
+        if reports
+        else f"look at {run.log_path} and at `rill runs trace`"
+    )
+    what = f"it runs and is silent: no step for {silent_s:.0f} s, a step usually takes {usual_s:.1f} s"
+    yield Diagnosis(severity=Severity.BROKEN, what=what, since=_at(last_s), advice=advice)
+
+
+def _guards(run: Run) -> Iterator[Diagnosis]:
+    """One line for each guard that spoke: since its first finding, with its newest."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for finding in read_lines(run.path / GUARDS_FILE, *FINDING_FIELDS):
+        found.setdefault(str(finding["guard"]), []).append(finding)
+    for name, findings in found.items():
+        newest, times = findings[-1], f", {len(findings)} times" if len(findings) > 1 else ""
+        severity = Severity.BROKEN if newest["action"] == "stop" else Severity.WARNING
+        yield Diagnosis(
+            severity=severity,
+            what=f"guard {name}: {newest['seen']}",
+            since=f"step {findings[0]['step']}{times}",
+            advice=str(newest["meaning"]),
+        )
+
+
+def _losses(run: Run) -> Iterator[Diagnosis]:
+    """Workers that were lost, by name, from the run's log."""
+    lost: dict[str, list[str]] = {}
+    try:
+        with run.log_path.open(encoding="utf-8", errors="replace") as log:
+            for line in log:
+                if found := _LOST.search(line):
+                    lost.setdefault(found[1], []).append(line[:19])
+    except OSError:
+        return
+    for name, times in lost.items():
+        yield Diagnosis(
+            severity=Severity.NOTE if len(times) == 1 else Severity.WARNING,
+            what=f"{name} was lost {len(times)} time{'' if len(times) == 1 else 's'} and started again",
+            since=times[0],
+            advice="its own log in logs/ has its last words; the kernel's (`dmesg`) says whether memory ran out",
+        )
+
+
+def _failures(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
+    failing = [row for row in rows if row.values.get("rollout/errors", 0.0) > 0.1]
+    if failing and (error := newest_failure(run)):
+        share = failing[-1].values["rollout/errors"]
+        yield Diagnosis(
+            severity=Severity.WARNING,
+            what=f"{share:.0%} of the episodes fail, for example: {error.splitlines()[0]}",
+            since=f"step {failing[0].step}",
+            advice="they are left out of training; `rill runs rollouts RUN --failed` shows them",
+        )
+
+
+def _checkpoints(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
+    whole = whole_checkpoints(run)
+    for folder in sorted(run.checkpoints_dir.glob(f"step-*/{DAMAGED}")):
+        what = f"the checkpoint of step {step_of(folder.parent)} is damaged and was passed over"
+        advice = "`rill runs verify RUN` checks all of them; look at the disk (SMART, dmesg)"
+        yield Diagnosis(severity=Severity.WARNING, what=what, since="", advice=advice)
+    step = rows[-1].step if rows else 0
+    done = step_of(whole[-1]) if whole else 0
+    if run.state().status is not RunStatus.FINISHED and step - done >= 50:
+        what = f"{step - done} steps would be taken again after a failure: the newest checkpoint is of step {done}"
+        advice = "their tokens are in the token log, their gradients are not: set loop.checkpoint_every"
+        yield Diagnosis(severity=Severity.NOTE, what=what, since=f"step {done}", advice=advice)
+
+
+def _token_log(run: Run) -> Iterator[Diagnosis]:
+    reader = LogReader(run.path)
+    reader.read_all()
+    for damage in reader.damages():
+        advice = "what follows the damage in that file is sampled again; look at the disk (SMART, dmesg)"
+        yield Diagnosis(severity=Severity.WARNING, what=f"token log {damage}", since="", advice=advice)
+    begun = [sequence for _, sequence in reader.sequences() if not sequence.is_finished]
+    if begun and run.state().status is not RunStatus.RUNNING:
+        num_tokens = sum(len(sequence.token_ids) for sequence in begun)
+        what = f"{len(begun)} answers were under way, with {num_tokens} tokens in the token log"
+        advice = f"they go on behind those tokens: {run.resume_command}"
+        yield Diagnosis(severity=Severity.NOTE, what=what, since="", advice=advice)
+
+
+def _disk(run: Run) -> Iterator[Diagnosis]:
+    free_bytes, size = shutil.disk_usage(run.path).free, newest_size(run)
+    if free_bytes < 1.5 * max(size, 64 << 20):
+        what = f"{free_bytes / 1e6:,.0f} MB are free on the disk of {run.path}, a checkpoint takes {size / 1e6:,.0f} MB"
+        advice = "make room, or lower loop.keep_checkpoints: the run pauses when the next one does not fit"
+        yield Diagnosis(severity=Severity.BROKEN, what=what, since="now", advice=advice)
+
+
+def _at(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

@@ -1,0 +1,244 @@
+"""What the token log holds of a group: for whoever takes it up after the process that had it.
+
+    a task or request is begun ──▶ is its group in a file of a process that is gone?  no ──▶ nothing to look for
+                                                        │ yes
+                                                        ▼
+                       all files, as far as they are written ──▶ the group's sequences and events
+
+Attempts at one sequence are put together in the order in which they began: each stands behind the tokens that it was
+continued from (`base`). So what is found never depends on how long an attempt became, and no answer is preferred for
+being short. Files that live processes write are read only when something of theirs may be needed; each byte once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rill.journal.records import Entry, Event, Experts, Finished, Opened, Segment
+from rill.journal.token_log import FOLDER, SUFFIX
+from rill.types import Floats, Ints, StopReason, TokenIds
+
+CONTROLLER = "controller"
+BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedSequence:
+    """The tokens of one answer as far as they are known."""
+
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+    reason: StopReason | None = None
+    """None, or ABORTED: it was under way."""
+    stop_text: str | None = None
+    experts_TLK: Any = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.reason is not None and self.reason is not StopReason.ABORTED
+
+
+@dataclass(slots=True)
+class _Attempt:
+    opened: Opened
+    entries: list[Entry] = field(default_factory=list)
+    finished: Finished | None = None
+    experts: Any = None
+
+
+class _Writer:
+    """The files of one process, in order."""
+
+    def __init__(self, stem: str) -> None:
+        self.stem = stem
+        self.is_gone = False
+        self._segments: list[Segment] = []
+        self._by_number: dict[int, _Attempt] = {}
+        self.attempts: dict[str, list[_Attempt]] = {}
+        """By sequence id."""
+        self.events: dict[str, list[Event]] = {}
+        """By whom they are of."""
+        self.ids: dict[str, set[str]] = {}
+        """Of sequences, and of whom events are, by group."""
+
+    def add(self, path: Path) -> None:
+        self._segments.append(Segment(path))
+
+    @property
+    def newest(self) -> Path:
+        return self._segments[-1].path
+
+    def damages(self) -> list[str]:
+        return [f"{segment.path.name}: {segment.damage}" for segment in self._segments if segment.damage]
+
+    def read(self) -> None:
+        """What was written since the last time."""
+        for segment in self._segments:
+            for record in segment.read():
+                self._take(record)
+
+    def _take(self, record: Any) -> None:
+        match record:
+            case Opened():
+                attempt = _Attempt(record)
+                self._by_number[record.number] = attempt
+                self.attempts.setdefault(record.id, []).append(attempt)
+                self.ids.setdefault(group_of(record.id), set()).add(record.id)
+            case Finished() if record.number in self._by_number:
+                self._by_number[record.number].finished = record
+            case Experts() if record.number in self._by_number:
+                self._by_number[record.number].experts = record.experts_TLK
+            case Event():
+                self.events.setdefault(record.of, []).append(record)
+                self.ids.setdefault(group_of(record.of), set()).add(record.of)
+            case list():
+                for entry in record:
+                    if (found := self._by_number.get(entry.number)) is not None:
+                        found.entries.append(entry)
+
+
+class LogReader:
+    """All token logs of a run. Not thread-safe: one to a thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / FOLDER
+        self._writers: dict[str, _Writer] = {}
+        self._known: set[str] = set()
+
+    def has_left(self, group: str) -> bool:
+        """Whether a process that is gone had to do with the group: then look for it. Costs a listing of the folder."""
+        self._list()
+        for writer in self._writers.values():
+            if not writer.is_gone and not is_held(writer.newest):
+                writer.is_gone = True
+                writer.read()
+        return any(writer.is_gone and group in writer.ids for writer in self._writers.values())
+
+    def read_all(self) -> None:
+        """Everything that is written by now, of the living too."""
+        self._list()
+        for writer in self._writers.values():
+            if not writer.is_gone:
+                writer.is_gone = not is_held(writer.newest)
+                writer.read()
+
+    def sequence(self, sequence_id: str) -> LoggedSequence | None:
+        """As far as `read_all` has read; None where nothing of it is known."""
+        found = [a for writer in self._writers.values() for a in writer.attempts.get(sequence_id, ())]
+        return joined(sorted(found, key=lambda attempt: attempt.opened.time_s)) if found else None
+
+    def sequences(self) -> Iterator[tuple[str, LoggedSequence]]:
+        for sequence_id in sorted({name for w in self._writers.values() for name in w.attempts}):
+            found = self.sequence(sequence_id)
+            assert found is not None
+            yield sequence_id, found
+
+    def events(self, of: str) -> dict[str, Any]:
+        """The last value of each key."""
+        writers = sorted(self._writers.values(), key=lambda writer: writer.stem.rsplit("-", 2)[1])
+        return {event.key: event.value for writer in writers for event in writer.events.get(of, ())}
+
+    def names(self, group: str) -> set[str]:
+        """Sequences, and whoever has events, of a group."""
+        return {name for writer in self._writers.values() for name in writer.ids.get(group, ())}
+
+    def batches(self) -> dict[int, list[int]]:
+        """The groups of each step's batch, as the controller chose them."""
+        found = self.events(CONTROLLER)
+        return {
+            int(key.removeprefix(f"{BATCH}/")): value
+            for key, value in found.items()
+            if key.startswith(f"{BATCH}/")
+        }
+
+    def damages(self) -> list[str]:
+        return [line for writer in self._writers.values() for line in writer.damages()]
+
+    def _list(self) -> None:
+        for path in segments(self.folder):
+            if path.name in self._known:
+                continue
+            self._known.add(path.name)
+            stem = stem_of(path)
+            writer = self._writers.setdefault(stem, _Writer(stem))
+            writer.add(path)
+
+
+def joined(attempts: list[_Attempt]) -> LoggedSequence:
+    """Attempts at one sequence, in the order in which they began. One that stands behind tokens which nobody wrote down
+    is left out."""
+    tokens: list[Any] = []
+    logprobs: list[Any] = []
+    versions: list[Any] = []
+    last: _Attempt | None = None
+    for attempt in attempts:
+        base = attempt.opened.base
+        if base > len(tokens):
+            continue
+        tokens, logprobs, versions = tokens[:base], logprobs[:base], versions[:base]
+        for entry in attempt.entries:
+            tokens += entry.token_ids.tolist()
+            logprobs += entry.logprobs.tolist()
+            versions += [entry.version] * len(entry.token_ids)
+        if attempt.finished is not None:
+            tokens += attempt.finished.token_ids.tolist()
+            logprobs += attempt.finished.logprobs.tolist()
+            versions += attempt.finished.versions.tolist()
+        last = attempt
+    finished = None if last is None else last.finished
+    if finished is not None and last is not None:
+        num_whole = last.opened.base + finished.num_tokens
+        if len(tokens) < num_whole:
+            finished = None  # what follows the damage in a file is not known
+        else:  # a stop string may have taken the end of what was sampled back
+            tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
+    return LoggedSequence(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        reason=None if finished is None else finished.reason,
+        stop_text=None if finished is None else finished.stop_text,
+        experts_TLK=None if last is None or last.opened.base else last.experts,
+    )
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process writes to the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def segments(folder: Path) -> list[Path]:
+    """All files, those of one process in order."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
+    except FileNotFoundError:
+        return []
+
+
+def stem_of(path: Path) -> str:
+    return path.stem.rpartition("-")[0]
+
+
+def group_of(sequence_id: str) -> str:
+    """g00000007 of "g00000007/1#policy/5f0c"."""
+    return sequence_id.partition("/")[0]

@@ -1,0 +1,269 @@
+"""The token log on disk: what a record looks like, and how a file of them is read while it is written.
+
+    segment   MAGIC, then records
+    record    length u32 │ crc32 u32 │ kind u8 │ payload                      (little endian throughout)
+
+    OPEN      a sequence begins: number, time, base, prompt length, its id. `base` counts the tokens that it goes on
+              behind, which earlier attempts in this or other files have.
+    TOKENS    tokens of any number of sequences, all of one version: numbers u32, counts u16, tokens i32, logprobs f32.
+              That is 14 bytes for a sequence's only token of a commit, and 8 for each further one.
+    FINISH    a sequence ends: number, tokens of this attempt, why, the stop string, and the tokens that were not
+              written before: the last token and the end are one record, so that nothing is continued behind its end
+    EXPERTS   a sequence's routed experts, where the engine records them
+    EVENT     anything that happens outside of the model, as JSON: of whom, key, value
+
+A killed writer leaves at most one cut record, at the end. A record whose checksum is wrong ends what is read of its
+file: what follows cannot be trusted, and is reported. Called by the writer (token_log.py) and the reader (reader.py).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rill.types import Floats, Ints, StopReason, TokenIds
+
+MAGIC = b"RILLLOG1"
+_HEAD = struct.Struct("<IIB")
+_OPEN = struct.Struct("<IdII")
+_TOKENS = struct.Struct("<iI")
+_FINISH = struct.Struct("<IIBhIB")
+_EXPERTS = struct.Struct("<I3I4s")
+_MOST = 0xFFFF
+"""Tokens of one sequence in one entry."""
+_REASONS = tuple(StopReason)
+
+
+class Kind(IntEnum):
+    OPEN = 1
+    TOKENS = 2
+    FINISH = 3
+    EXPERTS = 4
+    EVENT = 5
+
+
+class Opened(NamedTuple):
+    number: int
+    time_s: float
+    base: int
+    num_prompt: int
+    id: str
+
+
+class Entry(NamedTuple):
+    """Tokens that one sequence gained, all of one version."""
+
+    number: int
+    version: int
+    token_ids: TokenIds
+    logprobs: Floats
+
+
+class Finished(NamedTuple):
+    number: int
+    num_tokens: int
+    """Of this attempt. A stop string that was found late may have taken some back."""
+    reason: StopReason
+    stop_text: str | None
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+    """Of the tokens that no TOKENS record holds."""
+
+
+class Experts(NamedTuple):
+    number: int
+    experts_TLK: npt.NDArray[Any]
+
+
+class Event(NamedTuple):
+    of: str
+    """An episode, a group, or "controller"."""
+    key: str
+    value: Any
+
+
+Record = Opened | list[Entry] | Finished | Experts | Event
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def encode_open(opened: Opened) -> bytes:
+    head = _OPEN.pack(opened.number, opened.time_s, opened.base, opened.num_prompt)
+    return _record(Kind.OPEN, head + opened.id.encode())
+
+
+def encode_tokens(entries: Sequence[Entry]) -> bytes:
+    """Of one version; the order of the entries is kept."""
+    split = [part for entry in entries for part in _split(entry)]
+    parts = [
+        _TOKENS.pack(split[0].version, len(split)),
+        np.array([entry.number for entry in split], "<u4").tobytes(),
+        np.array([len(entry.token_ids) for entry in split], "<u2").tobytes(),
+        *(np.asarray(entry.token_ids, "<i4").tobytes() for entry in split),
+        *(np.asarray(entry.logprobs, "<f4").tobytes() for entry in split),
+    ]
+    return _record(Kind.TOKENS, b"".join(parts))
+
+
+def encode_finish(finished: Finished) -> bytes:
+    text = b"" if finished.stop_text is None else finished.stop_text.encode()
+    versions = np.asarray(finished.versions, "<i4")
+    is_one = len(versions) > 0 and bool((versions == versions[0]).all())
+    head = _FINISH.pack(
+        finished.number,
+        finished.num_tokens,
+        _REASONS.index(finished.reason),
+        -1 if finished.stop_text is None else len(text),
+        len(finished.token_ids),
+        is_one,
+    )
+    columns = (
+        np.asarray(finished.token_ids, "<i4"),
+        np.asarray(finished.logprobs, "<f4"),
+        versions[:1] if is_one else versions,
+    )
+    return _record(Kind.FINISH, b"".join([head, text, *(column.tobytes() for column in columns)]))
+
+
+def encode_experts(experts: Experts) -> bytes:
+    array = np.ascontiguousarray(experts.experts_TLK)
+    head = _EXPERTS.pack(experts.number, *array.shape, array.dtype.str.encode().ljust(4))
+    return _record(Kind.EXPERTS, head + array.tobytes())
+
+
+def encode_event(event: Event) -> bytes:
+    return _record(Kind.EVENT, json.dumps(list(event), separators=(",", ":")).encode())
+
+
+def by_version(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """The entries in lists of one version each, in the order they came in."""
+    batch: list[Entry] = []
+    for entry in entries:
+        if batch and entry.version != batch[0].version:
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def entries_of(number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> list[Entry]:
+    """Tokens cut where their version changes."""
+    if len(token_ids) == 0:
+        return []
+    cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
+    return [
+        Entry(number, int(versions[start]), token_ids[start:end], logprobs[start:end])
+        for start, end in zip(cuts, cuts[1:])
+    ]
+
+
+def _split(entry: Entry) -> Iterator[Entry]:
+    for start in range(0, len(entry.token_ids), _MOST):
+        end = start + _MOST
+        yield entry._replace(token_ids=entry.token_ids[start:end], logprobs=entry.logprobs[start:end])
+
+
+def _record(kind: Kind, payload: bytes) -> bytes:
+    crc = zlib.crc32(payload, kind)
+    return _HEAD.pack(len(payload), crc, kind) + payload
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file, read as far as it is whole. `read` goes on where the last one ended."""
+
+    path: Path
+    offset: int = 0
+    damage: str = ""
+    """What is wrong with it in the middle; empty while nothing is."""
+
+    def read(self) -> Iterator[Record]:
+        """The records that came since. A cut one at the end is left for the next time."""
+        if self.damage:
+            return
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                content = file.read()
+        except FileNotFoundError:  # compacted away
+            return
+        start = 0
+        if self.offset == 0:
+            if len(content) < len(MAGIC):
+                return
+            if not content.startswith(MAGIC):
+                self.damage = "it does not begin as a token log"
+                return
+            start = self.offset = len(MAGIC)
+        while start + _HEAD.size <= len(content):
+            length, crc, kind = _HEAD.unpack_from(content, start)
+            end = start + _HEAD.size + length
+            payload = content[start + _HEAD.size : end]
+            if len(payload) < length:
+                return
+            if zlib.crc32(payload, kind) != crc or kind not in iter(Kind):
+                self.damage = f"the checksum of the record at byte {self.offset} is wrong"
+                return
+            self.offset += end - start
+            start = end
+            yield _decode(Kind(kind), payload)
+
+
+def _decode(kind: Kind, payload: bytes) -> Record:
+    match kind:
+        case Kind.OPEN:
+            number, time_s, base, num_prompt = _OPEN.unpack_from(payload)
+            return Opened(number, time_s, base, num_prompt, payload[_OPEN.size :].decode())
+        case Kind.TOKENS:
+            return _decode_tokens(payload)
+        case Kind.FINISH:
+            return _decode_finish(payload)
+        case Kind.EXPERTS:
+            number, *shape, dtype = _EXPERTS.unpack_from(payload)
+            flat = np.frombuffer(payload, np.dtype(dtype.decode().strip()), offset=_EXPERTS.size)
+            return Experts(number, flat.reshape(shape))
+        case Kind.EVENT:
+            return Event(*json.loads(payload))
+
+
+def _decode_finish(payload: bytes) -> Finished:
+    number, num_tokens, reason, text_length, count, is_one = _FINISH.unpack_from(payload)
+    at = _FINISH.size
+    text = None if text_length < 0 else payload[at : at + text_length].decode()
+    at += max(0, text_length)
+    tokens = np.frombuffer(payload, "<i4", count, at)
+    logprobs = np.frombuffer(payload, "<f4", count, at + 4 * count)
+    versions = np.frombuffer(payload, "<i4", 1 if is_one else count, at + 8 * count)
+    versions = np.repeat(versions, count) if is_one else versions
+    return Finished(number, num_tokens, _REASONS[reason], text, tokens, logprobs, versions)
+
+
+def _decode_tokens(payload: bytes) -> list[Entry]:
+    version, num_entries = _TOKENS.unpack_from(payload)
+    at = _TOKENS.size
+    numbers = np.frombuffer(payload, "<u4", num_entries, at)
+    counts = np.frombuffer(payload, "<u2", num_entries, at + 4 * num_entries)
+    at += 6 * num_entries
+    total = int(counts.sum())
+    tokens = np.frombuffer(payload, "<i4", total, at)
+    logprobs = np.frombuffer(payload, "<f4", total, at + 4 * total)
+    ends = np.cumsum(counts, dtype=np.int64)
+    return [
+        Entry(int(number), version, tokens[end - count : end], logprobs[end - count : end])
+        for number, count, end in zip(numbers.tolist(), counts.tolist(), ends.tolist())
+    ]

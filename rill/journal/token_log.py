@@ -1,0 +1,215 @@
+"""The token log of one process: every sampled token, and every effect outside of the model, on disk before it is used.
+
+    engine's thread ── tokens ──▶ ┐                                 ┌─▶ segment files in RUN/journal/
+                                  ├─ pending ──▶ writer's thread ───┤
+    episodes        ── events ──▶ ┘   (delay_s at most)             └─▶ whoever waits for what was written
+
+Commits are grouped: tokens wait for others up to `delay_s`; the end of a sequence, and a tool's result, do not wait. A
+record that is handed to the operating system survives the process; `sync_s` bounds what a lost machine costs. A full
+disk does not end the run: the log waits for room, says so, and sampling waits for the log, `FULL_TIMEOUT_S` at most.
+
+Each process writes files of its own, and holds a lock on the newest for as long as it lives: so others can tell what
+the dead have left (reader.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rill.config import Config
+from rill.errors import JournalError
+from rill.journal import records
+from rill.journal.records import Entry, Event, Experts, Finished, Opened
+from rill.types import Floats, Ints, TokenIds
+
+log = logging.getLogger(__name__)
+
+FOLDER, SUFFIX = "journal", ".log"
+FULL_TIMEOUT_S = 600.0
+RETRY_S = 1.0
+
+
+class JournalConfig(Config):
+    """[journal]: the token log; written by the processes of rollout, env and the controller."""
+
+    enabled: bool = True
+    """Off: what was sampled after the last checkpoint, or on an engine that dies, is sampled again."""
+    delay_s: float = Field(0.2, ge=0)
+    """How long a token may wait before it is written: what a killed engine loses of each answer."""
+    sync_s: float = Field(1.0, ge=0)
+    """How long what is written may wait before it would survive a loss of power. 0: the operating system decides."""
+    segment_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Size at which a file is ended and the next begun."""
+    keep: bool = False
+    """Keep files that no checkpoint needs any more, to prove afterwards what was trained on. Off: they are removed once
+    all their groups are trained on, or dropped, and the oldest checkpoint was taken after that."""
+
+
+class TokenLog:
+    def __init__(self, run_dir: Path, process: str, config: JournalConfig) -> None:
+        """`process`: its name in the run, as in "rollout-0"."""
+        self.folder = run_dir / FOLDER
+        self._stem = f"{process}-{time.time_ns():x}-{os.getpid()}"
+        self._config = config
+        self._pending: list[bytes] = []
+        self._entries: list[Entry] = []
+        self._waiting: list[Callable[[JournalError | None], None]] = []
+        self._changed = threading.Condition()
+        """Guards what is pending."""
+        self._writing = threading.Lock()
+        """Held while a commit is under way, so that records are in the order in which they came."""
+        self._is_urgent = False
+        self._is_closed = False
+        self._next_number = 0
+        self._num_segments = 0
+        self._size = 0
+        self._fd = -1
+        self._begin_segment()
+        self._thread = threading.Thread(target=self._run, name="token-log", daemon=True)
+        self._thread.start()
+
+    # --- sequences ----------------------------------------------------------------------------------------
+
+    def open(self, sequence_id: str, *, num_prompt: int, base: int) -> int:
+        """A sequence begins behind `base` tokens that the log has already; its number in this log."""
+        with self._changed:
+            number = self._next_number
+            self._next_number += 1
+            opened = Opened(number, time.time(), base, num_prompt, sequence_id)
+            self._flush_entries()
+            self._pending.append(records.encode_open(opened))
+        return number
+
+    def tokens(self, number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> None:
+        """By the engine's thread, which must not wait: they are written a moment later."""
+        entries = records.entries_of(number, token_ids, logprobs, versions)
+        with self._changed:
+            self._entries += entries
+
+    def finish(self, finished: Finished, experts: Any, then: Callable[[JournalError | None], None]) -> None:
+        """A sequence ends; `then` is called by the writer's thread once all of it is written, or cannot be."""
+        with self._changed:
+            self._flush_entries()
+            if experts is not None:
+                self._pending.append(records.encode_experts(Experts(finished.number, experts)))
+            self._pending.append(records.encode_finish(finished))
+            self._waiting.append(then)
+            self._is_urgent = True
+            self._changed.notify()
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def event(self, of: str, key: str, value: Any) -> None:
+        """Written when this returns. JournalError: it could not be."""
+        with self._changed:
+            self._pending.append(records.encode_event(Event(of, key, value)))
+        self.flush()
+
+    def flush(self) -> None:
+        """Everything so far is written when this returns."""
+        error = self._commit()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout=10.0)
+        self._commit()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        synced_s, synced_size = time.monotonic(), self._size
+        while not self._is_closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_urgent or self._is_closed, self._config.delay_s)
+            self._commit()
+            if self._config.sync_s and time.monotonic() - synced_s > self._config.sync_s:
+                if self._size != synced_size:
+                    self._sync()
+                synced_s, synced_size = time.monotonic(), self._size
+
+    def _flush_entries(self) -> None:
+        """Under the lock: tokens stand before what was said after them."""
+        entries, self._entries = self._entries, []
+        for batch in records.by_version(entries):
+            self._pending.append(records.encode_tokens(batch))
+
+    def _commit(self) -> JournalError | None:
+        """Write what is pending, and tell those who wait for it."""
+        with self._writing:
+            with self._changed:
+                self._flush_entries()
+                pending, self._pending = b"".join(self._pending), []
+                waiting, self._waiting = self._waiting, []
+                self._is_urgent = False
+            error = self._write(pending) if pending else None
+        for then in waiting:
+            then(error)
+        return error
+
+    def _write(self, content: bytes) -> JournalError | None:
+        """All of it or nothing: what a full disk cuts off is taken back and tried again."""
+        deadline_s = time.monotonic() + FULL_TIMEOUT_S
+        is_told = False
+        while True:
+            try:
+                if self._size >= self._config.segment_bytes:
+                    self._begin_segment()
+                written = 0
+                while written < len(content):
+                    written += os.write(self._fd, memoryview(content)[written:])
+                self._size += len(content)
+                return None
+            except OSError as error:
+                if self._fd >= 0:
+                    os.ftruncate(self._fd, self._size)
+                told = f"the token log in {self.folder} cannot be written: {error.strerror}"
+                if time.monotonic() > deadline_s or self._is_closed:
+                    return JournalError(f"{told}. Make room, then resume the run")
+                if not is_told:
+                    log.warning(
+                        "%s; sampling waits for up to %.0f s until there is room", told, FULL_TIMEOUT_S
+                    )
+                    is_told = True
+                time.sleep(RETRY_S)
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            log.warning("the token log in %s cannot be synced: %s", self.folder, error.strerror)
+
+    def _begin_segment(self) -> None:
+        """The next file, its lock held before the last one is let go."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self._stem}-{self._num_segments:05d}{SUFFIX}"
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks: the file only looks older than it is
+            log.info("%s cannot be locked", path)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, records.MAGIC)
+        except OSError:
+            os.close(fd)
+            raise
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._size = fd, len(records.MAGIC)
+        self._num_segments += 1

@@ -1,0 +1,178 @@
+"""An engine behind the token log: what is asked again goes on from it, and kills do not change what is sampled."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from rill.inference.base import Completion, Delta, Feature, Request
+from rill.inference.gate import EngineGate
+from rill.journal.logged import LoggedEngine
+from rill.journal.token_log import JournalConfig, TokenLog
+from rill.types import SamplingParams, StopReason
+
+PROMPT = np.arange(4, dtype=np.int32)
+END = 0
+
+
+class CoinEngine:
+    """Ends every answer with probability `p_end` at each token: lengths are geometric. Nothing is seeded."""
+
+    features = frozenset({Feature.STREAM, Feature.SEEDED_BY_POSITION})
+
+    def __init__(self, rng: np.random.Generator, p_end: float) -> None:
+        self._rng = rng
+        self._p_end = p_end
+        self._running: dict[str, tuple[list[int], Future[Completion], Callable[[Delta], None]]] = {}
+        self.num_given: list[int] = []
+
+    def submit(
+        self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
+    ) -> list[Future[Completion]]:
+        assert on_delta is not None
+        self.num_given += [len(request.token_ids) for request in requests]
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            self._running[request.id] = ([], future, on_delta)
+        return futures
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None: ...
+
+    def tick(self) -> None:
+        """One token more for everybody."""
+        for name, (tokens, future, on_delta) in list(self._running.items()):
+            token = END if self._rng.random() < self._p_end else int(self._rng.integers(1, 100))
+            tokens.append(token)
+            reason = StopReason.EOS if token == END else None
+            on_delta(Delta(request_id=name, **columns([token]), stop_reason=reason))
+            if reason is not None:
+                del self._running[name]
+                future.set_result(Completion(request_id=name, **columns(tokens), stop_reason=reason))
+
+
+def columns(tokens: list[int]) -> dict[str, np.ndarray]:
+    return {
+        "token_ids": np.array(tokens, np.int32),
+        "logprobs": -np.array(tokens, np.float32),
+        "versions": np.ones(len(tokens), np.int32),
+    }
+
+
+def killed(log: TokenLog) -> None:
+    """As SIGKILL leaves it: what was not written is gone, and so is the lock."""
+    with log._writing, log._changed:
+        log._pending, log._entries, log._waiting = [], [], []
+        log._is_closed = True
+        os.close(log._fd)
+        log._fd = -1
+        log._changed.notify()
+
+
+def lengths_under_kills(
+    folder: Path, num: int, *, seed: int, mean_ticks: float, from_log: bool, p_end: float = 1 / 40
+) -> tuple[list[int], list[int]]:
+    """The lengths of `num` answers while engines are killed at random, and what the engines were given."""
+    rng = np.random.default_rng(seed)
+    done: dict[str, Completion] = {}
+    wanted = [
+        Request(id=f"g{n:08d}/0#policy", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=10_000))
+        for n in range(num)
+    ]
+    given: list[int] = []
+    life = 0
+    while len(done) < num:
+        place = folder if from_log else folder / str(life)
+        log = TokenLog(place, f"rollout-{life}", JournalConfig(delay_s=60, sync_s=0))
+        engine = CoinEngine(rng, p_end)
+        gate = EngineGate(engine)  # type: ignore[arg-type]
+        logged = LoggedEngine(gate, log, delay_s=0, decode=str)
+        asked = [request for request in wanted if request.id not in done]
+        futures = logged.submit(asked, 0)
+        for tick in range(1 + int(rng.exponential(mean_ticks))):
+            engine.tick()
+            if tick % 4 == 3:
+                log.flush()
+        settled = threading.Event()
+        log.flush()
+        settled.wait(0.01)  # the writer's thread tells whoever waits
+        done.update((r.id, f.result()) for r, f in zip(asked, futures, strict=True) if f.done())
+        engine.tick()  # said, and not written: lost with the process
+        killed(log)
+        given += engine.num_given
+        life += 1
+    return [len(done[request.id].token_ids) for request in wanted], given
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """Kolmogorov and Smirnov's: the largest difference of the two distribution functions."""
+    points = np.unique([*one, *other])
+    functions = [np.searchsorted(np.sort(each), points, side="right") / len(each) for each in (one, other)]
+    return float(np.abs(functions[0] - functions[1]).max())
+
+
+def test_kills_do_not_change_the_distribution_of_lengths_and_beginning_anew_would(tmp_path: Path) -> None:
+    num, p_end = 600, 1 / 40
+    undisturbed = np.random.default_rng(1).geometric(p_end, num).tolist()
+    limit = 2.2 * np.sqrt(2 / num)  # one in ten thousand by chance
+    hurt, given = lengths_under_kills(tmp_path / "log", num, seed=2, mean_ticks=12, from_log=True)
+    assert max(given) > len(PROMPT), "answers were continued"
+    assert distance(hurt, undisturbed) < limit
+    anew, _ = lengths_under_kills(tmp_path / "anew", num, seed=3, mean_ticks=12, from_log=False)
+    assert distance(anew, undisturbed) > 2 * limit, "and the test would see it"
+    assert np.mean(anew) < 0.7 * np.mean(undisturbed), "short answers are preferred"
+
+
+def test_a_finished_answer_is_not_asked_again_and_a_begun_one_goes_on_behind_its_tokens(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(id=f"g0000000{n}/0#policy@1", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=50))
+        for n in range(2)
+    ]
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    quick, slow = CoinEngine(rng, 1.0), CoinEngine(rng, 0.0)
+    for engine, request in zip((quick, slow), requests, strict=True):
+        gate = EngineGate(engine)  # type: ignore[arg-type]
+        LoggedEngine(gate, log, delay_s=0, decode=str).submit([request], 0)
+        for _ in range(7):
+            engine.tick()
+        log.flush()
+    killed(log)
+
+    again = TokenLog(tmp_path, "rollout-1", JournalConfig(delay_s=60))
+    engine = CoinEngine(rng, 1.0)
+    gate = EngineGate(engine)  # type: ignore[arg-type]
+    asked = [Request(**{**_fields(r), "id": r.id.replace("@1", "@2")}) for r in requests]
+    finished, continued = LoggedEngine(gate, again, delay_s=0, decode=str).submit(asked, 0)
+    assert finished.result(0).token_ids.tolist() == [END]
+    assert engine.num_given == [len(PROMPT) + 7]
+    engine.tick()
+    whole = continued.result(10)
+    assert len(whole.token_ids) == 8 and whole.token_ids[-1] == END and END not in whole.token_ids[:-1]
+    np.testing.assert_array_equal(whole.logprobs, -whole.token_ids.astype(np.float32))
+    again.close()
+
+
+def _fields(request: Request) -> dict[str, object]:
+    return {"token_ids": request.token_ids, "sampling": request.sampling}
+
+
+def test_an_answer_that_was_cut_at_its_limit_is_finished(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    number = log.open("g00000000/0#policy", num_prompt=4, base=0)
+    log.tokens(number, *columns(list(range(1, 6))).values())
+    log.flush()
+    killed(log)
+    again = TokenLog(tmp_path, "rollout-1", JournalConfig(delay_s=60))
+    engine = CoinEngine(np.random.default_rng(0), 1.0)
+    gate = EngineGate(engine)  # type: ignore[arg-type]
+    request = Request(id="g00000000/0#policy", token_ids=PROMPT, sampling=SamplingParams(max_new_tokens=5))
+    (future,) = LoggedEngine(gate, again, delay_s=0, decode=str).submit([request], 0)
+    assert future.result(0).stop_reason is StopReason.LENGTH and engine.num_given == []
+    again.close()

@@ -1,0 +1,239 @@
+"""The token log: what was written is read back, whatever cut it off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rill.errors import JournalError
+from rill.journal import token_log
+from rill.journal.compaction import Compaction
+from rill.journal.reader import LogReader, segments
+from rill.journal.records import Finished
+from rill.journal.token_log import FOLDER, JournalConfig, TokenLog
+from rill.types import StopReason
+
+NOW = JournalConfig(delay_s=0.005, sync_s=0.01)
+EMPTY = np.zeros(0, np.int32)
+
+
+def columns(start: int, count: int, version: int = 1) -> tuple[Any, Any, Any]:
+    tokens = np.arange(start, start + count, dtype=np.int32)
+    return tokens, -tokens.astype(np.float32) / 7, np.full(count, version, np.int32)
+
+
+def end(
+    log: TokenLog, number: int, num_tokens: int, reason: StopReason = StopReason.EOS, rest: Any = None
+) -> None:
+    tokens, logprobs, versions = rest or (EMPTY, EMPTY.astype(np.float32), EMPTY)
+    errors: list[JournalError | None] = []
+    log.finish(Finished(number, num_tokens, reason, None, tokens, logprobs, versions), None, errors.append)
+    log.flush()
+    deadline_s = time.monotonic() + 10
+    while not errors and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert errors == [None]
+
+
+def reader_of(folder: Path) -> LogReader:
+    reader = LogReader(folder)
+    reader.read_all()
+    return reader
+
+
+def test_sequences_come_back_with_every_token_version_and_end(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    one, two = (log.open(name, num_prompt=5, base=0) for name in ("g00000001/0#a", "g00000001/1#a"))
+    mixed = (np.arange(6, dtype=np.int32), np.zeros(6, np.float32), np.array([1, 1, 2, 2, 2, 3], np.int32))
+    log.tokens(one, *mixed)
+    log.tokens(two, *columns(50, 3))
+    log.tokens(one, *columns(6, 2, version=3))
+    end(log, one, 11, rest=columns(8, 3, version=4))
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and found.is_finished and found.reason is StopReason.EOS
+    assert found.token_ids.tolist() == list(range(11))
+    assert found.versions.tolist() == [1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    np.testing.assert_array_equal(found.logprobs[6:8], columns(6, 2)[1])
+    running = reader_of(tmp_path).sequence("g00000001/1#a")
+    assert running is not None and not running.is_finished and running.token_ids.tolist() == [50, 51, 52]
+    log.close()
+
+
+def test_a_log_cut_off_at_any_byte_gives_a_prefix_and_never_a_wrong_token(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    for start in range(0, 40, 4):
+        log.tokens(number, *columns(start, 4))
+        log.flush()
+    end(log, number, 44, rest=columns(40, 4))
+    log.close()
+    (path,) = segments(tmp_path / FOLDER)
+    content = path.read_bytes()
+    lengths = []
+    for size in range(len(content) + 1):
+        path.write_bytes(content[:size])
+        found = reader_of(tmp_path).sequence("g00000001/0#a")
+        tokens = [] if found is None else found.token_ids.tolist()
+        assert tokens == list(range(len(tokens)))
+        assert (found is not None and found.is_finished) == (size == len(content))
+        lengths.append(len(tokens))
+    assert lengths == sorted(lengths) and lengths[-1] == 44
+
+
+def test_a_flipped_bit_is_found_and_nothing_after_it_is_believed(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    for start in (0, 4, 8):
+        log.tokens(number, *columns(start, 4))
+        log.flush()
+    log.close()
+    (path,) = segments(tmp_path / FOLDER)
+    content = bytearray(path.read_bytes())
+    content[-60] ^= 1
+    path.write_bytes(content)
+    reader = reader_of(tmp_path)
+    found = reader.sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
+    assert len(reader.damages()) == 1 and "checksum" in reader.damages()[0]
+
+
+def test_attempts_are_joined_by_where_they_went_on_and_not_by_which_became_longest(tmp_path: Path) -> None:
+    logs = [TokenLog(tmp_path, f"rollout-{n}", NOW) for n in range(3)]
+    first = logs[0].open("g00000001/0#a", num_prompt=5, base=0)
+    logs[0].tokens(first, *columns(0, 10))
+    logs[0].flush()
+    second = logs[1].open("g00000001/0#a", num_prompt=5, base=6)
+    logs[1].tokens(second, *columns(100, 2))
+    logs[1].flush()
+    logs[0].tokens(first, *columns(10, 30))  # nobody waits for this one any more
+    logs[0].flush()
+    gap = logs[2].open("g00000001/0#a", num_prompt=5, base=99)  # behind tokens that nobody has
+    logs[2].tokens(gap, *columns(500, 1))
+    logs[2].flush()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3, 4, 5, 100, 101]
+    for log in logs:
+        log.close()
+
+
+def test_sixteen_bytes_a_token_are_enough(tmp_path: Path) -> None:
+    """Also where every commit has a single token of each sequence, as on a slow engine."""
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    names = [f"g{n // 8:08d}/{n % 8}#policy/5f0c1f2e3d4c5b6a" for n in range(64)]
+    numbers = [log.open(name, num_prompt=100, base=0) for name in names]
+    for step in range(256):
+        for number in numbers:
+            log.tokens(number, *columns(step, 1))
+        log.flush()
+    log.close()
+    num_bytes = sum(path.stat().st_size for path in segments(tmp_path / FOLDER))
+    assert num_bytes / (64 * 256) <= 16
+
+
+def test_a_reader_follows_a_log_that_grows_and_tells_the_dead_from_the_living(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    reader = LogReader(tmp_path)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 2))
+    log.flush()
+    assert not reader.has_left("g00000001"), "its process lives and has it in hand"
+    reader.read_all()
+    log.tokens(number, *columns(2, 2))
+    log.close()
+    assert reader.has_left("g00000001") and not reader.has_left("g00000002")
+    found = reader.sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == [0, 1, 2, 3]
+
+
+KILLED = """
+import sys, time, numpy as np
+from pathlib import Path
+from rill.journal.token_log import JournalConfig, TokenLog
+log = TokenLog(Path(sys.argv[1]), "rollout-0", JournalConfig())
+number = log.open("g00000001/0#a", num_prompt=5, base=0)
+log.tokens(number, np.arange(9, dtype=np.int32), np.zeros(9, np.float32), np.ones(9, np.int32))
+log.event("g00000001/0", "tool/1", {"result": "paid"})
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"written\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    reader = LogReader(tmp_path)
+    assert reader.has_left("g00000001")
+    found = reader.sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == list(range(9))
+    assert reader.events("g00000001/0") == {"tool/1": {"result": "paid"}}
+
+
+def test_a_full_disk_makes_the_log_wait_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    write, failures = os.write, iter([OSError(28, "No space left on device")] * 2)
+
+    def full(fd: int, content: Any) -> int:
+        for error in failures:
+            write(fd, bytes(content)[:5])  # a part gets in
+            raise error
+        return write(fd, content)
+
+    monkeypatch.setattr(token_log.os, "write", full)
+    monkeypatch.setattr(token_log, "RETRY_S", 0.01)
+    log.tokens(number, *columns(0, 6))
+    log.flush()
+    log.close()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and found.token_ids.tolist() == list(range(6))
+    assert "No space left on device" in caplog.text and "until there is room" in caplog.text
+
+
+def test_a_disk_that_stays_full_is_an_error_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60))
+
+    def full(fd: int, content: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(token_log, "FULL_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(token_log, "RETRY_S", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(token_log.os, "write", full)
+        with pytest.raises(JournalError, match="No space left on device. Make room, then resume"):
+            log.event("g00000001/0", "tool/1", "paid")
+    log.close()
+
+
+def test_files_are_removed_once_all_their_groups_are_done_with(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", JournalConfig(delay_s=60, segment_bytes=1 << 10))
+    long_lived = log.open("g00000000/0#a", num_prompt=5, base=0)
+    for index in range(1, 8):
+        number = log.open(f"g{index:08d}/0#a", num_prompt=5, base=0)
+        log.tokens(number, *columns(0, 200))
+        end(log, number, 200)
+    log.tokens(long_lived, *columns(0, 3))
+    log.flush()
+    before = segments(tmp_path / FOLDER)
+    compaction = Compaction(tmp_path)
+    assert compaction.run(lambda group: group != "" and int(group[1:]) in (0, 5)) > 0
+    left = reader_of(tmp_path)
+    for index, count in ((0, 3), (5, 200)):
+        found = left.sequence(f"g{index:08d}/0#a")
+        assert found is not None and len(found.token_ids) == count
+    assert left.sequence("g00000003/0#a") is None
+    assert len(segments(tmp_path / FOLDER)) < len(before)
+    log.close()
