@@ -56,13 +56,19 @@ def show(
 
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Check that a recipe is valid.
+    """Check that a recipe can run: its keys, the files and models it names, lengths, and its reward on real rows.
 
     \b
     Example:
       rill config check recipes/mine.toml
     """
-    loaded, _ = load_and_resolve(recipe, overrides)
+    loaded, resolved = load_and_resolve(recipe, overrides)
+    from rill.workflows.config import RecipeConfig
+    from rill.workflows.preflight import preflight
+
+    if isinstance(resolved, RecipeConfig):
+        for note in preflight(resolved):
+            say(f"note: {note}")
     say(f"{loaded.path}: valid")
 
 

@@ -22,7 +22,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import CheckpointError, RillError, RunError, TrainingError, UserError, WorkerError
+from rill.errors import (
+    CheckpointError,
+    GuardError,
+    RillError,
+    RunError,
+    TrainingError,
+    UserError,
+    WorkerError,
+)
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -123,7 +131,7 @@ def root(
 def explain(error: RillError) -> tuple[str, int]:
     """The message and the exit code. What is said in words needs no traceback, even if a worker found it."""
     cause = error.__cause__
-    if isinstance(error, WorkerError) and isinstance(cause, UserError | TrainingError | CheckpointError):
+    if isinstance(error, WorkerError) and isinstance(cause, UserError | TrainingError | CheckpointError | GuardError):
         return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
     return str(error), error.exit_code
 

@@ -33,7 +33,7 @@ from rill.data.base import Split, open_dataset, open_indexed
 from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import LoaderConfig, PromptSource, open_loader
-from rill.errors import CheckpointError, StuckError
+from rill.errors import CheckpointError, GuardError, StuckError
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion, Sample
@@ -186,6 +186,8 @@ class Controller(Worker):
             if self._failure is not None:
                 raise self._failure
             found = self._evaluated
+        if self.groups.version == 0:
+            check_some_succeeded([outcome for outcomes in found.values() for outcome in outcomes.values()])
         metrics: dict[str, float] = {}
         for name, outcomes in found.items():
             metrics |= summarise_rewards([outcomes[n].rewards for n in sorted(outcomes)], name)
@@ -291,6 +293,14 @@ class Controller(Worker):
             lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s
         ):
             raise StuckError(f"{num_running} groups were not stopped within {timeout_s:.0f} s")
+
+
+def check_some_succeeded(outcomes: Sequence[Outcome]) -> None:
+    """A reward or environment that fails every time would fail for as long as the run lasts."""
+    if outcomes and all(math.isnan(reward) for outcome in outcomes for reward in outcome.rewards):
+        raise GuardError(
+            f"every episode of the first evaluation failed: {outcomes[-1].error}; mend the reward or the environment"
+        )
 
 
 def limits_of(config: LoopConfig) -> Limits:
