@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from rill.cli.completion import run_names
 from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
@@ -23,7 +24,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run (its trained model), a model's folder, or its name on the hub.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A run (its trained model), a model's folder, or its name on the hub.", autocompletion=run_names),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
     task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rill.cli.completion import run_names
 from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration
 from rill.errors import UserError
@@ -40,7 +41,9 @@ _PAIRED_COLUMNS = ["set", "prompts", "first", "second", "difference", "95 % inte
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
-Name = Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")]
+Name = Annotated[
+    str, typer.Argument(help="A run's name, or the path of its folder.", autocompletion=run_names)
+]
 
 
 @app.callback(invoke_without_command=True)

@@ -6,15 +6,18 @@ misspelt name is answered at once.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rill.cli.completion import recipe_names
 from rill.cli.console import say, waiting
 from rill.config.files import load_recipe
+from rill.config.known import check_known, remember
 from rill.config.resolve import dump_config, resolve
-from rill.errors import UserError
+from rill.errors import UnsupportedError, UserError
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus
 
 AUTO = "auto"
@@ -24,7 +27,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or file (see `rill recipes`).")] = "",
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name or file (see `rill recipes`).", autocompletion=recipe_names)
+    ] = "",
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
     resume: Annotated[
         str,
@@ -46,6 +51,11 @@ def train(
       rill train --resume runs/demo                 continue from its last checkpoint
       rill train demo --resume auto                 start it, or continue what was begun: for job schedulers
     """
+    if sys.platform != "linux":
+        raise UnsupportedError(
+            f"runs need Linux (shared memory, process supervision), and this is {sys.platform}: use a container or a "
+            "virtual machine; `rill runs`, `report`, `dashboard`, `config` and `recipes` work here"
+        )
     changes = [*(overrides or []), *([f"cluster.type={cluster}"] if cluster else [])]
     if resume == AUTO:
         if not recipe:
@@ -69,6 +79,9 @@ def train(
     else:
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
 
+    check_known(values)
+    for note in values.dropped:
+        say(f"note: {note}")
     with waiting("loading"):
         from rill.cli.driver import carry_out
         from rill.workflows import recipe_schema
@@ -77,6 +90,7 @@ def train(
 
         schema = recipe_schema(values.values, str(values.path))
         config = resolve(schema, values.values, values.provenance)
+        remember(config)
     if not isinstance(config, RecipeConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r}: "

@@ -24,6 +24,7 @@ from rill.envs.episode import run_episode
 from rill.errors import ConfigError, DataError, ModelError, UserError
 from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
+from rill.models.card import TrainingCard
 from rill.models.loading import (
     ModelConfig,
     check_vocabulary,
@@ -72,6 +73,26 @@ def _rl(config: RLConfig) -> list[str]:
         if chosen.env is not None:
             _try_episodes(chosen.env, read_prompts(chosen), tokenizer, sampling)
     return notes
+
+
+def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
+    """How the recipe asks its model; None for one that writes no answers."""
+    if not isinstance(config, RLConfig | SupervisedConfig) or config.workflow == "reward_model":
+        return None
+    [first, *_] = _rows(config.data)
+    common = {"run": run, "workflow": config.workflow, "base_model": config.model.path or ""}
+    is_bare = not first.messages and first.text is not None
+    example = first.text if is_bare else first.messages[-1].content if first.messages else ""
+    if not isinstance(config, RLConfig):
+        return TrainingCard(prompts="bare" if is_bare else "chat", example=example or "", **common)
+    environment = config.rollout.env.model_dump()
+    return TrainingCard(
+        prompts="bare" if is_bare and config.rollout.env.type == "single_turn" else "chat",
+        example=example or "",
+        template_arguments=environment.get("template_arguments", {}),
+        max_new_tokens=config.rollout.sampling.max_new_tokens,
+        **common,
+    )
 
 
 # --- files -------------------------------------------------------------------------------------------------
