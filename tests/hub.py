@@ -116,7 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
             return
         name = "/".join(parts[1:3])
-        self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files], "private": False})
+        self._json(
+            {"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files], "private": False}
+        )
 
     def _file(self, path: Path, with_body: bool) -> None:
         if not path.is_file():

@@ -36,11 +36,11 @@ def test_every_page_is_in_the_index() -> None:
         )
 
 
-def test_the_readme_names_every_room() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_map_names_every_room() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     for folder in sorted((ROOT / "rill").iterdir()):
         if (folder / "__init__.py").exists():
-            assert f"\n  {folder.name}/ " in readme, f"README.md has no line for rill/{folder.name}/"
+            assert f"\n  {folder.name}/ " in page, f"docs/design.md has no line for rill/{folder.name}/"
 
 
 def test_every_test_that_the_design_names_exists() -> None:

@@ -42,4 +42,4 @@ def test_the_wheel_needs_no_checkout(tmp_path: Path) -> None:
     assert (place / "rill" / "recipes" / "parts" / "gsm8k.toml").is_file()
     assert (place / "rill" / "dashboard" / "static").is_dir()
     assert (place / "bin" / "rill").is_file()
-    assert "workflow = \"grpo\"" in rill("config", "show", "demo")
+    assert 'workflow = "grpo"' in rill("config", "show", "demo")

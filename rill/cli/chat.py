@@ -1,7 +1,7 @@
 """`rill chat`: talk to a model in the terminal, asked as it was trained. One line in, one answer out, token by token.
 
-    a chat model    the conversation goes on from line to line; /new begins another
-    a bare model    every line is a prompt by itself, as it was in training (rill.json)
+a chat model    the conversation goes on from line to line; /new begins another
+a bare model    every line is a prompt by itself, as it was in training (rill.json)
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def chat(
     model: Annotated[
         str,
-        typer.Argument(help="A run (its trained model), a model's folder, or its name on the hub.", autocompletion=run_names),
+        typer.Argument(
+            help="A run (its trained model), a model's folder, or its name on the hub.",
+            autocompletion=run_names,
+        ),
     ],
     settings: Annotated[list[str] | None, typer.Argument(help="engine.* as KEY=VALUE.")] = None,
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
@@ -62,13 +65,17 @@ def chat(
         tokenizer = load_tokenizer(source)
         tokenizer.chat_template = template_of(config) or tokenizer.chat_template
         if not tokenizer.chat_template:
-            raise UserError(f"{model} has no chat template: rill serve answers /v1/completions for such models")
+            raise UserError(
+                f"{model} has no chat template: rill serve answers /v1/completions for such models"
+            )
         encoder = PromptEncoder(tokenizer, template_arguments=card.template_arguments if card else {})
         running = build_engine(config)
     limit = max_tokens or (card.max_new_tokens if card else 0) or DEFAULT_TOKENS
     sampling = SamplingParams(temperature=temperature, max_new_tokens=min(limit, running.max_context - 1))
     try:
-        Conversation(running, encoder, sampling, system=system, is_bare=card is not None and card.prompts == "bare").run()
+        Conversation(
+            running, encoder, sampling, system=system, is_bare=card is not None and card.prompts == "bare"
+        ).run()
     finally:
         running.close()
 
@@ -104,7 +111,9 @@ class Conversation:
             self._messages.append(Message(role="user", content=line))
             ids = self._encoder.encode_messages(self._messages)
         if len(ids) >= self._engine.max_context:
-            say(f"that is more than the model's context of {self._engine.max_context} tokens: {NEW} begins anew")
+            say(
+                f"that is more than the model's context of {self._engine.max_context} tokens: {NEW} begins anew"
+            )
             return
         said = self._stream(ids, name)
         if not self._is_bare:

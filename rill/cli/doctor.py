@@ -234,7 +234,11 @@ def _headers() -> Finding:
         return Finding(what="python headers", state=State.OK, found=folder)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     line = install_line(
-        apt=f"python{version}-dev", dnf=f"python{version}-devel", pacman="python", apk="python3-dev", brew="python"
+        apt=f"python{version}-dev",
+        dnf=f"python{version}-devel",
+        pacman="python",
+        apk="python3-dev",
+        brew="python",
     )
     return Finding(
         what="python headers",

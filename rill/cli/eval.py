@@ -26,7 +26,10 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def evaluate(
     model: Annotated[
         str,
-        typer.Argument(help="A run (its trained model), a model's folder, or its name on the hub.", autocompletion=run_names),
+        typer.Argument(
+            help="A run (its trained model), a model's folder, or its name on the hub.",
+            autocompletion=run_names,
+        ),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
     task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
@@ -99,7 +102,9 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
     """From a run: its model, task and environment. From a model: that, and the task that was named."""
     if not _is_run(model, root) and ((Path(model) / "config.json").is_file() or is_hub_name(model)):
         if not task:
-            raise UserError(f"{model} is a model: say what to evaluate it on with --task, such as jsonl or hub")
+            raise UserError(
+                f"{model} is a model: say what to evaluate it on with --task, such as jsonl or hub"
+            )
         return {"model": {"path": model}, "data": {"type": task}, "env": {"type": "single_turn"}}
     run = Run.open(model, root=root)
     trained = run.trained_model()

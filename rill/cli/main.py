@@ -133,7 +133,9 @@ def root(
 def explain(error: RillError) -> tuple[str, int]:
     """The message and the exit code. What is said in words needs no traceback, even if a worker found it."""
     cause = error.__cause__
-    if isinstance(error, WorkerError) and isinstance(cause, UserError | TrainingError | CheckpointError | GuardError):
+    if isinstance(error, WorkerError) and isinstance(
+        cause, UserError | TrainingError | CheckpointError | GuardError
+    ):
         return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
     return str(error), error.exit_code
 

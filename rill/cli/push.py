@@ -1,4 +1,4 @@
-"""`rill push`: a run's model, or any model's folder, to the Hugging Face hub, with a page that says how it was trained."""
+"""`rill push`: a model to the Hugging Face hub, with a page that says how it was trained."""
 
 from __future__ import annotations
 

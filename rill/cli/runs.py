@@ -178,7 +178,9 @@ def trace(
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(help="A run (its newest `rill eval`), or the file of an evaluation.")],
+    first: Annotated[
+        str, typer.Argument(help="A run (its newest `rill eval`), or the file of an evaluation.")
+    ],
     second: Annotated[str, typer.Argument(help="The one to compare it with.")],
     root: Root = Path(RUNS_FOLDER),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -200,7 +202,9 @@ def compare(
             if (paired := paired_test(rewards[0][name], rewards[1][name])) is not None:
                 found[name] = paired
     if as_json:
-        say_json({"runs": [summarise(run) for run in opened], "sets": {n: asdict(p) for n, p in found.items()}})
+        say_json(
+            {"runs": [summarise(run) for run in opened], "sets": {n: asdict(p) for n, p in found.items()}}
+        )
         return
     if opened:
         say_table(_COLUMNS, [_row(summarise(run)) for run in opened], styles=_STYLES)

@@ -46,7 +46,7 @@ class ServeConfig(Config):
     adapters: dict[str, str] = {}
     """LoRA adapters to serve from the start: name -> PEFT folder. More come through /v1/load_lora_adapter."""
     chat_template: str | None = None
-    """A Jinja file used in place of the tokenizer's template. Unset: as the model was trained (rill.json), else that."""
+    """A Jinja file used in place of the tokenizer's template. Unset: as the model was trained."""
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
 
 
@@ -174,14 +174,17 @@ def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
 
 def template_of(config: ServeConfig) -> str | None:
     """The one that was given, else the one that the model was trained with; None: the tokenizer's."""
+    from rill.models.loading import model_folder
+
     if config.chat_template:
         return Path(config.chat_template).read_text(encoding="utf-8")
-    folder = Path(model_of(config).path or "")
-    card = read_card(folder)
+    source = model_of(config).path
+    folder = Path(model_folder(source, weights=False)) if source else None
+    card = read_card(folder) if folder else None
     if card is not None and card.template is not None:
         complain(
-            f"{folder} was trained on bare prompts such as {card.example!r:.60}: messages of the chat API are put to it as "
-            "plain text, without roles"
+            f"{folder} was trained on bare prompts such as {card.example!r:.60}: messages are put to it as plain text, "
+            "without a chat template"
         )
     return card.template if card is not None else None
 

@@ -126,7 +126,9 @@ def _kept(below: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """What a table keeps when its type becomes another."""
     if not any({below["type"], value["type"]} <= kin for kin in KIN):
         return {}
-    return {key: held for key, held in below.items() if key != "type" and key not in PLACES and key not in value}
+    return {
+        key: held for key, held in below.items() if key != "type" and key not in PLACES and key not in value
+    }
 
 
 def _is_inside(key: str, dotted: str) -> bool:

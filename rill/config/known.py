@@ -52,7 +52,9 @@ def check_known(loaded: RecipeValues) -> None:
         where = loaded.provenance.get(key) or loaded.provenance.get(f"[{key}]") or str(loaded.path)
         value = _value_at(loaded.values, key)
         shown = key if isinstance(value, Mapping) else f"{key} = {show_value(value)}"
-        elsewhere = [f"{table.partition('|')[0]}.{name}".lstrip(".") for table, has in known.items() if name in has]
+        elsewhere = [
+            f"{table.partition('|')[0]}.{name}".lstrip(".") for table, has in known.items() if name in has
+        ]
         mistakes.append(f"{where}: {shown}: unknown key{did_you_mean(name, fields, elsewhere, dotted)}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
@@ -63,7 +65,7 @@ def _tables(config: BaseModel, dotted: str) -> Iterator[tuple[str, list[str]]]:
     if not type(config).__module__.startswith(OWN):
         return  # a user's own part may have other keys the next time
     fields = type(config).model_fields
-    chosen = f"|{getattr(config, 'type')}" if "type" in fields else ""
+    chosen = f"|{config.model_dump(include={'type'})['type']}" if "type" in fields else ""
     yield f"{dotted}{chosen}", list(fields)
     for name in fields:
         value = getattr(config, name)

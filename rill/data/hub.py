@@ -9,7 +9,7 @@ another form is read from the parquet files that the hub makes of it (its branch
 from __future__ import annotations
 
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Literal
 
 from rill.data.base import Split
@@ -86,7 +86,9 @@ def files_of(listed: list[str], subset: str, split: str) -> list[str]:
         if not subset and len(subsets) > 1:
             raise DataError(f"it has the subsets {', '.join(sorted(subsets))}: set `subset` to one of them")
         if ending == ".jsonl" and len(files) > 1:
-            raise DataError(f"{', '.join(files)} are several JSON-lines files: fetch them and join them into one")
+            raise DataError(
+                f"{', '.join(files)} are several JSON-lines files: fetch them and join them into one"
+            )
         if files:
             return sorted(files)
     return []

@@ -29,8 +29,8 @@ class JsonlDataset(RowDataset):
         self._path = Path(config.path).expanduser()
         if self._path.is_dir():
             raise DataError(
-                f"{config.path!r} is a folder: name a file of JSON lines in it, or set type = \"parquet\" for a folder of "
-                "parquet files"
+                f"{config.path!r} is a folder: name a file of JSON lines in it; for a folder of parquet files set "
+                'type = "parquet"'
             )
         if not self._path.is_file():
             raise DataError(f"there is no file {config.path!r} (seen from {Path.cwd()})")

@@ -49,4 +49,6 @@ def read_card(folder: Path) -> TrainingCard | None:
     try:
         return TrainingCard(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{path} is damaged ({error}): delete it, and the model is asked as any other") from error
+        raise ModelError(
+            f"{path} is damaged ({error}): delete it, and the model is asked as any other"
+        ) from error

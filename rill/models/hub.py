@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import httpx
+
 from rill.errors import DataError, ModelError, UserError
 
 Kind = Literal["model", "dataset"]
@@ -26,6 +28,7 @@ TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm")
 WEIGHT_FILES = ("*.safetensors",)
 NOT_NEEDED = ("original/*", "onnx/*", "*/*.safetensors")
 """The same weights in other forms."""
+UNREACHABLE = (httpx.TransportError, ConnectionError, TimeoutError)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -61,7 +64,7 @@ def hub_files(name: str, kind: Kind) -> list[str]:
         if not is_offline_mode():
             try:
                 return sorted(HfApi(_endpoint()).list_repo_files(repo, revision=revision, repo_type=kind))
-            except _unreachable():
+            except UNREACHABLE:
                 pass  # the cache may have it, as it does for hub_folder
         nothing = ["no file"]  # asked for none, it does not mind that others are missing
         cached = snapshot_download(
@@ -93,12 +96,6 @@ def _parts(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def _unreachable() -> tuple[type[Exception], ...]:
-    import httpx
-
-    return (httpx.TransportError, ConnectionError, TimeoutError)
-
-
 @contextmanager
 def _explained(name: str, kind: Kind) -> Iterator[None]:
     from huggingface_hub import errors
@@ -120,7 +117,7 @@ def _explained(name: str, kind: Kind) -> Iterator[None]:
             f"there is no local folder {name!r}, and no {kind} of that name on the hub ({where}) that you may read: "
             "check the name; a private one needs HF_TOKEN"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, *_unreachable()) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, *UNREACHABLE) as error:
         raise raised(
             f"{name} is not in the local cache, and the hub ({where}) cannot be reached (HF_HUB_OFFLINE set, or no "
             f"network): on a machine that can, run `hf download {_parts(name)[0]} --repo-type {kind} --local-dir "

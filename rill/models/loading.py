@@ -50,7 +50,7 @@ class ModelConfig(Config):
     seed: int = 0
     """Seeds the random weights of a fresh model."""
     tokenizer: str | None = None
-    """A tokenizer's folder or name of the hub, or "chars" for the built-in character tokenizer. Unset: taken from `path`."""
+    """A tokenizer's folder or name of the hub, or "chars": the built-in character tokenizer. Unset: that of `path`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -68,8 +68,9 @@ def sign_flip_p(difference_P: npt.NDArray[np.float64]) -> float:
     if moved.size == 0:
         return 1.0
     if np.all(np.abs(moved) == 1):
-        count, less = moved.size, int(min((moved > 0).sum(), (moved < 0).sum()))
-        return min(1.0, sum(math.comb(count, j) for j in range(less + 1)) / 2 ** (count - 1))
+        count, less = int(moved.size), int(min((moved > 0).sum(), (moved < 0).sum()))
+        tail: int = sum(math.comb(count, j) for j in range(less + 1))
+        return min(1.0, 2.0 * tail / 2.0**count)
     signs = np.random.default_rng(0).choice((-1.0, 1.0), size=(NUM_FLIPS, moved.size))
     is_as_far = np.abs(signs @ moved) >= abs(moved.sum()) - 1e-12
     return float((is_as_far.sum() + 1) / (NUM_FLIPS + 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -80,18 +81,21 @@ def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
     if not isinstance(config, RLConfig | SupervisedConfig) or config.workflow == "reward_model":
         return None
     [first, *_] = _rows(config.data)
-    common = {"run": run, "workflow": config.workflow, "base_model": config.model.path or ""}
     is_bare = not first.messages and first.text is not None
-    example = first.text if is_bare else first.messages[-1].content if first.messages else ""
+    card = TrainingCard(
+        run=run,
+        workflow=config.workflow,
+        prompts="bare" if is_bare else "chat",
+        base_model=config.model.path or "",
+        example=first.text or (first.messages[-1].content if first.messages else ""),
+    )
     if not isinstance(config, RLConfig):
-        return TrainingCard(prompts="bare" if is_bare else "chat", example=example or "", **common)
-    environment = config.rollout.env.model_dump()
-    return TrainingCard(
-        prompts="bare" if is_bare and config.rollout.env.type == "single_turn" else "chat",
-        example=example or "",
-        template_arguments=environment.get("template_arguments", {}),
+        return card
+    return replace(
+        card,
+        prompts=card.prompts if config.rollout.env.type == "single_turn" else "chat",
+        template_arguments=config.rollout.env.model_dump().get("template_arguments", {}),
         max_new_tokens=config.rollout.sampling.max_new_tokens,
-        **common,
     )
 
 
@@ -105,9 +109,7 @@ def _rows(data: PartConfig) -> list[Prompt]:
     return list(islice(iter(dataset), NUM_ROWS))
 
 
-def _tokenizer(
-    model: ModelConfig, *, is_local: bool
-) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
+def _tokenizer(model: ModelConfig, *, is_local: bool) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """The model is there, and its tokenizer fits it. On a cluster it may lie where only the workers see it."""
     try:
         tokenizer = load_tokenizer(model)
@@ -161,8 +163,7 @@ def _writable(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> 
     for prompt in prompts:
         if isinstance(prompt.answer, str) and unknown in tokenizer.encode(prompt.answer):
             raise DataError(
-                f"{prompt.id}: the tokenizer cannot write its answer {prompt.answer!r:.80}: use a model whose tokenizer "
-                "knows these characters"
+                f"{prompt.id}: the tokenizer cannot write its answer {prompt.answer!r:.80}: use a model whose own can"
             )
         asked = prompt.text or "".join(message.content for message in prompt.messages)
         if unknown in tokenizer.encode(asked):
@@ -193,7 +194,10 @@ class _Answering:
 
 
 def _try_episodes(
-    config: PartConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams
+    config: PartConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
 ) -> None:
     """One of them has to come to a reward."""
     environment = open_environment(config, tokenizer)

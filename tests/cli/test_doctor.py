@@ -87,7 +87,9 @@ def test_a_machine_without_a_sandbox_is_a_warning(monkeypatch: pytest.MonkeyPatc
     assert finding.state is State.WARNING and "apt install bubblewrap" in finding.advice
 
 
-def test_a_missing_system_package_comes_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_system_package_comes_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
     assert doctor._compiler().advice.endswith("sudo apt install g++")

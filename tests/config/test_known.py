@@ -36,7 +36,9 @@ def test_nothing_is_known_at_first() -> None:
     check_known(given("stepz=3"))
 
 
-@pytest.mark.parametrize("override", ["stepz=3", "trainer.learning_rat=1", "trainer.steps=1", "trainer.nonsense=1"])
+@pytest.mark.parametrize(
+    "override", ["stepz=3", "trainer.learning_rat=1", "trainer.steps=1", "trainer.nonsense=1"]
+)
 def test_what_is_remembered_is_told_in_the_words_of_the_whole_check(override: str) -> None:
     resolved(given())
     check_known(given())

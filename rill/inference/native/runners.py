@@ -71,9 +71,7 @@ def context_limit(config: PretrainedConfig, configured: int | None) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     own = next((int(values[name]) for name in names if values.get(name)), configured)
     if own is None:
-        raise ConfigError(
-            f"{config.model_type!r} does not say how long a sequence may be: set max_context"
-        )
+        raise ConfigError(f"{config.model_type!r} does not say how long a sequence may be: set max_context")
     rope = values.get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         # Beyond this, angles depend on the longest sequence of a step: what is in the cache would be turned wrongly.
