@@ -251,7 +251,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "message": state.message,
         "steps": max(rows[-1].step, 0) if rows else 0,  # a warm-up counts up to 0
         "reward": _last(rows, REWARD),
-        "accuracy": _last(rows, ACCURACY),
+        "accuracy": _accuracy(rows),
         "started_s": state.created_s,
         "lasted_s": state.lasted_s(rows[-1].time_s if rows else 0.0),
     }
@@ -270,6 +270,20 @@ def _row(summary: dict[str, Any]) -> list[str]:
         started,
         duration(summary["lasted_s"]),
     ]
+
+
+def _accuracy(rows: list[MetricRow]) -> float | None:
+    """On the held-out side; of the first set with a name where there is none."""
+    named = sorted(
+        {
+            name
+            for row in rows
+            for name in row.values
+            if name.startswith("eval/") and name.endswith("/accuracy")
+        },
+        key=lambda name: (name != ACCURACY, name),
+    )
+    return _last(rows, named[0]) if named else None
 
 
 def _end_of(name: str, root: Path) -> tuple[Run | None, Evaluation | None]:

@@ -26,6 +26,7 @@ from rill.envs.events import MemoryLog
 from rill.inference.base import Completion
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
+from rill.runtime.process.waits import watch_loop
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
 from rill.workflows.config import EvalSetConfig, RolloutConfig
@@ -89,6 +90,7 @@ class Episodes:
 
         policies: for training (True) and, seeded apart, for evaluation.
         """
+        watch_loop(asyncio.get_running_loop())
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
