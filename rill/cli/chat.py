@@ -63,12 +63,12 @@ def chat(
         source = model_of(config)
         card = read_card(Path(model_folder(source.path or "", weights=False)))
         tokenizer = load_tokenizer(source)
-        tokenizer.chat_template = template_of(config) or tokenizer.chat_template
+        tokenizer.chat_template = template_of(config, tokenizer) or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise UserError(
                 f"{model} has no chat template: rill serve answers /v1/completions for such models"
             )
-        encoder = PromptEncoder(tokenizer, template_arguments=card.template_arguments if card else {})
+        encoder = PromptEncoder(tokenizer)
         running = build_engine(config)
     limit = max_tokens or (card.max_new_tokens if card else 0) or DEFAULT_TOKENS
     sampling = SamplingParams(temperature=temperature, max_new_tokens=min(limit, running.max_context - 1))

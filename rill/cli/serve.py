@@ -25,6 +25,8 @@ from rill.models.card import read_card
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rill.models.loading import ModelConfig
 
 CLIENT_KEYS_VARIABLE = "RILL_API_KEYS"
@@ -140,7 +142,7 @@ def run(config: ServeConfig) -> None:
     listener = bind(config.server)
     model = model_of(config)
     tokenizer = load_tokenizer(model)
-    template = template_of(config)
+    template = template_of(config, tokenizer)
     engine = build_engine(config)
     try:
         _load_adapters(engine, config.adapters)
@@ -172,7 +174,7 @@ def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
         engine.load_adapter(name, folder)
 
 
-def template_of(config: ServeConfig) -> str | None:
+def template_of(config: ServeConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The one that was given, else the one that the model was trained with; None: the tokenizer's."""
     from rill.models.loading import model_folder
 
@@ -181,12 +183,13 @@ def template_of(config: ServeConfig) -> str | None:
     source = model_of(config).path
     folder = Path(model_folder(source, weights=False)) if source else None
     card = read_card(folder) if folder else None
-    if card is not None and card.template is not None:
+    if card is not None and card.prompts == "bare":
         complain(
             f"{folder} was trained on bare prompts such as {card.example!r:.60}: messages are put to it as plain text, "
             "without a chat template"
         )
-    return card.template if card is not None else None
+    own = tokenizer.chat_template
+    return card.template(own if isinstance(own, str) else None) if card is not None else None
 
 
 def model_of(config: ServeConfig) -> ModelConfig:

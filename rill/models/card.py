@@ -33,10 +33,18 @@ class TrainingCard:
     max_new_tokens: int = 0
     """0: not known."""
 
-    @property
-    def template(self) -> str | None:
-        """In place of the tokenizer's own; None: that one is right."""
-        return BARE_TEMPLATE if self.prompts == "bare" else None
+    def template(self, own: str | None) -> str | None:
+        """The chat template that asks as training did, from the tokenizer's own."""
+        if self.prompts == "bare":
+            return BARE_TEMPLATE
+        if not own:
+            return None
+        # What a client passes by itself still counts.
+        given = [
+            f"{{%- if {name} is not defined %}}{{% set {name} = {json.dumps(value)} %}}{{% endif -%}}"
+            for name, value in self.template_arguments.items()
+        ]
+        return "".join(given) + own
 
     def save(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

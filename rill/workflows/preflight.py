@@ -46,6 +46,8 @@ NUM_ROWS = 64
 """Looked at for their lengths."""
 NUM_EPISODES = 3
 """Tried; one that succeeds is enough."""
+TRY_S = 60.0
+"""For one of them."""
 
 
 def preflight(config: RecipeConfig) -> list[str]:
@@ -69,10 +71,10 @@ def _rl(config: RLConfig) -> list[str]:
     notes += _lengths(config, prompts, PromptEncoder(tokenizer))
     notes += _writable(prompts, tokenizer)
     sampling = config.rollout.sampling.params()
-    _try_episodes(config.rollout.env, prompts, tokenizer, sampling)
+    notes += _try_episodes(config.rollout.env, prompts, tokenizer, sampling)
     for chosen in evals.values():
         if chosen.env is not None:
-            _try_episodes(chosen.env, read_prompts(chosen), tokenizer, sampling)
+            notes += _try_episodes(chosen.env, read_prompts(chosen), tokenizer, sampling)
     return notes
 
 
@@ -198,33 +200,35 @@ def _try_episodes(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
-) -> None:
-    """One of them has to come to a reward."""
+) -> list[str]:
+    """One of them has to come to a reward. One that takes long is a note: a sandbox may have to be built."""
     environment = open_environment(config, tokenizer)
     failed: list[Episode] = []
     try:
         for prompt in prompts[:NUM_EPISODES]:
             said = str(prompt.metadata.get("solution") or prompt.answer or "0")
             ids = np.asarray([*tokenizer.encode(said, add_special_tokens=False), *_end(tokenizer)], np.int32)
-            episode = asyncio.run(
-                run_episode(
-                    environment,
-                    prompt,
-                    _Answering(ids),
-                    episode_id=f"preflight/{prompt.id}",
-                    group_id="preflight",
-                    sampling=sampling,
-                )
+            work = run_episode(
+                environment,
+                prompt,
+                _Answering(ids),
+                episode_id=f"preflight/{prompt.id}",
+                group_id="preflight",
+                sampling=sampling,
             )
+            episode = asyncio.run(asyncio.wait_for(work, TRY_S))
             if episode.failure is None:
-                return
+                return []
             failed.append(episode)
+    except TimeoutError:
+        return [f"an episode of {config.type!r} was tried, and not finished after {TRY_S:g} s"]
     finally:
         environment.close()
     if failed:
         raise UserError(
             f"tried on {len(failed)} row(s) with their own answers, every episode failed: {failed[-1].error}"
         )
+    return []
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:

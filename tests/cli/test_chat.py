@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,20 @@ def test_a_models_folder_answers_in_chat_and_travels_over_the_hub(
         assert read_card(hub.repo("models", "me/sums")) == BARE
 
 
+def test_a_chat_model_is_asked_with_the_arguments_of_its_training() -> None:
+    card = replace(BARE, prompts="chat", template_arguments={"thinking": False})
+    template = card.template("{{ messages[0].content }}{% if thinking %}<think>{% endif %}")
+    tokenizer = build_char_tokenizer()
+    asked = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(asked, chat_template=template, tokenize=False) == "a"
+    told = tokenizer.apply_chat_template(asked, chat_template=template, tokenize=False, thinking=True)
+    assert told == "a<think>"
+
+
 def test_a_card_says_how_a_model_is_asked(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     BARE.save(tmp_path)
-    assert read_card(tmp_path) == BARE and BARE.template == BARE_TEMPLATE
+    assert read_card(tmp_path) == BARE and BARE.template("its own") == BARE_TEMPLATE
     (tmp_path / "rill.json").write_text('{"run": 1}')
     with pytest.raises(ModelError, match="is damaged"):
         read_card(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
 from rill.errors import ConfigError, DataError, GuardError, ModelError, UserError
 from rill.types import Prompt, Trajectory
 from rill.workflows import recipe_schema
@@ -73,6 +76,21 @@ def test_what_cannot_run_is_one_line(changes: list[str], error: type[Exception],
 def test_a_reward_that_fails_now_and_then_is_no_reason_to_stop() -> None:
     function = "tests.workflows.test_preflight:broken_at_times"
     assert preflight(tiny(f"rollout.env.reward.function={function}")) == []
+
+
+class Endless(Environment):
+    class Config(Environment.Config):
+        pass
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        await asyncio.sleep(1e6)
+        return 0.0
+
+
+def test_an_environment_that_takes_its_time_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rill.workflows.preflight.TRY_S", 0.05)
+    [note] = preflight(tiny("rollout.env.type=tests.workflows.test_preflight:Endless"))
+    assert "not finished after 0.05 s" in note
 
 
 def test_rows_without_anything_in_them_are_told(tmp_path: Path) -> None:
