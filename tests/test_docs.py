@@ -9,8 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from rill.cli.main import COMMANDS
+from rill.cli.main import COMMANDS, app
 from rill.envs.rewards.base import REWARDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,11 +37,11 @@ def test_every_page_is_in_the_index() -> None:
         )
 
 
-def test_the_readme_names_every_room() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_map_names_every_room() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     for folder in sorted((ROOT / "rill").iterdir()):
         if (folder / "__init__.py").exists():
-            assert f"\n  {folder.name}/ " in readme, f"README.md has no line for rill/{folder.name}/"
+            assert f"\n  {folder.name}/ " in page, f"docs/design.md has no line for rill/{folder.name}/"
 
 
 def test_every_test_that_the_design_names_exists() -> None:
@@ -78,6 +79,25 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
         [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout == "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18]\n", done.stderr
+
+
+def test_the_task_of_the_ten_minutes_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/ten_minutes.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"python -c '\n(.*?)' > sums.jsonl", page, re.DOTALL)
+    rows = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    (tmp_path / "sums.jsonl").write_text(rows.stdout)
+    [reward] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(reward)
+    (tmp_path / "recipes").mkdir()
+    [recipe] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "recipes" / "sums.toml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RILL_CACHE", str(tmp_path / "cache"))
+    result = CliRunner().invoke(app, ["config", "check", "sums"])
+    assert result.output == "recipes/sums.toml: valid\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

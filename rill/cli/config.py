@@ -6,15 +6,17 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.console import say, say_json
+from rill.cli.completion import recipe_names
+from rill.cli.console import complain, say, say_json
 from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.files import RecipeValues
 from rill.config.keys import describe_keys
+from rill.config.known import check_known, remember
 from rill.workflows import recipe_schema
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.")]
+Recipe = Annotated[str, typer.Argument(help="A recipe's name or path.", autocompletion=recipe_names)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes, e.g. loop.steps=20", metavar="KEY=VALUE")
 ]
@@ -56,13 +58,19 @@ def show(
 
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Check that a recipe is valid.
+    """Check that a recipe can run: its keys, the files and models it names, lengths, and its reward on real rows.
 
     \b
     Example:
       rill config check recipes/mine.toml
     """
-    loaded, _ = load_and_resolve(recipe, overrides)
+    loaded, resolved = load_and_resolve(recipe, overrides)
+    from rill.workflows.config import RecipeConfig
+    from rill.workflows.preflight import preflight
+
+    if isinstance(resolved, RecipeConfig):
+        for note in preflight(resolved):
+            say(f"note: {note}")
     say(f"{loaded.path}: valid")
 
 
@@ -92,5 +100,10 @@ def keys(
 def load_and_resolve(recipe: str, overrides: list[str] | None) -> tuple[RecipeValues, Config]:
     """What every command that takes RECIPE [KEY=VALUE]... starts with."""
     loaded = load_recipe(recipe, overrides or ())
+    for note in loaded.dropped:
+        complain(f"note: {note}")
+    check_known(loaded)
     schema = recipe_schema(loaded.values, str(loaded.path))
-    return loaded, resolve(schema, loaded.values, loaded.provenance, str(loaded.path))
+    resolved = resolve(schema, loaded.values, loaded.provenance, str(loaded.path))
+    remember(resolved)
+    return loaded, resolved

@@ -14,6 +14,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -135,6 +136,7 @@ def examine(*, deep: bool = False) -> Iterator[Finding]:
     yield _open_files()
     yield _disk(Path.cwd())
     yield _compiler()
+    yield _headers()
     yield _sandbox()
     for module in EXTRAS:
         yield _extra(module, deep=deep)
@@ -143,7 +145,8 @@ def examine(*, deep: bool = False) -> Iterator[Finding]:
 def _python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform != "linux":
-        return Finding(what="python", state=State.WARNING, found=found, advice="rill is tested on Linux only")
+        advice = "runs need Linux (a container or a virtual machine will do); looking at runs works here"
+        return Finding(what="python", state=State.WARNING, found=found, advice=advice)
     return Finding(what="python", state=State.OK, found=found)
 
 
@@ -169,7 +172,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding(what="cpu", state=State.OK, found=f"{len(os.sched_getaffinity(0))} cores")
+    yield Finding(what="cpu", state=State.OK, found=f"{_num_cores()} cores")
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -184,6 +187,11 @@ def _devices() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
         yield Finding(what=f"cuda:{index}", state=State.OK, found=found)
+
+
+def _num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _no_cuda(*, has_driver: bool, has_cuda_build: bool) -> Finding:
@@ -240,9 +248,41 @@ def _compiler() -> Finding:
     """The kernels of models on the CPU are compiled on first use and kept."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
-        advice = "on the CPU models run through plain torch, slower; for rill's kernels install g++ or clang"
+        line = install_line(apt="g++", dnf="gcc-c++", pacman="gcc", apk="g++", brew="gcc")
+        advice = f"on the CPU models run through plain torch, slower; for rill's kernels: {line}"
         return Finding(what="compiler", state=State.WARNING, found="no C++ compiler on PATH", advice=advice)
     return Finding(what="compiler", state=State.OK, found=found)
+
+
+def _headers() -> Finding:
+    """Triton compiles a small C file against them when a GPU is first used."""
+    folder = sysconfig.get_paths()["include"]
+    if (Path(folder) / "Python.h").is_file():
+        return Finding(what="python headers", state=State.OK, found=folder)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    line = install_line(
+        apt=f"python{version}-dev",
+        dnf=f"python{version}-devel",
+        pacman="python",
+        apk="python3-dev",
+        brew="python",
+    )
+    return Finding(
+        what="python headers",
+        state=State.WARNING,
+        found=f"no {folder}/Python.h",
+        advice=f"Triton's kernels on a GPU need them: {line}",
+    )
+
+
+def install_line(**packages: str) -> str:
+    """What to type on this machine, by package manager: install_line(apt="g++", dnf="gcc-c++")."""
+    verbs = {"pacman": "pacman -S", "apk": "apk add"}
+    for manager, package in packages.items():
+        if shutil.which("apt-get" if manager == "apt" else manager):
+            sudo = "" if manager == "brew" or os.geteuid() == 0 else "sudo "
+            return f"{sudo}{verbs.get(manager, f'{manager} install')} {package}"
+    return f"install {next(iter(packages.values()))}"
 
 
 def _sandbox() -> Finding:
@@ -252,6 +292,9 @@ def _sandbox() -> Finding:
     problem = missing()
     if problem is not None:
         advice = f"code rewards and sandboxed tools refuse to run here: {problem}"
+        if shutil.which("bwrap") is None:
+            names = dict.fromkeys(("apt", "dnf", "pacman", "apk"), "bubblewrap")
+            advice = f"code rewards and sandboxed tools refuse to run here: {install_line(**names)}"
         return Finding(what="sandbox", state=State.WARNING, found="none", advice=advice)
     return Finding(what="sandbox", state=State.OK, found="bubblewrap")
 

@@ -39,6 +39,7 @@ from rill.telemetry.sinks.base import RunInfo, build_sinks
 from rill.workflows import WORKFLOWS
 from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
+from rill.workflows.preflight import training_card
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BEFORE_ALL = -(1 << 31)
@@ -159,6 +160,8 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     try:
         with progress, stall, interrupts.listening(), _warnings_to(progress):
             WORKFLOWS.load(config.workflow)(config, run, observers).run()
+        if (run.path / "model").is_dir() and (card := training_card(config, run.id)) is not None:
+            card.save(run.path / "model")
     finally:
         watch.close()
         if config.sinks:
@@ -195,7 +198,7 @@ def _summarise(
 ) -> None:
     model = run.path / "model"
     name = run.name if run.path.parent == Path(RUNS_FOLDER) else run.path  # a name is looked for there only
-    use = f"rill eval {name}, rill serve {name}"
+    use = f"rill chat {name}, rill eval {name}, rill serve {name}"
     if config.workflow == "reward_model":  # it scores answers and writes none
         use = f"in an RL recipe reward_model.model.path={model}"
     if not progress.has_reports:

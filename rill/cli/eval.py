@@ -1,9 +1,7 @@
-"""`rill eval`: pass@k with confidence intervals of a run's model, or of any local model, on its tasks or another."""
+"""`rill eval`: pass@k with confidence intervals of a run's model, or of any model, on its tasks or another."""
 
 from __future__ import annotations
 
-import json
-import time
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +10,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from rill.cli.completion import run_names
 from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
 from rill.errors import UserError
+from rill.models.hub import is_hub_name
+from rill.telemetry.evaluations import next_path, rewards_of, save
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -23,19 +24,31 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run (its trained model), or a local model folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run (its trained model), a model's folder, or its name on the hub.",
+            autocompletion=run_names,
+        ),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
     task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Keep the answers here. Default: in the run's folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Evaluate a model on held-out problems.
+    """Evaluate a model on held-out problems; every answer is kept with its score.
 
     \b
     Examples:
       rill eval demo                                        the demo's model on the sets of its recipe
       rill eval demo samples=8 sampling.temperature=1.0     pass@1, @2, @4, @8
       rill eval ./my-model --task arithmetic data.digits=[3,3] env.reward.answer=last_number
+      rill eval Qwen/Qwen2.5-0.5B-Instruct --task hub data.name=openai/gsm8k data.subset=main data.split=test \\
+        data.answer_after=#### env.reward.type=math sampling.max_new_tokens=512 -o base.jsonl
+      rill runs compare base.jsonl demo                     is the difference more than chance?
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
     with waiting("loading"):  # seconds: a wrong name above is answered at once
@@ -45,20 +58,22 @@ def evaluate(
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
-        rewards = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
-    metrics = {
-        key: value for name, rows in rewards.items() for key, value in summarise_rewards(rows, name).items()
-    }
-    kept = _keep(model, root, config.model_dump(mode="json"), metrics)
+        answers = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
+    metrics: dict[str, float] = {}
+    for name, rows in rewards_of(answers).items():
+        metrics |= summarise_rewards(list(rows.values()), name)
+    path = out or (next_path(Run.open(model, root=root)) if _is_run(model, root) else None)
+    if path is not None:
+        save(path, model=model, metrics=metrics, config=config.model_dump(mode="json"), answers=answers)
     if as_json:
         say_json(metrics)
         return
     for chosen in config.all_sets():
-        _show(
-            chosen.name, metrics, f"{chosen.data.type}, {chosen.samples} sample(s) at {chosen.temperature:g}"
-        )
-    if kept is not None:
-        say(f"kept in {kept}")
+        what = f"{chosen.data.type}, {chosen.samples} sample(s) at temperature {chosen.temperature:g}"
+        _show(chosen.name, metrics, what)
+    if error := next((answer.error for answer in answers if answer.error), None):
+        say(f"for example: {error}")
+    say(f"answers in {path}" if path is not None else "answers are not kept: -o FILE keeps them")
 
 
 def _show(name: str, metrics: dict[str, float], what: str) -> None:
@@ -79,26 +94,18 @@ def _show(name: str, metrics: dict[str, float], what: str) -> None:
     say_table(["metric", "value", "95 % interval"], rows)
 
 
-def _keep(model: str, root: Path, config: dict[str, Any], metrics: dict[str, float]) -> Path | None:
-    """In the run's folder, one line an evaluation; nowhere for a model that is no run's."""
-    if (Path(model) / "config.json").is_file():
-        return None
-    path = Run.open(model, root=root).path / "evaluations.jsonl"
-    record = {"time_s": time.time(), "metrics": metrics, "config": config}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    return path
+def _is_run(model: str, root: Path) -> bool:
+    return any((path / "status.json").is_file() for path in (root / model, Path(model)))
 
 
 def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
-    """From a run: its model, task and environment. From a folder: the model, and the task that was named."""
-    folder = Path(model)
-    if (folder / "config.json").is_file():
+    """From a run: its model, task and environment. From a model: that, and the task that was named."""
+    if not _is_run(model, root) and ((Path(model) / "config.json").is_file() or is_hub_name(model)):
         if not task:
             raise UserError(
-                f"{model} is a model: say what to evaluate it on with --task (see `rill recipes`)"
+                f"{model} is a model: say what to evaluate it on with --task, such as jsonl or hub"
             )
-        return {"model": {"path": str(folder)}, "data": {"type": task}, "env": {"type": "single_turn"}}
+        return {"model": {"path": model}, "data": {"type": task}, "env": {"type": "single_turn"}}
     run = Run.open(model, root=root)
     trained = run.trained_model()
     saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))

@@ -22,14 +22,22 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rill.cli.console import complain
-from rill.errors import CheckpointError, RillError, RunError, TrainingError, UserError, WorkerError
+from rill.errors import (
+    CheckpointError,
+    GuardError,
+    RillError,
+    RunError,
+    TrainingError,
+    UserError,
+    WorkerError,
+)
 from rill.registry import load_target
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rill.cli.train:app", "Train a model from a recipe, or resume a run"),
     "recipes": ("rill.cli.recipes:app", "List the runs that can be started, or read one"),
     "config": ("rill.cli.config:app", "Show a resolved configuration and where each value came from"),
-    "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any local model, on a task"),
+    "eval": ("rill.cli.eval:app", "Evaluate a run's model, or any other, on a task"),
     "plan": ("rill.cli.plan:app", "Find which worker should run on which devices, from a profile"),
     "simulate": ("rill.cli.simulate:app", "Simulate a workflow on a cluster of any size"),
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
@@ -37,6 +45,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
     "chaos": ("rill.cli.chaos:app", "Hurt a run at random and check that nothing is lost"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
+    "chat": ("rill.cli.chat:app", "Chat with a run's model, or any other, in the terminal"),
+    "push": ("rill.cli.push:app", "Upload a run's model to the Hugging Face hub"),
     "doctor": (
         "rill.cli.doctor:app",
         "Check whether this machine is ready, or what is wrong with a run, and what to do",
@@ -89,7 +99,7 @@ class CommandTable(TyperGroup):
 app = typer.Typer(
     cls=CommandTable,
     name="rill",
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -124,7 +134,9 @@ def root(
 def explain(error: RillError) -> tuple[str, int]:
     """The message and the exit code. What is said in words needs no traceback, even if a worker found it."""
     cause = error.__cause__
-    if isinstance(error, WorkerError) and isinstance(cause, UserError | TrainingError | CheckpointError):
+    if isinstance(error, WorkerError) and isinstance(
+        cause, UserError | TrainingError | CheckpointError | GuardError
+    ):
         return f"{cause} (found by {error.group}[{error.rank}])", cause.exit_code
     return str(error), error.exit_code
 

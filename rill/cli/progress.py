@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -151,7 +151,7 @@ class Progress:
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(style="dim", no_wrap=True)
         width = max(3, min(CURVE_WIDTH, self._console.width - 42))
-        for name, label, form in CURVES:
+        for name, label, form in curves_of(self._latest):
             if name in self._latest:
                 values = self._history[name]
                 table.add_row(
@@ -178,16 +178,25 @@ class Progress:
         return f", about {duration((self._clock() - began_s) / done * left)} left"
 
 
+def curves_of(known: Iterable[str]) -> list[Figure]:
+    """CURVES, and behind the held-out accuracy that of every evaluation set with a name."""
+    named = sorted(name for name in known if name.startswith("eval/") and name.endswith("/accuracy"))
+    sets: list[Figure] = [(name, name.split("/")[1], "{:.1%}") for name in named if name.count("/") == 2]
+    at = 1 + next(n for n, (name, _, _) in enumerate(CURVES) if name == "eval/accuracy")
+    return [*CURVES[:at], *sets, *CURVES[at:]]
+
+
 def plain_line(report: StepReport) -> str:
     """One step as one line, for logs."""
-    return f"{report.phase} {report.step}/{report.num_steps}  {_written((*CURVES, *STATES, *PHASES), report.metrics)}"
+    figures = (*curves_of(report.metrics), *STATES, *PHASES)
+    return f"{report.phase} {report.step}/{report.num_steps}  {_written(figures, report.metrics)}"
 
 
 def curve_lines(history: Mapping[str, list[float]]) -> list[str]:
     """The main figures from first to last, one line each, aligned."""
     return [
         f"{label:<14} {form.format(values[0]):>7} → {form.format(values[-1]):<7} {spark(values)}"
-        for name, label, form in CURVES
+        for name, label, form in curves_of(history)
         if (values := history.get(name))
     ]
 

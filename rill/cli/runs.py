@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rill.cli.completion import run_names
 from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration
 from rill.errors import UserError
 from rill.telemetry.chrome import export_chrome
+from rill.telemetry.evaluations import Evaluation
+from rill.telemetry.evaluations import load as load_evaluation
+from rill.telemetry.evaluations import newest as newest_evaluation
 from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import MetricRow, read_metrics
+from rill.telemetry.paired import Paired
+from rill.telemetry.paired import compare as paired_test
 from rill.telemetry.rollouts import read_rollouts, samples_of
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
 
@@ -28,10 +35,15 @@ _STYLES = {
     RunStatus.UNKNOWN.value: "red",
 }
 
+_COLUMNS = ["run", "status", "steps", "reward", "held-out", "started", "lasted"]
+_PAIRED_COLUMNS = ["set", "prompts", "first", "second", "difference", "95 % interval", "better / worse", "p"]
+
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
-Name = Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")]
+Name = Annotated[
+    str, typer.Argument(help="A run's name, or the path of its folder.", autocompletion=run_names)
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -50,6 +62,8 @@ def runs(
       rill runs rollouts demo        what its model says
       rill runs trace demo           its timeline, for https://ui.perfetto.dev
       rill runs verify demo          are its checkpoints and its token log whole?
+      rill runs compare demo demo-2  which is better, and is it more than chance?
+      rill runs rm demo-2            delete one
     """
     if context.invoked_subcommand is not None:
         return
@@ -59,8 +73,7 @@ def runs(
     elif not found:
         say(f"no runs in {root}/: start one with `rill train RECIPE`")
     else:
-        columns = ["run", "status", "steps", "reward", "held-out", "started", "lasted"]
-        say_table(columns, [_row(summary) for summary in found], styles=_STYLES)
+        say_table(_COLUMNS, [_row(summary) for summary in found], styles=_STYLES)
 
 
 @app.command()
@@ -236,6 +249,70 @@ def export(
     say(f"{out}: the policy after step {chosen}")
 
 
+@app.command()
+def compare(
+    first: Annotated[
+        str, typer.Argument(help="A run (its newest `rill eval`), or the file of an evaluation.")
+    ],
+    second: Annotated[str, typer.Argument(help="The one to compare it with.")],
+    root: Root = Path(RUNS_FOLDER),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare two runs, and two evaluations prompt by prompt with a paired test.
+
+    \b
+    Examples:
+      rill runs compare demo demo-2                  after `rill eval` of each
+      rill runs compare before.jsonl after.jsonl     files of `rill eval … -o FILE`
+    """
+    ends = [_end_of(name, root) for name in (first, second)]
+    opened = [run for run, _ in ends if run is not None]
+    evaluations = [evaluation for _, evaluation in ends if evaluation is not None]
+    found: dict[str, Paired] = {}
+    if len(evaluations) == 2:
+        rewards = [evaluation.rewards() for evaluation in evaluations]
+        for name in sorted(rewards[0].keys() & rewards[1].keys()):
+            if (paired := paired_test(rewards[0][name], rewards[1][name])) is not None:
+                found[name] = paired
+    if as_json:
+        say_json(
+            {"runs": [summarise(run) for run in opened], "sets": {n: asdict(p) for n, p in found.items()}}
+        )
+        return
+    if opened:
+        say_table(_COLUMNS, [_row(summarise(run)) for run in opened], styles=_STYLES)
+    if found:
+        say_table(_PAIRED_COLUMNS, [_paired_row(name, paired) for name, paired in found.items()])
+    elif len(evaluations) == 2:
+        say("the two evaluations share no prompt of any set: evaluate both on the same data")
+    else:
+        lacking = [name for name, (_, evaluation) in zip((first, second), ends) if evaluation is None]
+        say("; ".join(f"{name} has no evaluation yet: rill eval {name}" for name in lacking))
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Runs, by name or folder.")],
+    root: Root = Path(RUNS_FOLDER),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs with all they left: models, checkpoints, figures. Asks first; one that is running is left alone.
+
+    \b
+    Example:
+      rill runs rm demo-2 demo-3
+    """
+    opened = [Run.open(name, root=root) for name in names]
+    for each in opened:
+        if each.state().status is RunStatus.RUNNING:
+            raise UserError(f"{each.path} is running: end it first")
+    if not yes:
+        typer.confirm(f"delete {', '.join(str(each.path) for each in opened)}?", abort=True)
+    for each in opened:
+        each.remove()
+        say(f"deleted {each.path}")
+
+
 def summarise(run: Run) -> dict[str, Any]:
     """What the list shows of a run."""
     state = run.state()
@@ -247,7 +324,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "message": state.message,
         "steps": max(rows[-1].step, 0) if rows else 0,  # a warm-up counts up to 0
         "reward": _last(rows, REWARD),
-        "accuracy": _last(rows, ACCURACY),
+        "accuracy": _accuracy(rows),
         "started_s": state.created_s,
         "lasted_s": state.lasted_s(rows[-1].time_s if rows else 0.0),
     }
@@ -265,6 +342,41 @@ def _row(summary: dict[str, Any]) -> list[str]:
         accuracy,
         started,
         duration(summary["lasted_s"]),
+    ]
+
+
+def _accuracy(rows: list[MetricRow]) -> float | None:
+    """On the held-out side; of the first set with a name where there is none."""
+    named = sorted(
+        {
+            name
+            for row in rows
+            for name in row.values
+            if name.startswith("eval/") and name.endswith("/accuracy")
+        },
+        key=lambda name: (name != ACCURACY, name),
+    )
+    return _last(rows, named[0]) if named else None
+
+
+def _end_of(name: str, root: Path) -> tuple[Run | None, Evaluation | None]:
+    """A run with its newest evaluation, or an evaluation of no run."""
+    if Path(name).is_file():
+        return None, load_evaluation(Path(name))
+    run = Run.open(name, root=root)
+    return run, newest_evaluation(run)
+
+
+def _paired_row(name: str, paired: Paired) -> list[str]:
+    return [
+        name,
+        str(paired.num_prompts),
+        f"{paired.first:.1%}",
+        f"{paired.second:.1%}",
+        f"{paired.difference:+.1%}",
+        f"{paired.low:+.1%} – {paired.high:+.1%}",
+        f"{paired.num_gained} / {paired.num_lost}",
+        f"{paired.p_value:.2g}",
     ]
 
 

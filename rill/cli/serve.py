@@ -21,9 +21,12 @@ from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
+from rill.models.card import read_card
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rill.models.loading import ModelConfig
 
 CLIENT_KEYS_VARIABLE = "RILL_API_KEYS"
@@ -45,13 +48,15 @@ class ServeConfig(Config):
     adapters: dict[str, str] = {}
     """LoRA adapters to serve from the start: name -> PEFT folder. More come through /v1/load_lora_adapter."""
     chat_template: str | None = None
-    """A Jinja file used in place of the tokenizer's template."""
+    """A Jinja file used in place of the tokenizer's template. Unset: as the model was trained."""
     log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$")
 
 
 @app.command()
 def serve_model(
-    model: Annotated[str, typer.Argument(help="A run (its trained model), or a local Hugging Face folder.")],
+    model: Annotated[
+        str, typer.Argument(help="A run (its trained model), a Hugging Face folder, or a name of the hub.")
+    ],
     settings: Annotated[
         list[str] | None, typer.Argument(help="engine.*, server.* and router.* as KEY=VALUE.")
     ] = None,
@@ -71,7 +76,7 @@ def serve_model(
     \b
     Examples:
       rill serve demo                               the model of that run
-      rill serve models/Qwen2.5-0.5B-Instruct
+      rill serve Qwen/Qwen2.5-0.5B-Instruct
       rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
       rill serve models/tiny adapters.math=adapters/math
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
@@ -104,7 +109,7 @@ def build_config(
     isolate: bool = False,
 ) -> ServeConfig:
     values: dict[str, Any] = {
-        "engine": {"type": engine, "model": {"path": _folder_of(model)}},
+        "engine": {"type": engine, "model": {"path": folder_of(model)}},
         "server": {"port": port, "host": host, "model_name": name or Path(model).name},
         "router": {"num_replicas": num_replicas},
         "isolate": isolate,
@@ -124,8 +129,8 @@ def build_config(
     return resolve(ServeConfig, values, source="command line")
 
 
-def _folder_of(model: str) -> str:
-    """A run stands for the model it left; everything else is a folder itself."""
+def folder_of(model: str) -> str:
+    """A run stands for the model it left; everything else is a folder, or a name of the hub, itself."""
     is_run = any((path / "status.json").is_file() for path in (Path(RUNS_FOLDER) / model, Path(model)))
     return str(Run.open(model).trained_model()) if is_run else model
 
@@ -135,10 +140,10 @@ def run(config: ServeConfig) -> None:
     from rill.models.loading import load_tokenizer
 
     listener = bind(config.server)
-    model = _model(config)
+    model = model_of(config)
     tokenizer = load_tokenizer(model)
-    template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
-    engine = _build_engine(config)
+    template = template_of(config, tokenizer)
+    engine = build_engine(config)
     try:
         _load_adapters(engine, config.adapters)
         application = create_app(engine, tokenizer, config.server, model=model, chat_template=template)
@@ -153,7 +158,7 @@ def run(config: ServeConfig) -> None:
         engine.close()
 
 
-def _build_engine(config: ServeConfig) -> Engine:
+def build_engine(config: ServeConfig) -> Engine:
     if config.router.num_replicas > 1 or config.isolate:
         return Router(config.engine, config.router)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
@@ -169,7 +174,25 @@ def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
         engine.load_adapter(name, folder)
 
 
-def _model(config: ServeConfig) -> ModelConfig:
+def template_of(config: ServeConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The one that was given, else the one that the model was trained with; None: the tokenizer's."""
+    from rill.models.loading import model_folder
+
+    if config.chat_template:
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    source = model_of(config).path
+    folder = Path(model_folder(source, weights=False)) if source else None
+    card = read_card(folder) if folder else None
+    if card is not None and card.prompts == "bare":
+        complain(
+            f"{folder} was trained on bare prompts such as {card.example!r:.60}: messages are put to it as plain text, "
+            "without a chat template"
+        )
+    own = tokenizer.chat_template
+    return card.template(own if isinstance(own, str) else None) if card is not None else None
+
+
+def model_of(config: ServeConfig) -> ModelConfig:
     """The model and the tokenizer to serve it with: an engine's own may be in another process."""
     from rill.models.loading import ModelConfig
 

@@ -6,25 +6,37 @@ misspelt name is answered at once.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rill.cli.completion import recipe_names
 from rill.cli.console import say, waiting
 from rill.config.files import load_recipe
+from rill.config.known import check_known, remember
 from rill.config.resolve import dump_config, resolve
-from rill.errors import UserError
+from rill.errors import UnsupportedError, UserError
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus
+
+AUTO = "auto"
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or file (see `rill recipes`).")] = "",
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name or file (see `rill recipes`).", autocompletion=recipe_names)
+    ] = "",
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as loop.steps=20.")] = None,
-    resume: Annotated[str, typer.Option("--resume", help="Resume this run (a name or a folder).")] = "",
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume", help="Resume this run (a name or a folder). auto: this recipe's, if it was begun."
+        ),
+    ] = "",
     name: Annotated[str, typer.Option("--name", help="The run's name. Default: the recipe's.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     cluster: Annotated[str, typer.Option("--cluster", help="local or ray; short for cluster.type=…")] = "",
@@ -37,8 +49,22 @@ def train(
       rill train demo loop.steps=50 seed=3          with changes
       rill train demo --cluster ray                 the same on Ray
       rill train --resume runs/demo                 continue from its last checkpoint
+      rill train demo --resume auto                 start it, or continue what was begun: for job schedulers
     """
+    if sys.platform != "linux":
+        raise UnsupportedError(
+            f"runs need Linux (shared memory, process supervision), and this is {sys.platform}: use a container or a "
+            "virtual machine; `rill runs`, `report`, `dashboard`, `config` and `recipes` work here"
+        )
     changes = [*(overrides or []), *([f"cluster.type={cluster}"] if cluster else [])]
+    if resume == AUTO:
+        if not recipe:
+            raise typer.BadParameter("--resume auto needs the recipe: it starts the run where none was begun")
+        resume = _begun(root / (name or load_recipe(recipe).name))
+        if resume and Run.open(resume).state().status is RunStatus.FINISHED:
+            say(f"{resume} has finished: nothing to resume")
+            return
+        recipe = "" if resume else recipe
     if resume:
         if recipe:
             changes = [recipe, *changes]  # with --resume there is no recipe, so the first word is a change
@@ -53,19 +79,27 @@ def train(
     else:
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
 
+    check_known(values)
+    for note in values.dropped:
+        say(f"note: {note}")
     with waiting("loading"):
         from rill.cli.driver import carry_out
         from rill.journal.changes import accept
         from rill.workflows import recipe_schema
         from rill.workflows.config import RecipeConfig
+        from rill.workflows.preflight import preflight
 
         schema = recipe_schema(values.values, str(values.path))
         config = resolve(schema, values.values, values.provenance)
+        remember(config)
     if not isinstance(config, RecipeConfig):
         raise UserError(
             f"workflow {values.values['workflow']!r}: "
             "its Config must derive from rill.workflows.config.RecipeConfig"
         )
+    with waiting("checking"):
+        for note in preflight(config):
+            say(f"note: {note}")
     config_toml = dump_config(config, values.provenance)
     if resume:
         if changes:
@@ -75,3 +109,8 @@ def train(
         carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
     else:
         carry_out(config, Run.create(name or values.name, root=root, config_toml=config_toml), recipe)
+
+
+def _begun(folder: Path) -> str:
+    """The run at this very place; empty where there is none."""
+    return str(folder) if (folder / "status.json").is_file() else ""

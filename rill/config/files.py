@@ -3,7 +3,7 @@
 A recipe is a TOML file. `include = ["base.toml"]` puts other files, relative to it or to a recipe folder, underneath;
 later files win over earlier ones, the including file over what it includes, the command line over everything. Tables
 merge key by key, anything else replaces. A table whose `type` changes starts afresh: the settings of another part do
-not linger.
+not linger, and `RecipeValues.dropped` tells which they were. Types that read the same settings keep them.
 
 Called by the commands and by tests; `rill.config.resolve` then makes a validated Config of the dictionary.
 """
@@ -24,6 +24,10 @@ from rill.errors import ConfigError
 COMMAND_LINE = "command line"
 INCLUDE = "include"
 
+KIN = (frozenset({"jsonl", "parquet", "folder", "hub"}),)
+"""Types whose settings mean the same: data of rows, wherever the rows lie. What names the place goes."""
+PLACES = frozenset({"path", "name", "subset", "split"})
+
 _KEY_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]+"|'[^']+'""")
 
 
@@ -38,15 +42,24 @@ class RecipeValues:
     provenance: dict[str, str] = field(default_factory=dict)
     """Where each dotted key was set: "file:line" or "command line". A table, which sets nothing by itself but has a
     line, stands here as "[table]"."""
+    dropped: tuple[str, ...] = ()
+    """Settings that the command line put out of force by choosing another type, in words."""
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> RecipeValues:
     """Read a recipe by name or path with what it includes, and lay overrides such as `loop.steps=20` on top."""
     path = find_recipe(recipe)
     layer = _load_file(path, ())
+    layer.dropped.clear()  # a recipe that replaces a part of what it includes knows what it does
     if overrides:
         layer.put_over(_parse_overrides(overrides))
-    return RecipeValues(name=path.stem, path=path, values=layer.values, provenance=layer.provenance)
+    return RecipeValues(
+        name=path.stem,
+        path=path,
+        values=layer.values,
+        provenance=layer.provenance,
+        dropped=tuple(layer.dropped),
+    )
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], name: str) -> RecipeValues:
@@ -63,6 +76,7 @@ class _Layer:
 
     values: dict[str, Any]
     provenance: dict[str, str]
+    dropped: list[str] = field(default_factory=list)
 
     def put_over(self, upper: _Layer) -> None:
         self._merge(self.values, upper.values, upper.provenance, "")
@@ -78,13 +92,43 @@ class _Layer:
                 below = lower[key] = {"type": below}
                 if dotted in self.provenance:
                     self.provenance[f"{dotted}.type"] = self.provenance.pop(dotted)
-            if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(below, value):
-                self._merge(below, value, source, f"{dotted}.")
-                continue
+            if isinstance(below, dict) and isinstance(value, dict):
+                if not _changes_type(below, value):
+                    self._merge(below, value, source, f"{dotted}.")
+                    continue
+                kept = _kept(below, value)
+                source = {**self._provenance_of(dotted, kept), **source}
+                self._note_dropped(dotted, below, value, kept)
+                value = {**kept, **value}
+            elif isinstance(below, dict) and isinstance(value, str) and below.get("type", value) != value:
+                self._note_dropped(dotted, below, {"type": value}, {})
             for old in [k for k in self.provenance if _is_inside(k, dotted)]:
                 del self.provenance[old]
             lower[key] = value
             self.provenance.update({k: source[k] for k in source if _is_inside(k, dotted)})
+
+    def _provenance_of(self, dotted: str, names: Mapping[str, Any]) -> dict[str, str]:
+        inside = [f"{dotted}.{name}" for name in names]
+        return {k: v for k, v in self.provenance.items() if any(_is_inside(k, path) for path in inside)}
+
+    def _note_dropped(
+        self, dotted: str, below: Mapping[str, Any], value: Mapping[str, Any], kept: Mapping[str, Any]
+    ) -> None:
+        known = {"type", *value, *kept, *(PLACES if kept else ())}
+        lost = [key for key in below if key not in known]
+        if lost:
+            self.dropped.append(
+                f"{dotted}.type is {value['type']!r} now: {', '.join(lost)} of {below['type']!r} no longer count"
+            )
+
+
+def _kept(below: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table keeps when its type becomes another."""
+    if not any({below["type"], value["type"]} <= kin for kin in KIN):
+        return {}
+    return {
+        key: held for key, held in below.items() if key != "type" and key not in PLACES and key not in value
+    }
 
 
 def _is_inside(key: str, dotted: str) -> bool:

@@ -6,7 +6,6 @@ key. All mistakes of a recipe are reported at once.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from rill.config.base import Config, OneOf, PartConfig, config_of
 from rill.config.keys import type_words, with_marks
 from rill.config.toml import dumps, show_value
+from rill.config.words import did_you_mean
 from rill.errors import ConfigError, UnknownNameError
 
 DEFAULT = "default"
@@ -165,23 +165,14 @@ class _Report:
         return path, value
 
     def _nearest(self, path: Sequence[int | str]) -> str:
-        """What the user may have meant: a key of the same table, else the same word elsewhere, else the choices."""
         owner = _model_at(self._model, self._values, path[:-1])
         if owner is None:
             return ""
         word = str(path[-1])
-        near = difflib.get_close_matches(word, owner.model_fields, n=1)
-        near += [name for name in owner.model_fields if "".join(part[:1] for part in name.split("_")) == word]
-        if near:
-            return f" (did you mean {near[0]!r}?)"
-        elsewhere = [
-            key for key in _all_keys(self._model, self._values, "") if key.rpartition(".")[2] == word
-        ]
-        if elsewhere:
-            return f" here (did you mean {elsewhere[0]!r}?)"
+        keys = _all_keys(self._model, self._values, "")
+        elsewhere = [key for key in keys if key.rpartition(".")[2] == word]
         table = ".".join(str(part) for part in path[:-1])
-        in_table = f" in [{table}]" if table else ""
-        return f": valid{in_table} are {', '.join(sorted(owner.model_fields)) or 'none'}"
+        return did_you_mean(word, owner.model_fields, elsewhere, table)
 
     def _field_help(self, path: Sequence[int | str]) -> str:
         owner = _model_at(self._model, self._values, path[:-1])

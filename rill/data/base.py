@@ -33,6 +33,7 @@ DATASETS = Registry(
         "reasoning_gym": "rill.data.tasks.gym:ReasoningGymDataset",
         "jsonl": "rill.data.jsonl:JsonlDataset",
         "parquet": "rill.data.parquet:ParquetDataset",
+        "hub": "rill.data.hub:HubDataset",
         "folder": "rill.data.folder:FolderDataset",
         "generated": "rill.data.generated:GeneratedDataset",
         "stream": "rill.data.generated:GeneratedStream",

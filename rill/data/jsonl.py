@@ -27,6 +27,11 @@ class JsonlDataset(RowDataset):
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
         super().__init__(config, split)
         self._path = Path(config.path).expanduser()
+        if self._path.is_dir():
+            raise DataError(
+                f"{config.path!r} is a folder: name a file of JSON lines in it; for a folder of parquet files set "
+                'type = "parquet"'
+            )
         if not self._path.is_file():
             raise DataError(f"there is no file {config.path!r} (seen from {Path.cwd()})")
         self._lock = threading.Lock()
@@ -34,6 +39,8 @@ class JsonlDataset(RowDataset):
         index = RowIndex(self._path, [self._path])
         self._lines = index.array_once("lines", self._scan)
         """int64 [rows, 2]: where the row starts, and the number of its line."""
+        if len(self._lines) == 0:
+            raise DataError(f"{config.path!r} is empty: it needs one JSON object a line")
         self.index_rows(index)
 
     @property

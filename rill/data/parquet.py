@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +32,12 @@ class ParquetDataset(RowDataset):
         path: str
         """A parquet file, or a folder: then every *.parquet below it, in the order of their names."""
 
-    def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
+    def __init__(self, config: Config, split: Split = Split.TRAIN, files: Sequence[Path] = ()) -> None:
+        """`files`: those of the folder that count. Empty: all."""
         super().__init__(config, split)
         self._root = Path(config.path).expanduser()
-        self._files = sorted(self._root.rglob("*.parquet")) if self._root.is_dir() else [self._root]
+        found = sorted(self._root.rglob("*.parquet")) if self._root.is_dir() else [self._root]
+        self._files = list(files) or found
         if not self._files or not self._files[0].is_file():
             raise DataError(f"there is no parquet file at {config.path!r}")
         self._index = RowIndex(self._root, self._files)

@@ -1,7 +1,7 @@
-"""Where a model and its tokenizer come from: a local folder, or a shape with seeded random weights.
+"""Where a model and its tokenizer come from: a local folder, the Hugging Face hub, or a shape with random weights.
 
-The trainer and the native engine load through here, so both run the same modelling code. Nothing is fetched
-from a network: a path that does not exist is an error that says so.
+The trainer and the native engine load through here, so both run the same modelling code. A local folder always wins
+over a name of the hub (rill.models.hub), and nothing but such a name is fetched.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from rill.config import Config
 from rill.errors import ModelError, UnsupportedError
+from rill.models.hub import TEXT_FILES, WEIGHT_FILES, hub_folder, is_hub_name
 from rill.models.packaged import SCHEME, packaged_folder
 from rill.models.tokenizer import build_char_tokenizer
 
@@ -41,14 +42,15 @@ class ModelConfig(Config):
     """`path`, or `shape` for a fresh model; where both are given, `path` counts."""
 
     path: str | None = None
-    """A local Hugging Face folder (config.json, *.safetensors, tokenizer), or "package:smollm2-135m-instruct" for a
-    model that comes in a Python package (rill.models.packaged). Unset: `shape` is used."""
+    """A local Hugging Face folder (config.json, *.safetensors, tokenizer), a name of the hub such as
+    "Qwen/Qwen2.5-1.5B-Instruct" or NAME@REVISION (rill.models.hub), or "package:smollm2-135m-instruct" for a model
+    that comes in a Python package (rill.models.packaged). Unset: `shape` is used."""
     shape: dict[str, Any] = Field(default_factory=dict)
     """For a model with random weights: transformers config values, `model_type` among them. Empty: `path` is used."""
     seed: int = 0
     """Seeds the random weights of a fresh model."""
     tokenizer: str | None = None
-    """A local tokenizer folder, or "chars" for the built-in character tokenizer. Unset: taken from `path`."""
+    """A tokenizer's folder or name of the hub, or "chars": the built-in character tokenizer. Unset: that of `path`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +75,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if config.path:
-        return AutoConfig.from_pretrained(model_folder(config.path), local_files_only=True)
+        return AutoConfig.from_pretrained(model_folder(config.path, weights=False), local_files_only=True)
     shape = dict(config.shape)
     try:
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
@@ -131,7 +133,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return build_char_tokenizer()
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
-    folder = model_folder(source, holds="")
+    folder = model_folder(source, holds="", weights=False)
     if not any(next(Path(folder).glob(pattern), None) for pattern in VOCABULARIES):
         # transformers would make an empty tokenizer of the model's type, and every prompt would have no tokens.
         raise ModelError(
@@ -168,15 +170,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: Pretraine
         )
 
 
-def model_folder(path: str, *, holds: str = "config.json") -> str:
-    """The local folder behind a model or tokenizer path; an error in words where there is none, or not such a one."""
+def model_folder(path: str, *, holds: str = "config.json", weights: bool = True) -> str:
+    """The local folder behind a model or tokenizer path; an error in words where there is none, or not such a one. What
+    is on the hub is fetched, without its weights where those are not asked for."""
     if path.startswith(SCHEME):
         return str(packaged_folder(path))
+    if is_hub_name(path):
+        path = str(hub_folder(path, "model", [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]))
     folder = Path(path).expanduser()
     if not folder.exists():
         raise ModelError(
-            f"there is no model folder {path!r}: rill loads local folders only and fetches nothing; one of the hub "
-            "becomes local with `hf download NAME --local-dir FOLDER`"
+            f"there is no model folder {path!r}: give a folder, or a name of the Hugging Face hub as OWNER/NAME"
         )
     if holds and not (folder / holds).is_file():
         raise ModelError(

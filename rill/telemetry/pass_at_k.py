@@ -1,7 +1,8 @@
 """pass@k with confidence intervals.
 
 pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) from n samples with c right. A sample is right when its reward
-reaches RIGHT. The interval is Wilson's at 95 % for one sample a prompt, and a normal one over prompts otherwise.
+reaches RIGHT. The 95 % interval is Wilson's for one sample a prompt; for several it is a bootstrap over prompts, whose
+answers are alike, and Wilson's with the number of prompts where all prompts came out the same.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 RIGHT = 1.0 - 1e-6
 Z_95 = 1.959964
+NUM_RESAMPLES = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,18 @@ def pass_at_k(rewards: Sequence[Sequence[float]], k: int) -> Estimate:
     mean, count = float(per_prompt.mean()), len(per_prompt)
     if k == 1 and all(len(row) == 1 for row in rewards):
         return _wilson(mean, count)
-    spread = Z_95 * float(per_prompt.std(ddof=1)) / math.sqrt(count) if count > 1 else 1.0
-    return Estimate(mean=mean, low=max(0.0, mean - spread), high=min(1.0, mean + spread))
+    if np.ptp(per_prompt) == 0.0:  # a bootstrap would be sure of it
+        return _wilson(mean, count)
+    low, high = bootstrap(per_prompt)
+    return Estimate(mean=mean, low=low, high=high)
+
+
+def bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """The 95 % percentile interval of the mean, over resampled prompts; the same every time."""
+    rng, count = np.random.default_rng(0), len(values)
+    means = [values[rng.integers(count, size=count)].mean() for _ in range(NUM_RESAMPLES)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def _pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -33,7 +33,7 @@ from rill.data.base import Split, open_dataset, open_indexed
 from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import LoaderConfig, PromptSource, open_loader
-from rill.errors import CheckpointError
+from rill.errors import CheckpointError, GuardError
 from rill.journal.reader import BATCH, CONTROLLER, LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.runtime.context import current
@@ -194,6 +194,8 @@ class Controller(Worker):
                 lambda: f"an evaluation: {self._num_evaluated} of {len(tasks)} prompts are done",
             )
             found = self._evaluated
+        if self.groups.version == 0:
+            check_some_succeeded([outcome for outcomes in found.values() for outcome in outcomes.values()])
         metrics: dict[str, float] = {}
         for name, outcomes in found.items():
             metrics |= summarise_rewards([outcomes[n].rewards for n in sorted(outcomes)], name)
@@ -302,6 +304,14 @@ def chosen_before(batches: Mapping[int, list[int]], step: int, size: int) -> dic
         found[step] = batches[step]
         step += 1
     return found
+
+
+def check_some_succeeded(outcomes: Sequence[Outcome]) -> None:
+    """A reward or environment that fails every time would fail for as long as the run lasts."""
+    if outcomes and all(math.isnan(reward) for outcome in outcomes for reward in outcome.rewards):
+        raise GuardError(
+            f"every episode of the first evaluation failed: {outcomes[-1].error}; mend the reward or the environment"
+        )
 
 
 def limits_of(config: LoopConfig) -> Limits:

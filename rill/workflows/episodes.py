@@ -29,6 +29,7 @@ from rill.journal.reader import LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.runtime.channel import Channel, Lease
+from rill.runtime.process.waits import watch_loop
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
 from rill.workflows.config import EvalSetConfig, RolloutConfig
@@ -103,6 +104,7 @@ class Episodes:
 
         policies: for training (True) and, seeded apart, for evaluation.
         """
+        watch_loop(asyncio.get_running_loop())
         room = asyncio.Semaphore(self._config.max_concurrent)
         num_groups = 0
         async with asyncio.TaskGroup() as groups:
@@ -136,7 +138,8 @@ class Episodes:
             return self._outcome(task, stopped=stopped), []
         if task.purpose != TRAIN:
             rewards = tuple(e.reward if e.failure is None else float("nan") for e in episodes)
-            return self._outcome(task, rewards=rewards, metrics=episode_metrics(episodes)), []
+            error = next((e.error for e in episodes if e.error is not None), None)
+            return self._outcome(task, rewards=rewards, error=error, metrics=episode_metrics(episodes)), []
         greedy = episodes.pop().samples[0] if len(episodes) > task.num_samples else None
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)
         group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)

@@ -68,6 +68,8 @@ class Outcome:
     """How far it came when it was stopped; None: it was finished."""
     rewards: tuple[float, ...] = ()
     """Of an evaluation: of each episode; not a number where it failed."""
+    error: str | None = None
+    """Of an evaluation: why one of the episodes failed."""
     oldest_version: PolicyVersion | None = None
     """With a token in it; None where nothing was sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)

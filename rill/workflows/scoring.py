@@ -1,4 +1,4 @@
-"""Evaluation outside a run: one engine in this process, any number of data sets, pass@k. Behind `rill eval`."""
+"""Evaluation outside a run: one engine in this process, any number of data sets. Behind `rill eval`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS, Split, open_indexed
 from rill.envs.base import ENVIRONMENTS, Environment, open_environment
 from rill.envs.episode import run_episode
+from rill.envs.rewards.runner import response_text
 from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.types import Prompt, SamplingParams, TokenIds
+from rill.telemetry.evaluations import Answer
+from rill.types import Episode, Prompt, SamplingParams, TokenIds
 from rill.workflows.config import (
     HELD_OUT,
     EvalSamplingConfig,
@@ -57,14 +59,12 @@ class ScoringConfig(EvalSamplingConfig):
         return [EvalSetConfig(name=HELD_OUT, data=self.data, split=split, **own), *self.sets]
 
 
-def score(
-    config: ScoringConfig, on_done: Callable[[int, int], None] | None = None
-) -> dict[str, list[list[float]]]:
-    """Rewards by set: one row to a prompt. `on_done(finished, total)` is called after every completion."""
+def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = None) -> list[Answer]:
+    """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion."""
     sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
     tokenizer = load_tokenizer(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
-    rewards: dict[str, list[list[float]]] = {}
+    answers: list[Answer] = []
     try:
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer)
@@ -72,13 +72,29 @@ def score(
             sampling = config.sampling.params(
                 temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit
             )
-            rewards[chosen.name] = asyncio.run(
-                rewards_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
+            episodes = asyncio.run(
+                episodes_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
             )
             environment.close()
+            for prompt, group in zip(prompts, episodes, strict=True):
+                answers += [_answer(chosen.name, prompt, episode) for episode in group]
     finally:
         engine.close()
-    return rewards
+    return answers
+
+
+def _answer(name: str, prompt: Prompt, episode: Episode) -> Answer:
+    asked = prompt.text or "\n".join(f"{m.role}: {m.content}" for m in prompt.messages)
+    return Answer(
+        set=name,
+        prompt_id=prompt.id,
+        prompt=asked,
+        expected=prompt.answer,
+        response=response_text(episode.samples[0]),
+        reward=episode.reward if episode.failure is None else None,
+        error=episode.error,
+        num_tokens=episode.samples[0].num_sampled,
+    )
 
 
 def _held_out_if_any(data: PartConfig) -> Split:
@@ -89,7 +105,7 @@ def _held_out_if_any(data: PartConfig) -> Split:
     return Split.HELD_OUT
 
 
-async def rewards_of(
+async def episodes_of(
     engine: Engine,
     environment: Environment,
     prompts: Sequence[Prompt],
@@ -97,13 +113,13 @@ async def rewards_of(
     num_samples: int,
     seed: int,
     on_done: Callable[[int, int], None] | None = None,
-) -> list[list[float]]:
+) -> list[list[Episode]]:
     """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
     to; ids of a user's rows may repeat."""
     policy = PolicyClient(EngineGate(engine), seed=seed, decode=_never_cut)
     num_done = 0
 
-    async def one(group: str, prompt: Prompt, sample: int) -> float:
+    async def one(group: str, prompt: Prompt, sample: int) -> Episode:
         nonlocal num_done
         name = f"{group}/{sample}"
         episode = await run_episode(
@@ -112,7 +128,7 @@ async def rewards_of(
         num_done += 1
         if on_done is not None:
             on_done(num_done, len(prompts) * num_samples)
-        return episode.reward if episode.failure is None else float("nan")
+        return episode
 
     flat = await asyncio.gather(
         *(

@@ -85,3 +85,17 @@ def test_a_machine_without_a_sandbox_is_a_warning(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("rill.envs.sandbox.bubblewrap.missing", lambda: "apt install bubblewrap")
     finding = doctor._sandbox()
     assert finding.state is State.WARNING and "apt install bubblewrap" in finding.advice
+
+
+def test_a_missing_system_package_comes_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    assert doctor._compiler().advice.endswith("sudo apt install g++")
+    monkeypatch.setattr("shutil.which", lambda name: "/sbin/apk" if name == "apk" else None)
+    assert doctor._compiler().advice.endswith("sudo apk add g++")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert doctor._compiler().advice.endswith("install g++")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    assert doctor._headers().state is State.WARNING

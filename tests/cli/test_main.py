@@ -255,3 +255,23 @@ def test_a_finished_run_is_not_resumed_without_a_change(tmp_path: Path) -> None:
     result = rill("train", "--resume", "done", cwd=tmp_path)
     assert result.returncode == 2
     assert "has finished: to continue it, change something" in result.stderr
+
+
+def test_the_shell_offers_commands_recipes_and_runs(workplace: Path) -> None:
+    def offered(line: str) -> set[str]:
+        asked = {"_RILL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()))}
+        return set(rill(cwd=workplace, **asked).stdout.split())
+
+    Run.create("first", root=workplace / "runs").close()
+    assert {"train", "chat", "runs"} <= offered("rill ")
+    assert "small" in offered("rill train ")
+    assert offered("rill runs show ") == {"first"}
+
+
+def test_a_run_on_another_system_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rill.cli.train as train
+
+    monkeypatch.setattr(train.sys, "platform", "darwin")
+    result = CliRunner().invoke(app, ["train", "demo"])
+    assert result.exit_code == 2
+    assert "runs need Linux" in result.output

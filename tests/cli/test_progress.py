@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rill.cli.progress import Progress, duration, plain_line, spark
+from rill.cli.progress import Progress, curve_lines, duration, plain_line, spark
 from rill.workflows.loop import StepReport
 
 
@@ -87,3 +87,15 @@ def test_the_warm_ups_figures_leave_the_panel_when_the_steps_begin() -> None:
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_evaluation_sets_with_a_name_are_shown_beside_the_held_out_side() -> None:
+    metrics = {
+        "reward/mean": 0.5,
+        "eval/accuracy": 0.5,
+        "eval/gsm8k/accuracy": 0.25,
+        "eval/gsm8k/accuracy_low": 0.2,
+    }
+    report = StepReport(step=1, num_steps=2, metrics=metrics)
+    assert plain_line(report).startswith("step 1/2  reward 0.500  held-out 50.0%  gsm8k 25.0%")
+    assert any(line.startswith("gsm8k ") for line in curve_lines({"eval/gsm8k/accuracy": [0.1, 0.25]}))

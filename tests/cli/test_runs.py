@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from rill.cli.main import app
 from rill.telemetry import trace
+from rill.telemetry.evaluations import Answer, next_path, save
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.metrics import MetricLog
 from rill.telemetry.run import Run
@@ -122,3 +123,43 @@ def test_a_damaged_run_is_shown_as_far_as_it_goes_and_does_not_hide_the_others()
     text = run("runs", "show", "damaged")
     assert "status.json cannot be read" in text and "how it was started is lost" in text
     assert "0.250 → 0.750" in text
+
+
+def evaluated(name: str, *rewards: float) -> None:
+    answers = [
+        Answer(set="gsm8k", prompt_id=f"p{i}", prompt="?", expected="1", response="1", reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+    save(next_path(Run.open(name)), model=name, metrics={}, config={}, answers=answers)
+
+
+def test_two_runs_are_compared_prompt_by_prompt() -> None:
+    finished_run("old")
+    finished_run("new")
+    assert "old has no evaluation yet: rill eval old; new has" in run("runs", "compare", "old", "new")
+    evaluated("old", *[0.0] * 8)
+    evaluated("new", *[0.0] * 8)
+    evaluated("new", *[1.0] * 8)  # the newest counts
+    text = run("runs", "compare", "old", "new")
+    assert text.splitlines()[1].split()[0] == "old"
+    assert "gsm8k  8        0.0%   100.0%  +100.0%" in text
+    assert "8 / 0           0.0078" in text
+    by_file = run("runs", "compare", "runs/old/evaluations/0001.jsonl", "runs/new/evaluations/0001.jsonl")
+    assert "+0.0%" in by_file
+    compared = json.loads(run("runs", "compare", "old", "new", "--json"))
+    assert compared["sets"]["gsm8k"]["num_gained"] == 8
+    Path("other.jsonl").write_text("{}\n")
+    assert "no evaluation that `rill eval` has written" in run(
+        "runs", "compare", "other.jsonl", "new", exit_code=2
+    )
+
+
+def test_a_run_is_deleted_once_it_is_confirmed_and_never_while_it_runs() -> None:
+    finished_run("old")
+    result = CliRunner().invoke(app, ["runs", "rm", "old"], input="n\n")
+    assert result.exit_code == 1 and Path("runs/old").exists()
+    assert "deleted runs/old" in run("runs", "rm", "old", "--yes")
+    assert not Path("runs/old").exists()
+    going_on = Run.create("young")
+    assert "is running" in run("runs", "rm", "young", "--yes", exit_code=2)
+    going_on.close()

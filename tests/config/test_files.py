@@ -110,6 +110,25 @@ def test_a_table_whose_type_changes_starts_afresh(tmp_path: Path) -> None:
     assert "engine.block_size" not in loaded.provenance
 
 
+def test_what_no_longer_counts_under_another_type_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 8\n")
+    for override in ("engine.type=vllm", "engine=vllm"):
+        [note] = load_recipe(path, [override]).dropped
+        assert "'vllm' now: block_size of 'native' no longer count" in note
+    assert load_recipe(path, ["engine.type=native"]).dropped == ()
+
+
+def test_rows_that_lie_elsewhere_are_read_in_the_same_way(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[data]\ntype = 'jsonl'\npath = 'a'\nanswer_after = '####'\n")
+    loaded = load_recipe(path, ["data.type=parquet", "data.path=b"])
+    assert loaded.values["data"] == {"type": "parquet", "path": "b", "answer_after": "####"}
+    assert loaded.provenance["data.answer_after"] == f"{path}:4"
+    assert loaded.dropped == ()
+    assert load_recipe(path, ["data.type=hub", "data.name=a/b"]).values["data"] == {
+        "type": "hub", "name": "a/b", "answer_after": "####",
+    }  # fmt: skip
+
+
 def test_a_table_whose_type_stays_keeps_its_keys(tmp_path: Path) -> None:
     path = write(tmp_path / "r.toml", "[engine]\ntype = 'native'\nblock_size = 16\n")
     loaded = load_recipe(path, ["engine.type=native", "engine.dtype=bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import tempfile
@@ -14,7 +15,7 @@ from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.process import report as report_module
 from rill.runtime.process.report import Edge, Report
-from rill.runtime.process.waits import dump, waiting
+from rill.runtime.process.waits import dump, waiting, watch_loop
 from tests.runtime.channel_workers import Consumer, Producer
 
 pytestmark = pytest.mark.timeout(90)
@@ -85,3 +86,19 @@ def test_the_report_outlives_the_session(
     path = Path(re.search(r"\S+\.md", str(caught.value))[0])  # type: ignore[index]
     assert path.parent == folder and path.exists()
     path.unlink()
+
+
+async def slow_tool(until: asyncio.Event) -> None:
+    await until.wait()
+
+
+async def test_a_dump_shows_where_the_tasks_of_a_watched_loop_wait() -> None:
+    until = asyncio.Event()
+    watch_loop(asyncio.get_running_loop())
+    tasks = [asyncio.create_task(slow_tool(until)) for _ in range(3)]
+    await asyncio.sleep(0)
+    shown = (await asyncio.to_thread(dump))["stacks"]["tasks"]
+    assert "3 task(s) at" in shown
+    assert "test_report.py" in shown and "in slow_tool" in shown
+    until.set()
+    await asyncio.gather(*tasks)

@@ -119,7 +119,7 @@ class NativeEngine:
             tokenizer = load_tokenizer(config.model)
         self.tokenizer = tokenizer
         self._runner: ModelRunner = build_runner(config, model, owns_model=owns_model)
-        limit = context_limit(self._runner.model, config.max_context)
+        limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self._max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._outlet = CallerOutlet()

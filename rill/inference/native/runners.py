@@ -15,7 +15,7 @@ from rill.models.decode.attention_paged import register_paged_attention
 from rill.models.loading import DTYPES, check_interface, load_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from rill.inference.native.engine import NativeEngine
 
@@ -33,7 +33,7 @@ def build_runner(
     else:
         check_interface(type(model), model.config.model_type)
         own = twin_of(model, attention)
-    max_len = context_limit(own, config.max_context)
+    max_len = context_limit(own.config, config.max_context)
     runner: ModelRunner
     if device.type == "cuda":
         from rill.inference.native.cuda_runner import CudaRunner
@@ -65,15 +65,13 @@ def build_runner(
     return runner
 
 
-def context_limit(model: PreTrainedModel, configured: int | None) -> int:
+def context_limit(config: PretrainedConfig, configured: int | None) -> int:
     """Tokens of the longest sequence: the model's own limit, or less."""
-    values = model.config.get_text_config().to_dict()
+    values = config.get_text_config().to_dict()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     own = next((int(values[name]) for name in names if values.get(name)), configured)
     if own is None:
-        raise ConfigError(
-            f"{model.config.model_type!r} does not say how long a sequence may be: set max_context"
-        )
+        raise ConfigError(f"{config.model_type!r} does not say how long a sequence may be: set max_context")
     rope = values.get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         # Beyond this, angles depend on the longest sequence of a step: what is in the cache would be turned wrongly.

@@ -1,16 +1,19 @@
 """What this process waits for, by thread, and what its threads are doing: the raw material of a stuck-run report.
 
 Every wait that can last says its name with `waiting(what, on)`. When somebody asks (report.py), the process answers
-with its open waits and the Python stacks of all its threads.
+with its open waits and the Python stacks of all its threads, and of the tasks of its event loops.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import sys
 import threading
 import time
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +66,14 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
 
 
 _open: dict[int, list[waiting]] = {}
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+MAX_PLACES = 12
+"""At which tasks wait, shown of one process: those with the most tasks."""
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Show this loop's tasks, too: a thread's stack says only that its loop is idle."""
+    _loops.add(loop)
 
 
 def dump() -> dict[str, Any]:
@@ -79,7 +90,30 @@ def dump() -> dict[str, Any]:
         for ident, of_thread in list(_open.items())
         for wait in list(of_thread)
     ]
+    if tasks := _task_stacks():
+        stacks["tasks"] = tasks
     return {"waits": waits, "stacks": stacks}
+
+
+def _task_stacks() -> str:
+    """Where the tasks of the watched loops wait, outermost frame first; alike ones are counted."""
+    counts: Counter[str] = Counter()
+    for loop in list(_loops):
+        if not loop.is_closed():
+            counts.update(_stack_of(task) for task in asyncio.all_tasks(loop))
+    shown = [f"{count} task(s) at\n{stack}" for stack, count in counts.most_common(MAX_PLACES)]
+    return "\n".join(shown)
+
+
+def _stack_of(task: asyncio.Task[Any]) -> str:
+    lines, waited = [], task.get_coro()
+    while waited is not None:
+        frame = getattr(waited, "cr_frame", None) or getattr(waited, "gi_frame", None)
+        if frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
+        waited = getattr(waited, "cr_await", None) or getattr(waited, "gi_yieldfrom", None)
+    return "".join(lines)
 
 
 def answer_dumps(mailbox: Mailbox, identity: str) -> None:

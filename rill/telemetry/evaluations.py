@@ -1,0 +1,94 @@
+"""Evaluations that are kept: what was asked, what was answered and what it was worth, one file each.
+
+    runs/<name>/evaluations/0001.jsonl
+        {"time_s": …, "model": …, "metrics": {…}, "config": {…}}                  the first line
+        {"set": …, "prompt_id": …, "prompt": …, "response": …, "reward": …}       one line an answer
+
+Written by `rill eval`, read by `rill runs compare` and `rill runs answers`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rill.errors import UserError
+from rill.telemetry.run import Run, write_atomically
+
+FOLDER = "evaluations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    set: str
+    prompt_id: str
+    prompt: str
+    expected: Any
+    response: str
+    reward: float | None
+    """None: the episode failed."""
+    error: str | None = None
+    num_tokens: int = 0
+
+    @property
+    def score(self) -> float:
+        return math.nan if self.reward is None else self.reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    path: Path
+    time_s: float
+    model: str
+    metrics: Mapping[str, float]
+    config: Mapping[str, Any]
+    answers: Sequence[Answer]
+
+    def rewards(self) -> dict[str, dict[str, list[float]]]:
+        """By set and prompt."""
+        return rewards_of(self.answers)
+
+
+def rewards_of(answers: Sequence[Answer]) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for answer in answers:
+        found.setdefault(answer.set, {}).setdefault(answer.prompt_id, []).append(answer.score)
+    return found
+
+
+def next_path(run: Run) -> Path:
+    numbers = [int(path.stem) for path in (run.path / FOLDER).glob("*.jsonl") if path.stem.isdigit()]
+    return run.path / FOLDER / f"{max(numbers, default=0) + 1:04d}.jsonl"
+
+
+def save(
+    path: Path,
+    *,
+    model: str,
+    metrics: Mapping[str, float],
+    config: Mapping[str, Any],
+    answers: Sequence[Answer],
+) -> None:
+    head = {"time_s": time.time(), "model": model, "metrics": dict(metrics), "config": dict(config)}
+    lines = [head, *(asdict(answer) for answer in answers)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(line, default=str) + "\n" for line in lines))
+
+
+def load(path: Path) -> Evaluation:
+    try:
+        head, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return Evaluation(path=path, answers=[Answer(**row) for row in rows], **head)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is no evaluation that `rill eval` has written: {error}") from error
+
+
+def newest(run: Run) -> Evaluation | None:
+    """None: it was never evaluated by `rill eval`."""
+    found = sorted(path for path in (run.path / FOLDER).glob("*.jsonl") if path.stem.isdigit())
+    return load(found[-1]) if found else None

@@ -1,0 +1,235 @@
+"""What can be seen to go wrong before anything is started: files, models, lengths, and one episode on real rows.
+
+    preflight(config)      notes to be shown; raises a UserError where the run could not succeed
+
+Called by `rill train` before a run has a folder, and by `rill config check`. Nothing here needs a GPU or a cluster. The
+episode is a real one (set-up, environment, reward, deadlines) in which the row's own answer stands for the policy's,
+so that a mistake in a reward is told with the user's file and line now, and not after a warm-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rill.config import PartConfig
+from rill.data.base import Dataset, Split, open_dataset
+from rill.data.chat import PromptEncoder
+from rill.envs.base import open_environment
+from rill.envs.episode import run_episode
+from rill.errors import ConfigError, DataError, ModelError, UserError
+from rill.inference.base import Completion
+from rill.inference.native.runners import context_limit
+from rill.models.card import TrainingCard
+from rill.models.loading import (
+    ModelConfig,
+    check_vocabulary,
+    load_model_config,
+    load_tokenizer,
+    model_folder,
+)
+from rill.types import Episode, Prompt, SamplingParams, StopReason, TokenIds
+from rill.workflows.config import RecipeConfig
+from rill.workflows.evaluation import read_prompts
+from rill.workflows.rl_config import RLConfig
+from rill.workflows.supervised import SupervisedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_ROWS = 64
+"""Looked at for their lengths."""
+NUM_EPISODES = 3
+"""Tried; one that succeeds is enough."""
+TRY_S = 60.0
+"""For one of them."""
+
+
+def preflight(config: RecipeConfig) -> list[str]:
+    """Notes on what may go wrong; what must go wrong is an error."""
+    if isinstance(config, RLConfig):
+        return _rl(config)
+    if isinstance(config, SupervisedConfig):
+        _rows(config.data)
+        return _tokenizer(config.model, is_local=config.cluster.type == "local")[1]
+    return []
+
+
+def _rl(config: RLConfig) -> list[str]:
+    prompts = _rows(config.data)
+    evals = config.eval.all_sets(config.data)
+    for chosen in evals.values():
+        read_prompts(chosen)
+    tokenizer, notes = _tokenizer(config.model, is_local=config.cluster.type == "local")
+    if tokenizer is None:
+        return notes
+    notes += _lengths(config, prompts, PromptEncoder(tokenizer))
+    notes += _writable(prompts, tokenizer)
+    sampling = config.rollout.sampling.params()
+    notes += _try_episodes(config.rollout.env, prompts, tokenizer, sampling)
+    for chosen in evals.values():
+        if chosen.env is not None:
+            notes += _try_episodes(chosen.env, read_prompts(chosen), tokenizer, sampling)
+    return notes
+
+
+def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
+    """How the recipe asks its model; None for one that writes no answers."""
+    if not isinstance(config, RLConfig | SupervisedConfig) or config.workflow == "reward_model":
+        return None
+    [first, *_] = _rows(config.data)
+    is_bare = not first.messages and first.text is not None
+    card = TrainingCard(
+        run=run,
+        workflow=config.workflow,
+        prompts="bare" if is_bare else "chat",
+        base_model=config.model.path or "",
+        example=first.text or (first.messages[-1].content if first.messages else ""),
+    )
+    if not isinstance(config, RLConfig):
+        return card
+    return replace(
+        card,
+        prompts=card.prompts if config.rollout.env.type == "single_turn" else "chat",
+        template_arguments=config.rollout.env.model_dump().get("template_arguments", {}),
+        max_new_tokens=config.rollout.sampling.max_new_tokens,
+    )
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+
+def _rows(data: PartConfig) -> list[Prompt]:
+    dataset = open_dataset(data, Split.TRAIN)
+    if isinstance(dataset, Dataset):
+        return [dataset[n] for n in range(min(NUM_ROWS, len(dataset)))]
+    return list(islice(iter(dataset), NUM_ROWS))
+
+
+def _tokenizer(model: ModelConfig, *, is_local: bool) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
+    """The model is there, and its tokenizer fits it. On a cluster it may lie where only the workers see it."""
+    try:
+        tokenizer = load_tokenizer(model)
+        check_vocabulary(tokenizer, load_model_config(model).get_text_config())
+        if model.path:
+            model_folder(model.path)
+    except ModelError as error:
+        if is_local:
+            raise
+        return None, [f"the model is not seen from here, so nothing was tried ahead: {error}"]
+    return tokenizer, []
+
+
+# --- lengths and letters -----------------------------------------------------------------------------------
+
+
+def _lengths(config: RLConfig, prompts: Sequence[Prompt], encoder: PromptEncoder) -> list[str]:
+    """Prompt and answer fit the context; where only the longest do not, that is a note."""
+    asked = [prompt for prompt in prompts if prompt.messages or prompt.text]
+    if not asked or config.rollout.env.type != "single_turn":
+        return []  # what other environments ask is theirs to say
+    lengths = [len(encoder.encode(prompt)) for prompt in asked]
+    engine = config.rollout.engine.model_dump()
+    context = context_limit(load_model_config(config.model), engine.get("max_context"))
+    wanted, shortest, longest = config.rollout.sampling.max_new_tokens, min(lengths), max(lengths)
+    if shortest + wanted > context:
+        raise ConfigError(
+            f"rollout.sampling.max_new_tokens = {wanted} with prompts of {shortest} tokens and more does not fit the "
+            f"model's context of {context} tokens: lower it to {max(1, context - longest)}"
+        )
+    if longest + wanted > context:
+        where = asked[lengths.index(longest)].id
+        return [
+            f"prompt {where} has {longest} tokens: with max_new_tokens = {wanted} its answers are cut at the model's "
+            f"context of {context}"
+        ]
+    room = config.trainer.micro_batch_tokens
+    if config.trainer.on_too_long == "error" and longest + wanted > room:
+        return [
+            f"an answer of {wanted} tokens to a prompt of {longest} would not fit trainer.micro_batch_tokens = {room} "
+            "and end the run: raise it, or set trainer.on_too_long"
+        ]
+    return []
+
+
+def _writable(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A tokenizer with an unknown token loses what it has no token for. An answer with such letters is never given."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return []
+    for prompt in prompts:
+        if isinstance(prompt.answer, str) and unknown in tokenizer.encode(prompt.answer):
+            raise DataError(
+                f"{prompt.id}: the tokenizer cannot write its answer {prompt.answer!r:.80}: use a model whose own can"
+            )
+        asked = prompt.text or "".join(message.content for message in prompt.messages)
+        if unknown in tokenizer.encode(asked):
+            return [f"{prompt.id}: the tokenizer does not know all characters of {asked!r:.80}"]
+    return []
+
+
+# --- one episode -------------------------------------------------------------------------------------------
+
+
+class _Answering:
+    """A policy that says the same whatever it is asked."""
+
+    def __init__(self, token_ids: TokenIds) -> None:
+        self._token_ids = token_ids
+
+    async def generate(
+        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+    ) -> Completion:
+        count = len(self._token_ids)
+        return Completion(
+            request_id=name,
+            token_ids=self._token_ids,
+            logprobs=np.zeros(count, np.float32),
+            versions=np.zeros(count, np.int32),
+            stop_reason=StopReason.EOS,
+        )
+
+
+def _try_episodes(
+    config: PartConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+) -> list[str]:
+    """One of them has to come to a reward. One that takes long is a note: a sandbox may have to be built."""
+    environment = open_environment(config, tokenizer)
+    failed: list[Episode] = []
+    try:
+        for prompt in prompts[:NUM_EPISODES]:
+            said = str(prompt.metadata.get("solution") or prompt.answer or "0")
+            ids = np.asarray([*tokenizer.encode(said, add_special_tokens=False), *_end(tokenizer)], np.int32)
+            work = run_episode(
+                environment,
+                prompt,
+                _Answering(ids),
+                episode_id=f"preflight/{prompt.id}",
+                group_id="preflight",
+                sampling=sampling,
+            )
+            episode = asyncio.run(asyncio.wait_for(work, TRY_S))
+            if episode.failure is None:
+                return []
+            failed.append(episode)
+    except TimeoutError:
+        return [f"an episode of {config.type!r} was tried, and not finished after {TRY_S:g} s"]
+    finally:
+        environment.close()
+    if failed:
+        raise UserError(
+            f"tried on {len(failed)} row(s) with their own answers, every episode failed: {failed[-1].error}"
+        )
+    return []
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

@@ -1,0 +1,119 @@
+"""What is found before anything starts. Every case here once cost a warm-up, or was never told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from rill.config.files import load_recipe
+from rill.config.resolve import resolve
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
+from rill.errors import ConfigError, DataError, GuardError, ModelError, UserError
+from rill.types import Prompt, Trajectory
+from rill.workflows import recipe_schema
+from rill.workflows.config import RecipeConfig
+from rill.workflows.controller import check_some_succeeded
+from rill.workflows.preflight import preflight
+from rill.workflows.records import Outcome
+
+TINY = Path(__file__).parents[1] / "e2e" / "tiny.toml"
+
+
+def tiny(*changes: str) -> RecipeConfig:
+    loaded = load_recipe(TINY, changes)
+    config = resolve(recipe_schema(loaded.values), loaded.values, loaded.provenance)
+    assert isinstance(config, RecipeConfig)
+    return config
+
+
+def broken_reward(prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+    return {"right": 1.0}[response + "?"]
+
+
+def broken_at_times(prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+    broken_at_times.calls += 1  # type: ignore[attr-defined]
+    if broken_at_times.calls == 1:  # type: ignore[attr-defined]
+        raise KeyError("the first time")
+    return 1.0
+
+
+broken_at_times.calls = 0  # type: ignore[attr-defined]
+
+
+def rows(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return ["data.type=jsonl", f"data.path={path}", "data.form=bare", "eval.num_prompts=0"]
+
+
+def test_what_can_run_has_nothing_to_be_told() -> None:
+    assert preflight(tiny()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (["rollout.sampling.max_new_tokens=500"], ConfigError, "does not fit the model's context of 128"),
+        (["data.type=jsonl", "data.path=nowhere.jsonl"], DataError, "there is no file 'nowhere.jsonl'"),
+        (["data.type=jsonl", "data.path=."], DataError, "is a folder: name a file"),
+        (["model.path=./nowhere"], ModelError, "there is no model folder"),
+        (
+            ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
+            UserError,
+            r"KeyError: .*test_preflight\.py:\d+ in broken_reward",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_line(changes: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        preflight(tiny(*changes))
+
+
+def test_a_reward_that_fails_now_and_then_is_no_reason_to_stop() -> None:
+    function = "tests.workflows.test_preflight:broken_at_times"
+    assert preflight(tiny(f"rollout.env.reward.function={function}")) == []
+
+
+class Endless(Environment):
+    class Config(Environment.Config):
+        pass
+
+    async def run(self, task: Prompt, agents: Agents) -> float:
+        await asyncio.sleep(1e6)
+        return 0.0
+
+
+def test_an_environment_that_takes_its_time_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rill.workflows.preflight.TRY_S", 0.05)
+    [note] = preflight(tiny("rollout.env.type=tests.workflows.test_preflight:Endless"))
+    assert "not finished after 0.05 s" in note
+
+
+def test_rows_without_anything_in_them_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        preflight(tiny(*rows(tmp_path, "\n\n")))
+
+
+def test_an_answer_that_the_tokenizer_cannot_write_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot write its answer '漢'"):
+        preflight(tiny(*rows(tmp_path, '{"question": "1", "answer": "漢"}\n')))
+    [note] = preflight(tiny(*rows(tmp_path, '{"question": "漢", "answer": "1"}\n')))
+    assert "does not know all characters" in note
+
+
+def test_a_prompt_that_leaves_no_room_is_a_note(tmp_path: Path) -> None:
+    text = '{"question": "1", "answer": "1"}\n{"question": "' + "1" * 120 + '", "answer": "1"}\n'
+    [note] = preflight(tiny(*rows(tmp_path, text)))
+    assert "rows/1 has 12" in note
+
+
+def test_a_first_evaluation_in_which_all_fails_ends_the_run() -> None:
+    failed = Outcome(index=0, purpose="held_out", rewards=(math.nan,), error="KeyError: 'x' (mine.py:3)")
+    with pytest.raises(GuardError, match="mine.py:3"):
+        check_some_succeeded([failed, failed])
+    check_some_succeeded([failed, Outcome(index=1, purpose="held_out", rewards=(0.0,))])
+    check_some_succeeded([])
