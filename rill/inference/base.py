@@ -50,9 +50,27 @@ class Feature(StrEnum):
     PARTIAL_ROLLOUT = "partial_rollout"
     UPDATE_WEIGHTS = "update_weights"
     RELEASE_MEMORY = "release_memory"
+    GUIDED = "guided"
+    TOP_LOGPROBS = "top_logprobs"
+    EMBED = "embed"
     LORA = "lora"
     SEEDED = "seeded"
     BATCH_INVARIANT = "batch_invariant"
+
+
+class GuideKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark's notation
+    CHOICE = "choice"  # a JSON list of strings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """What the completion must be an instance of. Log-probabilities are still those before it, as with top-k."""
+
+    kind: GuideKind
+    text: str
 
 
 class PauseMode(StrEnum):
@@ -84,9 +102,21 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
     """Lower runs first."""
+    guide: Guide | None = None
+    """Only what its grammar allows is sampled (Feature.GUIDED)."""
+    num_top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each place (Feature.TOP_LOGPROBS)."""
     delta_interval_s: float = 0.0
     """How long new tokens may wait for others before on_delta hears of them; the first and the last never wait. Telling
     of every token by itself costs an engine as much as making it. 0, and engines elsewhere: told as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The likeliest tokens at each place, of the reported distribution, the largest first."""
+
+    token_ids: Ints  # [T, num_top_logprobs]
+    logprobs: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +129,7 @@ class Delta:
     versions: Ints
     stop_reason: StopReason | None = None
     """Set on the last delta."""
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +145,7 @@ class Completion:
     """The stop string that matched, if one did. Its tokens are part of token_ids."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    top: TopTokens | None = None
     routed_experts: Any = None
     """[T, L, K]: the experts chosen for each token of the completion, or of prompt and completion, by layer."""
 

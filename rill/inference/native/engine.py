@@ -95,6 +95,9 @@ class NativeEngine:
         Needs a model with experts."""
         fast_path: bool = True
         """Run known architectures through fused weights and kernels instead of the modules' forward methods."""
+        num_scheduler_steps: int = Field(default=4, ge=1, le=16)
+        """Steps of pure generation between two looks of the host; a sequence that ends meanwhile computes up to so many
+        tokens for nothing. Used where a device works ahead of the host; the CPU's steps are taken one by one."""
         cuda_graphs: bool = True
         """Capture the decode step at a few batch sizes. CUDA only."""
         seed: int = 0
@@ -130,6 +133,7 @@ class NativeEngine:
             max_num_seqs=self._runner.num_slots(config.max_num_seqs),
             max_batched_tokens=config.max_batched_tokens,
             max_context=self._max_context,
+            num_scheduler_steps=config.num_scheduler_steps if self._runner.is_overlapped else 1,
             check_every_step=config.check_every_step,
         )
         self._control = EngineControl(self._core)
@@ -155,6 +159,8 @@ class NativeEngine:
             Feature.UPDATE_WEIGHTS,
             Feature.RELEASE_MEMORY,
             Feature.SEEDED,
+            Feature.GUIDED,
+            Feature.TOP_LOGPROBS,
         }
         found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
         return frozenset(found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from rill.data.tool_calls import held_back
-from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL
+from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL, plain_decode
 from rill.inference.server.errors import bad_request
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TextCodec:
         self._lock = threading.Lock()
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        self._decode = _plain_decode(tokenizer)
+        self._decode = plain_decode(tokenizer)
         self._token_texts = _TokenTexts(self)
 
     @property
@@ -113,28 +113,6 @@ class _TokenTexts(dict[int, str]):
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._codec.decode([token_id], skip_special_tokens=False)
         return text
-
-
-def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
-    """The tokenizer's own decode; without transformers' wrapper, which costs several times the work, where that adds
-    nothing."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind: Any = type(tokenizer)
-    if (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and (kind.decode, kind._decode) == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
-        and not tokenizer.clean_up_tokenization_spaces
-    ):
-        backend: Any = tokenizer.backend_tokenizer
-        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
-
-    def decode(ids: list[int], skip: bool) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=skip)
-        assert isinstance(text, str)
-        return text
-
-    return decode
 
 
 class TextStream:
