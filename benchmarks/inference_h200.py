@@ -1,6 +1,6 @@
 """The native engine on one H200: how fast is it, where does the time go.
 
-    python benchmarks/inference_h200.py [--only fixed,profile,tail,narrow,groups,update,memory,growth,invariant] [--steps 4]
+    python benchmarks/inference_h200.py [--steps 4] [--only fixed,profile,tail,narrow,groups,update,memory,growth,…]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
 from the bytes and operations that the work needs and the rates measured on the card (4.27 TB/s, 771 TFLOP/s).

@@ -5,7 +5,8 @@
         └──────────────────────────────────────────┘
 
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
-tokens through the outlet. A turn is one step of the model, or several of pure generation. `control.py` has what happens between two turns: pauses, memory, weights.
+tokens through the outlet. A turn is one step of the model, or several of pure generation. `control.py` has what happens
+between two turns: pauses, memory, weights.
 """
 
 from __future__ import annotations

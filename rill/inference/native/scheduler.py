@@ -5,9 +5,9 @@ generation take one each; the rest of the budget goes to prompts, in order of pr
 budget ends. When blocks run out, the sequence that came last gives all of its back and is computed again later
 (tokens are kept, so nothing sampled changes).
 
-A turn of pure generation is several steps (`num_steps`): everything about them but the tokens is known beforehand, so the
-host looks at each sequence once and the device goes on by itself. A sequence that reaches its limit leaves at that step;
-what one samples after its end is dropped.
+A turn of pure generation is several steps (`num_steps`): everything about them but the tokens is known beforehand,
+so the host looks at each sequence once and the device goes on by itself. A sequence that reaches its limit leaves at
+that step; what one samples after its end is dropped.
 
     turn of 4    step 0   A B C D        counts  A 4, B 4, C 3, D 1
                  step 1   A B C
