@@ -24,6 +24,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from rill.registry import Registry
 from rill.types import Floats, Ints, PolicyVersion, SamplingParams, StopReason, TokenIds
 
@@ -61,7 +63,7 @@ class Feature(StrEnum):
 class GuideKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    GRAMMAR = "grammar"  # Lark's notation
+    GRAMMAR = "grammar"  # in Lark's notation, or in llama.cpp's (GBNF)
     CHOICE = "choice"  # a JSON list of strings
 
 
@@ -117,6 +119,20 @@ class TopTokens:
 
     token_ids: Ints  # [T, num_top_logprobs]
     logprobs: Floats
+
+    def after(self, num_tokens: int) -> TopTokens:
+        return TopTokens(token_ids=self.token_ids[num_tokens:], logprobs=self.logprobs[num_tokens:])
+
+    @staticmethod
+    def joined(parts: Iterable[TopTokens | None]) -> TopTokens | None:
+        """One after the other; None where there are none."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return TopTokens(
+            token_ids=np.concatenate([part.token_ids for part in found]),
+            logprobs=np.concatenate([part.logprobs for part in found]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +242,9 @@ class Engine(Protocol):
         """Copy new weights in, set the version, and drop every cache entry of older versions.
 
         Works between two steps, whether paused or not. Every parameter must be given unless partial; an unknown
-        name, a wrong shape or a version that does not grow is a WeightSyncError and leaves the engine
-        unavailable until a whole update succeeds. Transports live in rill.weights: they end in this call.
+        name or a wrong shape is a WeightSyncError and leaves the engine unavailable until a whole update succeeds;
+        a version that does not grow is one too, and changes nothing.
+        Transports live in rill.weights: they end in this call.
         """
         ...
 
@@ -253,10 +270,30 @@ class AdapterEngine(Protocol):
         """Those that are loaded, by name."""
         ...
 
+    def score(
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
+    ) -> list[Floats]:
+        """As Engine.score, by the model with that adapter."""
+        ...
+
     def load_adapter(self, name: str, source: str | Path) -> None:
         """From a folder in PEFT's format, in place of one of the same name. ModelError: it does not fit the model."""
         ...
 
     def unload_adapter(self, name: str) -> None:
         """Requests that still use it are aborted. A name that is not loaded is no error."""
+        ...
+
+
+@runtime_checkable
+class EmbeddingEngine(Protocol):
+    """What an engine with Feature.EMBED has besides."""
+
+    def embed(self, sequences: Sequence[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
+        """The hidden state of each sequence's last token, after the final norm."""
         ...

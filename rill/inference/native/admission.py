@@ -17,7 +17,7 @@ from rill.inference.native.guide import GuideMatcher, Guides
 from rill.inference.native.logit_edits import SequenceEdits
 from rill.inference.native.sampler import hash_seed
 from rill.inference.native.sequence import ScoredSequence, Sequence
-from rill.inference.requests import check_request, check_tokens
+from rill.inference.requests import check_adapter, check_request, check_tokens
 from rill.types import TokenIds
 
 if TYPE_CHECKING:
@@ -74,10 +74,18 @@ class Admission:
             num_prompt=len(tokens),
         )
 
-    def scored_sequence(self, token_ids: TokenIds, temperature: float) -> ScoredSequence:
+    def scored_sequence(
+        self,
+        token_ids: TokenIds,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        *,
+        is_embedding: bool = False,
+    ) -> ScoredSequence:
         arrival = next(self._counter)
-        request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids))
+        request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids), adapter=adapter)
         check_tokens(request, max_tokens=self._max_context, vocab_size=self.vocab_size)
+        check_adapter(request, self.adapters)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
         tokens = [int(t) for t in request.token_ids]
@@ -90,6 +98,7 @@ class Admission:
             num_prompt=len(tokens),
             max_tokens=len(tokens) + 1,
             temperature=temperature,
+            is_embedding=is_embedding,
             scores=np.zeros(len(tokens), dtype=np.float32),
         )
 

@@ -31,12 +31,14 @@ IN_FLIGHT = -1
 
 @dataclass(slots=True)
 class ScoredRows:
-    """Rows whose log-probability of a known next token is wanted."""
+    """Rows whose log-probability of a known next token is wanted; of an embedding, the last row itself."""
 
     chunk: Chunk
     rows: Int64s
     targets: Int64s
     temperature: float
+    last_row: int
+    is_embedding: bool
 
 
 @dataclass(slots=True)
@@ -270,7 +272,7 @@ def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
     assert isinstance(seq, ScoredSequence)
     targets = np.array(seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1], dtype=np.int64)
     rows = np.arange(first_row, first_row + len(targets), dtype=np.int64)
-    return ScoredRows(chunk, rows, targets, seq.temperature)
+    return ScoredRows(chunk, rows, targets, seq.temperature, first_row + chunk.length - 1, seq.is_embedding)
 
 
 def _adapter_rows(seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:

@@ -195,8 +195,11 @@ class EngineCore:
     def _keep_scores(self, chunk: Chunk, values: Floats) -> None:
         seq = chunk.seq
         assert isinstance(seq, ScoredSequence)
-        start = chunk.start + 1
-        seq.scores[start : start + len(values)] = values
+        if seq.is_embedding:
+            seq.scores = values
+        else:
+            start = chunk.start + 1
+            seq.scores[start : start + len(values)] = values
         if chunk.is_last and not seq.is_finished:
             self._end(seq)
             self.outlet.score(seq)

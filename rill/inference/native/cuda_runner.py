@@ -418,6 +418,8 @@ class CudaRunner(ModelRunner):
             self._last_tokens[slots[masked].long()] = tokens_S[masked]
 
     def _score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> torch.Tensor:
+        if scored.is_embedding:
+            return hidden_NE[scored.last_row].float()
         parts = [torch.zeros(0, device=self.device)]
         for start in range(0, len(scored.rows), SCORE_ROWS):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)

@@ -80,7 +80,9 @@ def _grammar(library: Any, guide: Guide) -> str:
     if guide.kind is GuideKind.CHOICE:
         choices = " | ".join(json.dumps(choice) for choice in json.loads(guide.text))
         return str(make.grammar_from_lark(f"start: {choices}"))
-    return str(make.grammar_from_lark(guide.text))
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return str(make.grammar_from_lark(any_to_lark(guide.text)))
 
 
 def _tokenizer_of(library: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> Any:

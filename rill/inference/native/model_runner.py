@@ -197,7 +197,12 @@ class ModelRunner:
                 tokens_S, logprobs_S = self.sample(logits_SV, batch)
                 tokens_KS[index, :num_rows] = tokens_S.numpy()
                 logprobs_KS[index, :num_rows] = logprobs_S.numpy()
-            scores += [self.score(hidden_NE, scored) for scored in batch.scored]
+            scores += [
+                hidden_NE[scored.last_row].float().numpy()
+                if scored.is_embedding
+                else self.score(hidden_NE, scored)
+                for scored in batch.scored
+            ]
         return DoneTurn(TurnResult(tokens_KS, logprobs_KS, scores, top))
 
     def record_experts(self) -> None:

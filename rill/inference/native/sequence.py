@@ -178,10 +178,12 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class ScoredSequence(Sequence):
-    """Computes the log-probability of every one of its tokens and generates none."""
+    """Computes the log-probability of every one of its tokens, or an embedding, and generates none."""
 
     is_scored: ClassVar[bool] = True
 
     temperature: float = 1.0
+    is_embedding: bool = False
+    """What is wanted is the hidden state of its last token."""
     scores: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scored: Future[Floats] = field(default_factory=Future)
