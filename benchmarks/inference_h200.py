@@ -1,6 +1,6 @@
 """The native engine on one H200: how fast is it, where does the time go.
 
-    python benchmarks/inference_h200.py [--only fixed,profile,tail,narrow,groups,update,memory,growth,invariant]
+    python benchmarks/inference_h200.py [--steps 4] [--only fixed,profile,tail,narrow,groups,update,memory,growth,…]
 
 Prints one JSON line per result. The model has the shape of Qwen2.5-1.5B with random bf16 weights. Bounds are taken
 from the bytes and operations that the work needs and the rates measured on the card (4.27 TB/s, 771 TFLOP/s).
@@ -302,14 +302,17 @@ def invariant(shared: NativeEngine) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="fixed,profile,tail,narrow,groups,update,memory,growth,invariant")
-    wanted = parser.parse_args().only.split(",")
+    parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
     if not torch.cuda.is_available():
         report(skipped="needs a CUDA device")
         return
     report(device=torch.cuda.get_device_name(), torch=torch.__version__)
     torch.backends.cuda.matmul.allow_tf32 = True
     start = time.perf_counter()
-    engine = make_engine()
+    engine = make_engine(num_scheduler_steps=arguments.steps)
+    report(steps_to_a_turn=arguments.steps)
     report(part="load", seconds=round(time.perf_counter() - start, 1))
     rate = 0.0
     for name in wanted:

@@ -24,6 +24,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from rill.registry import Registry
 from rill.types import Floats, Ints, PolicyVersion, SamplingParams, StopReason, TokenIds
 
@@ -50,10 +52,28 @@ class Feature(StrEnum):
     PARTIAL_ROLLOUT = "partial_rollout"
     UPDATE_WEIGHTS = "update_weights"
     RELEASE_MEMORY = "release_memory"
+    GUIDED = "guided"
+    TOP_LOGPROBS = "top_logprobs"
+    EMBED = "embed"
     LORA = "lora"
     SEEDED = "seeded"
     SEEDED_BY_POSITION = "seeded_by_position"  # a continued sequence draws what it would have drawn in one go
     BATCH_INVARIANT = "batch_invariant"
+
+
+class GuideKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # in Lark's notation, or in llama.cpp's (GBNF)
+    CHOICE = "choice"  # a JSON list of strings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """What the completion must be an instance of. Log-probabilities are still those before it, as with top-k."""
+
+    kind: GuideKind
+    text: str
 
 
 class PauseMode(StrEnum):
@@ -85,9 +105,35 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
     """Lower runs first."""
+    guide: Guide | None = None
+    """Only what its grammar allows is sampled (Feature.GUIDED)."""
+    num_top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each place (Feature.TOP_LOGPROBS)."""
     delta_interval_s: float = 0.0
     """How long new tokens may wait for others before on_delta hears of them; the first and the last never wait. Telling
     of every token by itself costs an engine as much as making it. 0, and engines elsewhere: told as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The likeliest tokens at each place, of the reported distribution, the largest first."""
+
+    token_ids: Ints  # [T, num_top_logprobs]
+    logprobs: Floats
+
+    def after(self, num_tokens: int) -> TopTokens:
+        return TopTokens(token_ids=self.token_ids[num_tokens:], logprobs=self.logprobs[num_tokens:])
+
+    @staticmethod
+    def joined(parts: Iterable[TopTokens | None]) -> TopTokens | None:
+        """One after the other; None where there are none."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return TopTokens(
+            token_ids=np.concatenate([part.token_ids for part in found]),
+            logprobs=np.concatenate([part.logprobs for part in found]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +146,7 @@ class Delta:
     versions: Ints
     stop_reason: StopReason | None = None
     """Set on the last delta."""
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +162,7 @@ class Completion:
     """The stop string that matched, if one did. Its tokens are part of token_ids."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    top: TopTokens | None = None
     routed_experts: Any = None
     """[T, L, K]: the experts chosen for each token of the completion, or of prompt and completion, by layer."""
 
@@ -195,8 +243,9 @@ class Engine(Protocol):
         """Copy new weights in, set the version, and drop every cache entry of older versions.
 
         Works between two steps, whether paused or not. Every parameter must be given unless partial; an unknown
-        name, a wrong shape or a version that does not grow is a WeightSyncError and leaves the engine
-        unavailable until a whole update succeeds. Transports live in rill.weights: they end in this call.
+        name or a wrong shape is a WeightSyncError and leaves the engine unavailable until a whole update succeeds;
+        a version that does not grow is one too, and changes nothing.
+        Transports live in rill.weights: they end in this call.
         """
         ...
 
@@ -222,10 +271,30 @@ class AdapterEngine(Protocol):
         """Those that are loaded, by name."""
         ...
 
+    def score(
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
+    ) -> list[Floats]:
+        """As Engine.score, by the model with that adapter."""
+        ...
+
     def load_adapter(self, name: str, source: str | Path) -> None:
         """From a folder in PEFT's format, in place of one of the same name. ModelError: it does not fit the model."""
         ...
 
     def unload_adapter(self, name: str) -> None:
         """Requests that still use it are aborted. A name that is not loaded is no error."""
+        ...
+
+
+@runtime_checkable
+class EmbeddingEngine(Protocol):
+    """What an engine with Feature.EMBED has besides."""
+
+    def embed(self, sequences: Sequence[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
+        """The hidden state of each sequence's last token, after the final norm."""
         ...

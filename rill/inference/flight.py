@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rill.inference.base import Completion, Delta, Request
+from rill.inference.base import Completion, Delta, Request, TopTokens
 from rill.types import StopReason
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Flight:
             token_ids=np.concatenate([*(d.token_ids for d in self._done), completion.token_ids]),
             logprobs=np.concatenate([*(d.logprobs for d in self._done), completion.logprobs]),
             versions=np.concatenate([*(d.versions for d in self._done), completion.versions]),
+            top=TopTokens.joined([*(d.top for d in self._done), completion.top]),
         )
 
     def already_ended(self) -> Completion | None:
@@ -116,4 +117,5 @@ class Flight:
             logprobs=np.concatenate([d.logprobs for d in parts]),
             versions=np.concatenate([d.versions for d in parts]),
             stop_reason=reason,
+            top=TopTokens.joined(d.top for d in parts),
         )

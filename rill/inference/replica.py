@@ -139,10 +139,22 @@ class ReplicaEngine:
         )
 
     def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
-        scores: list[Floats] = self._call("score", timeout_s, list(sequences), temperature, timeout_s)
+        options = {} if adapter is None else {"adapter": adapter}
+        scores: list[Floats] = self._call(
+            "score", timeout_s, list(sequences), temperature, timeout_s, **options
+        )
         return scores
+
+    def embed(self, sequences: Sequence[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
+        found: list[Floats] = self._call("embed", timeout_s, list(sequences), timeout_s)
+        return found
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._call("abort", _CALL_TIMEOUT_S, None if request_ids is None else list(request_ids))

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rill.inference.base import Completion, Delta
+from rill.inference.base import Completion, Delta, TopTokens
 from rill.types import Floats, Ints, StopReason, TokenIds
 
 _COMPANY_WAIT_S = 0.002
@@ -44,6 +44,7 @@ class PackedDeltas:
     token_ids: TokenIds
     logprobs: Floats
     versions: Ints
+    tops: dict[str, TopTokens]
 
     @classmethod
     def pack(cls, deltas: Sequence[Delta]) -> PackedDeltas | None:
@@ -61,6 +62,11 @@ class PackedDeltas:
             token_ids=np.concatenate([delta.token_ids for delta in ordered]),
             logprobs=np.concatenate([delta.logprobs for delta in ordered]),
             versions=np.concatenate([delta.versions for delta in ordered]),
+            tops={
+                name: top
+                for name, parts in by_request.items()
+                if (top := TopTokens.joined(part.top for part in parts)) is not None
+            },
         )
 
     def unpack(self) -> list[Delta]:
@@ -75,6 +81,7 @@ class PackedDeltas:
                     logprobs=self.logprobs[part],
                     versions=self.versions[part],
                     stop_reason=reason,
+                    top=self.tops.get(request_id),
                 )
             )
         return found

@@ -62,9 +62,15 @@ def check_request(
             raise RequestError(
                 f"{who}: logit_bias of token {token} cannot be {bias!r}: give a number, or -inf"
             )
+    check_adapter(request, adapters)
+
+
+def check_adapter(request: Request, adapters: Collection[str] | None) -> None:
     if request.adapter is not None and adapters is not None and request.adapter not in adapters:
         loaded = ", ".join(sorted(adapters)) or "none"
-        raise RequestError(f"{who}: there is no adapter {request.adapter!r}: loaded are {loaded}")
+        raise RequestError(
+            f"request {request.id}: there is no adapter {request.adapter!r}: loaded are {loaded}"
+        )
 
 
 def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -> None:

@@ -22,7 +22,7 @@ from rill.inference.native.batch import IN_FLIGHT, StepBatch
 from rill.inference.native.core import EngineCore
 from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
-from rill.inference.native.model_runner import PendingStep
+from rill.inference.native.model_runner import PendingTurn
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.native_models import VOCAB, make_engine, reference
 
@@ -84,14 +84,15 @@ class LateRunner(CpuRunner):
 
     is_overlapped = True
 
-    def launch(self, batch: StepBatch) -> PendingStep:
-        ids, last = batch.token_ids_N, self._last_tokens
+    def launch(self, steps: list[StepBatch]) -> PendingTurn:
+        first, last = steps[0], self._last_tokens
+        ids = first.token_ids_N
         for row in np.flatnonzero(ids == IN_FLIGHT):
-            ids[row] = last[int(batch.slots_B[row])]
-        step = super().launch(batch)
-        for slot, token in zip(batch.sampled_slots_S.tolist(), step.result().tokens_S, strict=True):
-            last[slot] = token
-        return step
+            ids[row] = last[int(first.slots_B[row])]
+        turn = super().launch(steps)
+        for batch, tokens_S in zip(steps, turn.result().tokens_KS, strict=True):
+            last |= dict(zip(batch.sampled_slots_S.tolist(), tokens_S.tolist()))
+        return turn
 
     @cached_property
     def _last_tokens(self) -> dict[int, int]:
@@ -115,6 +116,57 @@ def test_a_random_workload_of_overlapped_steps_gives_each_request_what_it_gets_a
     monkeypatch.setattr(EngineCore, "step", checked)
     live_randomly(seed, batch_invariant=False, device="cpu", check_every_step=False)
     assert sum(count > 0 for count in num_in_flight) > 100
+
+
+@pytest.mark.parametrize("num_steps", [4])
+def test_turns_of_several_steps_give_each_request_what_single_steps_do(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends by limit, id and end of sequence in the middle of a turn; arrivals, an abort and an update between turns."""
+    lengths: list[int] = []
+
+    class Noted(LateRunner):
+        def launch(self, steps: list[StepBatch]) -> PendingTurn:
+            lengths.append(len(steps))
+            return super().launch(steps)
+
+    monkeypatch.setattr(runners, "CpuRunner", Noted)
+    rng = random.Random(num_steps)
+    options: dict[str, Any] = {"num_kv_blocks": 200, "max_batched_tokens": 128, "check_every_step": False}
+    several = make_engine(num_scheduler_steps=num_steps, **options)
+    single = make_engine(num_scheduler_steps=1, **options)
+    try:
+        requests = [plain_request(rng, index) for index in range(30)]
+        futures: list[Future[Completion]] = []
+        for start in range(0, 30, 10):
+            futures += several.submit(requests[start : start + 10])
+            several.score([np.arange(3, 40, dtype=np.int32)], timeout_s=30)
+            weights = [(name, p.data) for name, p in reference().named_parameters()]
+            several.update_weights(weights, PolicyVersion(several.version + 1))
+        several.abort(["29"])
+        done = [future.result(timeout=60) for future in futures]
+        assert max(lengths) == num_steps and several.stats().num_free_kv_blocks == 199
+        for request, found in zip(requests[:29], done):
+            expected = single.generate([request], timeout_s=30)[0]
+            assert found.token_ids.tolist() == expected.token_ids.tolist()
+            assert found.stop_reason is expected.stop_reason
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+    finally:
+        several.close()
+        single.close()
+
+
+def plain_request(rng: random.Random, index: int) -> Request:
+    """Nothing in it keeps the host in step with the device."""
+    tokens = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))]
+    sampling = SamplingParams(
+        max_new_tokens=rng.randint(1, 40),
+        temperature=rng.choice([0.0, 1.0, 1.5]),
+        top_p=rng.choice([1.0, 0.8]),
+        stop_token_ids=tuple(rng.sample(range(3, VOCAB), rng.choice([0, 3]))),
+        seed=index,
+    )
+    return Request(id=str(index), token_ids=np.array(tokens, dtype=np.int32), sampling=sampling)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -16,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import rill
 from rill.inference.base import EngineStats, PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
+from rill.inference.server.text import TextCodec
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 from tests.inference.plain_http import http
 
@@ -112,7 +115,6 @@ def test_the_token_route_speaks_verifiers(client: httpx.Client) -> None:
             "temperature": 0.7, "top_p": 0.9, "max_tokens": 4, "stop_token_ids": [2], "logprobs": 1,
             "skip_special_tokens": False, "spaces_between_special_tokens": False, "detokenize": False,
         },
-        "unknown_key": {"is": "tolerated"},
     }  # fmt: skip
     headers = {"Authorization": "Bearer anything", "X-Session-ID": "s1"}
     answer = client.post("/inference/v1/generate", json=body, headers=headers).json()
@@ -175,6 +177,13 @@ BAD = [
     ("/v1/completions", {"prompt": "a" * 600}, 400, "messages"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "a", "guided_json": {}}, 400, "guided_json"),
+    ("/v1/completions", {"prompt": "a", "temprature": 0}, 400, "temprature"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs"),
+    ("/v1/chat/completions", chat(response_format={"type": "json_schema"}), 400, "response_format"),
+    ("/v1/embeddings", {"input": "a"}, 400, "model"),
+    ("/abort_requests", {"request_ids": []}, 400, "request_ids"),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids"),
     ("/inference/v1/generate", {"token_ids": [2**40]}, 400, None),
     ("/inference/v1/generate", {"token_ids": [5], "features": {"image": "…"}}, 400, "features"),
@@ -231,7 +240,11 @@ def test_tool_calls_are_taken_out_of_the_text() -> None:
         with client.stream("POST", "/v1/chat/completions", json=chat(tools=tools, stream=True)) as response:
             deltas = [c["choices"][0]["delta"] for c in events(response)]
         assert "".join(d.get("content") or "" for d in deltas).strip() == "Let me see."
-        assert [c["index"] for d in deltas for c in d.get("tool_calls", [])] == [0, 1]
+        told = [c for d in deltas for c in d.get("tool_calls", [])]
+        for index in (0, 1):
+            parts = [c["function"] for c in told if c["index"] == index]
+            assert parts[0]["name"] == "add" and not any("name" in part for part in parts[1:])
+            assert json.loads("".join(part["arguments"] for part in parts)) == {"a": 1}
         choice = client.post("/v1/chat/completions", json=chat(tools=tools, tool_choice="none")).json()[
             "choices"
         ][0]
@@ -343,6 +356,92 @@ def test_client_and_admin_keys_open_their_own_doors_only() -> None:
         assert code("/resume", "admin-key") == 200
         assert http.get(server.url + "/health").status_code == 200
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Forwarded-For": "127.0.0.1"},
+        {"Forwarded": "for=127.0.0.1"},
+        {"X-Real-IP": "127.0.0.1"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "rebound.example"},
+    ],
+    ids=lambda headers: next(iter(headers)),
+)
+def test_without_an_admin_key_neither_a_proxy_nor_a_web_page_administers(
+    client: httpx.Client, headers: dict[str, str]
+) -> None:
+    assert client.post("/flush_cache", headers=headers).status_code == 403
+    assert client.post("/flush_cache").status_code == 200
+
+
+def test_a_request_is_aborted_by_its_own_caller_and_by_nobody_else() -> None:
+    engine = FakeEngine(FakeEngine.Config(step_s=0.01))
+    with start(engine, api_keys=["mine", "other"]) as server, ThreadPoolExecutor(1) as pool:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
+        body = {"prompt": "ab", "max_tokens": 400, "request_id": "long"}
+        answer = pool.submit(http.post, f"{server.url}/v1/completions", json=body, headers=mine, timeout=30)
+        while not engine.stats().num_running:
+            time.sleep(0.01)
+        names = {"request_ids": ["long", "nobody"]}
+        url = f"{server.url}/abort_requests"
+        assert http.post(url, json=names, headers=other).json()["aborted"] == 0
+        assert http.post(url, json=names, headers=mine).json()["aborted"] == 1
+        choice = answer.result(30).json()["choices"][0]
+        assert choice["finish_reason"] == "abort"
+        assert http.post(url, json=names, headers=mine).json()["aborted"] == 0
+    engine.close()
+
+
+def test_clients_that_leave_while_the_engine_is_busy_do_not_make_it_look_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, is_free = FakeEngine(FakeEngine.Config(step_s=0.01)), threading.Event()
+    monkeypatch.setattr(engine, "abort", lambda ids=None: is_free.wait(30))  # as in the middle of an update
+    with start(engine) as server:
+        for index in range(40):  # more than the default executor has threads
+            with pytest.raises(httpx.TimeoutException):
+                http.post(
+                    f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 400}, timeout=0.05
+                )
+            if index % 10 == 0:
+                assert http.get(f"{server.url}/liveness").status_code == 200
+        assert http.get(f"{server.url}/liveness", timeout=4).status_code == 200
+        is_free.set()
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_a_long_prompt_does_not_keep_answers_from_being_written(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is encoded, the loop decodes others' tokens."""
+    codec = TextCodec(engine.tokenizer)
+    begun, go_on = threading.Event(), threading.Event()
+    encode = type(engine.tokenizer).encode
+
+    def slow(self: Any, text: str, **options: Any) -> list[int]:
+        if len(text) > 8192:
+            begun.set()
+            assert go_on.wait(20)
+        return encode(self, text, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(type(engine.tokenizer), "encode", slow)
+
+    async def both() -> None:
+        long = asyncio.ensure_future(codec.encode("a" * 9000, add_special_tokens=False))
+        await asyncio.to_thread(begun.wait, 20)
+        assert codec.decode([40, 41]) and await codec.encode("abc", add_special_tokens=False)
+        go_on.set()
+        assert len(await long) == 9000
+
+    asyncio.run(both())
+
+
+def test_the_version_is_told(client: httpx.Client) -> None:
+    assert client.get("/version").json() == {"version": rill.__version__}
 
 
 def test_an_admin_key_that_is_also_a_client_key_is_refused() -> None:

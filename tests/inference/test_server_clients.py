@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,13 +78,103 @@ def test_a_stream_equals_the_whole_answer(client: Any) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_greedy_answers_have_a_top_logprob_and_sampled_ones_refuse(client: Any) -> None:
-    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, "logprobs": True}
-    answer = client.chat.completions.create(**settings, temperature=0, top_logprobs=1)
-    entry = answer.choices[0].logprobs.content[0]
-    assert entry.top_logprobs[0].token == entry.token
-    with pytest.raises(openai.BadRequestError, match="sampled token"):
-        client.chat.completions.create(**settings, top_logprobs=3)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])
+def test_the_likeliest_tokens_are_told_beside_the_sampled_one(client: Any, is_streamed: bool) -> None:
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    answer = client.chat.completions.create(**settings, temperature=0, stream=is_streamed)
+    chunks = list(answer) if is_streamed else [answer]
+    entries = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+    assert len(entries) == 6 or chunks[-1].choices[0].finish_reason == "stop"
+    for entry in entries:
+        values = [top.logprob for top in entry.top_logprobs]
+        assert entry.top_logprobs[0].token == entry.token and values == sorted(values, reverse=True)
+        assert len(values) == 3 and abs(values[0] - entry.logprob) < 1e-4
+
+
+def test_the_token_route_tells_the_likeliest_by_their_ids(url: str, engine: NativeEngine) -> None:
+    """As renderers' client asks for them: two more than it needs, with hints for vLLM."""
+    sampling = {"logprobs": 4, "max_tokens": 5, "temperature": 0.7, "seed": 3, "flat_logprobs": True,
+                "extra_args": {"prl_compact_logprobs": True}, "detokenize": False, "stop_token_ids": [2]}  # fmt: skip
+    body = {"model": "tiny", "token_ids": [40, 41, 42], "sampling_params": sampling}
+    headers = {"Authorization": "Bearer secret"}
+    choice = http.post(f"{url}/inference/v1/generate", json=body, headers=headers).json()["choices"][0]
+    request = Request(
+        id="same",
+        token_ids=np.array([40, 41, 42], np.int32),
+        sampling=SamplingParams(max_new_tokens=5, temperature=0.7, seed=3, stop_token_ids=(2,)),
+        num_top_logprobs=4,
+    )
+    (expected,) = engine.generate([request])
+    assert expected.top is not None and choice["token_ids"] == expected.token_ids.tolist()
+    for entry, ids in zip(choice["logprobs"]["content"], expected.top.token_ids.tolist(), strict=True):
+        assert [t["token"] for t in entry["top_logprobs"]] == [f"token_id:{i}" for i in ids]
+
+
+def test_answers_keep_to_a_schema_a_regex_a_grammar_or_a_choice(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "temperature": 1.0}
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}},
+              "required": ["a"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(3):
+        answer = client.chat.completions.create(**settings, seed=seed, response_format=form)
+        assert answer.choices[0].finish_reason == "stop"
+        assert json.loads(answer.choices[0].message.content).keys() == {"a"}
+
+    def said(**wanted: Any) -> str:
+        answer = client.chat.completions.create(**settings, extra_body={"structured_outputs": wanted})
+        return str(answer.choices[0].message.content)
+
+    assert re.fullmatch("[ab]{3}-[0-9]{2}", said(regex="[ab]{3}-[0-9]{2}"))
+    assert said(choice=["yes", "no"]) in ("yes", "no")
+    assert said(grammar='start: "x" ("y" | "z")') in ("xy", "xz")
+    with pytest.raises(openai.BadRequestError, match="regex"):
+        said(regex="((")
+
+
+def test_a_required_call_is_made(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+                  "additionalProperties": False}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": n, "parameters": parameters}} for n in ("add", "sub")]
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "tools": tools}
+    for choice in ("required", {"type": "function", "function": {"name": "sub"}}):
+        answer = client.chat.completions.create(**settings, tool_choice=choice, seed=1).choices[0]
+        (call,) = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls" and json.loads(call.function.arguments)["a"] in (1, 2)
+        assert call.function.name == "sub" or choice == "required"
+
+
+def test_embeddings_are_the_last_hidden_states(client: Any, engine: NativeEngine) -> None:
+    texts = ["abc", "abd", "abc"]
+    answer = client.embeddings.create(model="tiny", input=texts)
+    vectors = np.array([each.embedding for each in answer.data])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
+    assert np.allclose(vectors[0], vectors[2], atol=1e-6) and not np.allclose(vectors[0], vectors[1])
+    assert engine.tokenizer is not None
+    ids = torch.tensor([engine.tokenizer.encode("abc")])
+    model = load_model(MODEL, dtype=torch.float32, attention="eager")
+    hidden = model.base_model(ids).last_hidden_state[0, -1].detach().numpy()
+    np.testing.assert_allclose(vectors[0], hidden / np.linalg.norm(hidden), atol=1e-4)
+
+
+def test_a_prompt_is_scored_in_a_stream_too(url: str) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    sampling = {"max_tokens": 3, "prompt_logprobs": 0, "temperature": 0}
+    body = {"token_ids": [40, 41, 42], "sampling_params": sampling}
+    whole = http.post(f"{url}/inference/v1/generate", json=body, headers=headers).json()
+    with http.stream(
+        "POST", f"{url}/inference/v1/generate", json=body | {"stream": True}, headers=headers
+    ) as response:
+        first = json.loads(next(line for line in response.iter_lines() if line).removeprefix("data: "))
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"] and len(first["prompt_logprobs"]) == 3
+
+
+def test_a_token_request_without_a_limit_goes_to_the_context(url: str) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    body = {"token_ids": [40] * 200, "sampling_params": {"ignore_eos": True}}
+    choice = http.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
+    assert len(choice["choices"][0]["token_ids"]) == 56
 
 
 def test_seed_bias_and_n_reach_the_sampler(client: Any) -> None:

@@ -39,6 +39,21 @@ def test_a_stream_of_tokens_without_text_costs_no_more_with_each(token: int) -> 
 
 def test_a_stop_string_is_found_after_bytes_that_are_no_characters() -> None:
     tokenizer: Any = Bytes()
-    matcher = StopMatcher(tokenizer, ["é!"])
-    found = [matcher.push(i) for i in [*[HALF] * 1000, *"é!".encode()]]
-    assert found == [False] * 1002 + [True] and tokenizer.longest < 32
+    matcher = StopMatcher(lambda ids, _: tokenizer.decode(ids), ["é!"])
+    found = [matcher.push([i]) for i in [*[HALF] * 1000, *"é!".encode()]]
+    assert found == [None] * 1002 + [1] and tokenizer.longest < 32
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_a_stop_string_ends_at_the_same_token_however_many_come_at_a_time(size: int) -> None:
+    tokenizer: Any = Bytes()
+    for text in ("abcé!d", "é!", "ébé!x", "a" * 9 + "é!" + "b" * 9, "aé", "é" * 5):
+        ids = list(text.encode())
+        expected = len(text.encode().split(b"!")[0]) + 1 if "é!" in text else None
+        matcher, num_before, found = StopMatcher(lambda ids, _: tokenizer.decode(ids), ["é!"]), 0, None
+        for start in range(0, len(ids), size):
+            if (count := matcher.push(ids[start : start + size])) is not None:
+                found = num_before + count
+                break
+            num_before += size
+        assert found == expected and matcher.matched == (None if expected is None else "é!")

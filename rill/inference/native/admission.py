@@ -12,10 +12,12 @@ import numpy as np
 
 from rill.errors import RequestError
 from rill.inference.base import Delta, Request
-from rill.inference.native.detokenizer import StopMatcher
-from rill.inference.native.sampler import has_edits, hash_seed, needs_history
+from rill.inference.native.detokenizer import StopMatcher, plain_decode
+from rill.inference.native.guide import GuideMatcher, Guides
+from rill.inference.native.logit_edits import SequenceEdits
+from rill.inference.native.sampler import hash_seed
 from rill.inference.native.sequence import ScoredSequence, Sequence
-from rill.inference.requests import check_request, check_tokens
+from rill.inference.requests import check_adapter, check_request, check_tokens
 from rill.types import TokenIds
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class Admission:
         self._counter = itertools.count()
         self.vocab_size = int(model.config.vocab_size)
         self._eos_ids = _eos_ids(model, tokenizer)
+        self._decode = None if tokenizer is None else plain_decode(tokenizer)
+        self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, self.vocab_size)
         self.adapters: frozenset[str] = frozenset()
 
     def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
@@ -44,12 +48,17 @@ class Admission:
         tokens = [int(t) for t in request.token_ids]
         arrival = next(self._counter)
         eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
+        end_ids = eos_ids.union(params.stop_token_ids)
+        generated = tokens[len(tokens) - request.num_generated :]
         matcher = None
         if params.stop:
-            assert self._tokenizer is not None
-            matcher = StopMatcher(self._tokenizer, params.stop)
-            for token in tokens[len(tokens) - request.num_generated :]:
-                matcher.push(token)  # a stop string may have begun in what was generated before
+            assert self._decode is not None
+            matcher = StopMatcher(self._decode, params.stop)
+            matcher.push(generated)  # a stop string may have begun in what was generated before
+        guide = self._guide(request, generated)
+        edits = None
+        if SequenceEdits.are_needed(params, guide):
+            edits = SequenceEdits(params, tokens, num_generated=len(generated), end_ids=end_ids, guide=guide)
         return Sequence(
             request=request,
             seed=hash_seed(params.seed) if params.seed is not None else hash_seed(self._seed, arrival + 1),
@@ -58,18 +67,25 @@ class Admission:
             on_delta=on_delta,
             stop_matcher=matcher,
             eos_ids=eos_ids,
-            end_ids=eos_ids.union(params.stop_token_ids),
-            has_edits=has_edits(params),
-            needs_history=needs_history(params),
+            end_ids=end_ids,
+            edits=edits,
             max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),
             tokens=tokens,
             num_prompt=len(tokens),
         )
 
-    def scored_sequence(self, token_ids: TokenIds, temperature: float) -> ScoredSequence:
+    def scored_sequence(
+        self,
+        token_ids: TokenIds,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        *,
+        is_embedding: bool = False,
+    ) -> ScoredSequence:
         arrival = next(self._counter)
-        request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids))
+        request = Request(id=f"<score {arrival}>", token_ids=np.asarray(token_ids), adapter=adapter)
         check_tokens(request, max_tokens=self._max_context, vocab_size=self.vocab_size)
+        check_adapter(request, self.adapters)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
         tokens = [int(t) for t in request.token_ids]
@@ -82,8 +98,18 @@ class Admission:
             num_prompt=len(tokens),
             max_tokens=len(tokens) + 1,
             temperature=temperature,
+            is_embedding=is_embedding,
             scores=np.zeros(len(tokens), dtype=np.float32),
         )
+
+    def _guide(self, request: Request, generated: list[int]) -> GuideMatcher | None:
+        if request.guide is None:
+            return None
+        if self._guides is None:
+            raise RequestError(f"request {request.id}: a grammar needs a tokenizer, and this engine has none")
+        matcher = self._guides.matcher(request.guide, f"request {request.id}")
+        matcher.add(generated)
+        return matcher
 
     def _check(self, request: Request) -> None:
         check_request(

@@ -1,21 +1,23 @@
-"""Turns the scheduler's work into the flat arrays that a step computes on.
+"""Turns the scheduler's work into the flat arrays that the steps of a turn compute on.
 
 What stays the same from step to step for a running sequence (its block table, its sampling parameters) lives in
 tables with one row per slot, so that a step of pure generation is built by a few NumPy operations however many
-sequences take part.
+sequences take part. The later steps of a turn differ from the first by their positions, and by who is left.
 
 Axes: N token of the flat batch, B sequence, S sampled row, M block-table column.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from rill.inference.native.block_manager import NULL_BLOCK
-from rill.inference.native.sampler import LogitEdits, SamplingBatch, collect_edits, uniforms
+from rill.inference.native.logit_edits import LogitEdits
+from rill.inference.native.sampler import SamplingBatch, uniforms
 from rill.inference.native.scheduler import Chunk, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.types import SamplingParams
@@ -29,12 +31,14 @@ IN_FLIGHT = -1
 
 @dataclass(slots=True)
 class ScoredRows:
-    """Rows whose log-probability of a known next token is wanted."""
+    """Rows whose log-probability of a known next token is wanted; of an embedding, the last row itself."""
 
     chunk: Chunk
     rows: Int64s
     targets: Int64s
     temperature: float
+    last_row: int
+    is_embedding: bool
 
 
 @dataclass(slots=True)
@@ -90,6 +94,8 @@ class StepBatch:
 class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self.block_size = block_size
+        self.has_adapters = False
+        """Whether any sequence could use one."""
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._admission = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
@@ -101,7 +107,39 @@ class BatchBuilder:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._updates: list[tuple[int, int, int]] = []
 
-    def build(self, work: Work) -> StepBatch:
+    def build(self, work: Work) -> list[StepBatch]:
+        """The steps of a turn, first to last."""
+        first = self._first(work)
+        counts_B = np.array(work.counts, dtype=np.int64)
+        num_steps = work.counts[0] if work.counts else 1
+        return [first, *(self._later(first, work, counts_B, step) for step in range(1, num_steps))]
+
+    def _later(self, first: StepBatch, work: Work, counts_B: Int64s, step: int) -> StepBatch:
+        """A turn's later step: those that are left are the first rows, one position further each time."""
+        num_left = int(np.count_nonzero(counts_B > step))
+        slots_B, size = first.slots_B[:num_left], self.block_size
+        positions_B = first.positions_N[:num_left] + step
+        blocks_B = self._tables[slots_B, positions_B // size].astype(np.int64)
+        return StepBatch(
+            token_ids_N=np.full(num_left, IN_FLIGHT, dtype=np.int64),
+            positions_N=positions_B,
+            kv_slots_N=blocks_B * size + positions_B % size,
+            slots_B=slots_B,
+            query_starts_B1=first.query_starts_B1[: num_left + 1],
+            context_lens_B=(positions_B + 1).astype(np.int32),
+            tables=self._tables,
+            table_updates=[],
+            block_size=size,
+            num_decodes=num_left,
+            sampled=work.decodes[:num_left],
+            sampled_rows_S=first.sampled_rows_S[:num_left],
+            sampled_slots_S=slots_B,
+            sampling=self._sampling(slots_B, positions_B + 1),
+            scored=[],
+            adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
+        )
+
+    def _first(self, work: Work) -> StepBatch:
         """Sequences with one token come first; the order is otherwise the scheduler's."""
         decodes = work.decodes
         for seq in work.grown:
@@ -114,6 +152,7 @@ class BatchBuilder:
         begun = slice(len(decodes), len(seqs))  # the rows of chunks
         slots_B = np.array([seq.slot for seq in seqs], dtype=np.int32)
         ends_B = np.array([seq.num_computed for seq in seqs], dtype=np.int64)
+        ends_B[: len(decodes)] -= np.array(work.counts, dtype=np.int64) - 1
         lengths_B = np.ones(len(seqs), dtype=np.int64)
         lengths_B[begun] = [c.length for c in chunks]
         query_starts_B1 = np.zeros(len(seqs) + 1, dtype=np.int32)
@@ -135,7 +174,7 @@ class BatchBuilder:
         sampled_slots_S = slots_B[is_sampled_B]
         updates, self._updates = self._updates, []
         return StepBatch(
-            token_ids_N=_token_ids(decodes, chunks),
+            token_ids_N=_token_ids(decodes, ends_B, chunks),
             positions_N=positions_N,
             kv_slots_N=blocks_N * size + positions_N % size,
             slots_B=slots_B,
@@ -148,13 +187,15 @@ class BatchBuilder:
             sampled=sampled,
             sampled_rows_S=query_starts_B1[1:][is_sampled_B].astype(np.int64) - 1,
             sampled_slots_S=sampled_slots_S,
-            sampling=self._sampling(sampled, sampled_slots_S, ends_B[is_sampled_B]),
+            sampling=self._sampling(
+                sampled_slots_S, ends_B[is_sampled_B], sampled if work.has_special else ()
+            ),
             scored=[
                 _scored_rows(c, int(start))
                 for c, start in zip(chunks, query_starts_B1[begun], strict=True)
                 if c.seq.is_scored
             ],
-            adapters=_adapter_rows(seqs, row_N),
+            adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
         )
 
     def forget(self) -> None:
@@ -187,11 +228,15 @@ class BatchBuilder:
         self._updates.append((slot, have, need))
         self._num_blocks[slot] = need
 
-    def _sampling(self, sampled: list[Sequence], slots_S: Int32s, positions_S: Int64s) -> SamplingBatch:
-        edits = LogitEdits()
-        for row, seq in enumerate(sampled):
-            if seq.has_edits:
-                collect_edits(edits, row, seq, int(positions_S[row]) - seq.num_prompt)
+    def _sampling(
+        self, slots_S: Int32s, positions_S: Int64s, special: Iterable[Sequence] = ()
+    ) -> SamplingBatch:
+        """`special`: the rows' sequences, where one of them asks for more than a token."""
+        edits, num_top = LogitEdits(), 0
+        for row, seq in enumerate(special):
+            num_top = max(num_top, seq.request.num_top_logprobs)
+            if seq.edits is not None:
+                seq.edits.collect(edits, row, int(positions_S[row]) - seq.num_prompt)
         return SamplingBatch(
             temperature_S=self._temperature[slots_S],
             top_k_S=self._top_k[slots_S],
@@ -199,6 +244,7 @@ class BatchBuilder:
             min_p_S=self._min_p[slots_S],
             uniform_S=uniforms(self._seeds[slots_S], positions_S),
             edits=edits or None,
+            num_top=num_top,
         )
 
 
@@ -211,10 +257,10 @@ def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]
     return np.repeat(rows, counts), columns
 
 
-def _token_ids(decodes: list[Sequence], chunks: list[Chunk]) -> Int64s:
+def _token_ids(decodes: list[Sequence], ends_B: Int64s, chunks: list[Chunk]) -> Int64s:
     ids = [
-        tokens[count - 1] if (count := seq.num_computed) <= len(tokens := seq.tokens) else IN_FLIGHT
-        for seq in decodes
+        tokens[count - 1] if count <= len(tokens := seq.tokens) else IN_FLIGHT
+        for seq, count in zip(decodes, ends_B[: len(decodes)].tolist(), strict=True)
     ]
     for chunk in chunks:
         ids += chunk.seq.tokens[chunk.start : chunk.start + chunk.length]
@@ -226,7 +272,7 @@ def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
     assert isinstance(seq, ScoredSequence)
     targets = np.array(seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1], dtype=np.int64)
     rows = np.arange(first_row, first_row + len(targets), dtype=np.int64)
-    return ScoredRows(chunk, rows, targets, seq.temperature)
+    return ScoredRows(chunk, rows, targets, seq.temperature, first_row + chunk.length - 1, seq.is_embedding)
 
 
 def _adapter_rows(seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:

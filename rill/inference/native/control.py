@@ -111,12 +111,16 @@ class EngineControl:
     def update(self, tensors: NamedTensors, version: PolicyVersion, partial: bool, fence: object) -> None:
         """`fence`: a mark in the caller's queue of device work; the tensors are whole once it is reached."""
         core = self._core
+        if version <= core.version:  # nothing was touched: what is in service stays so
+            raise WeightSyncError(
+                f"the engine has version {core.version} and was given {version}: versions only grow"
+            )
         core.drain()
         core.preempt_all()
         core.scheduler.blocks.flush()
         core.runner.wait_for(fence)
         try:
-            self._take_weights(tensors, version, partial=partial)
+            self._take_weights(tensors, partial=partial)
         except BaseException:
             # Only now: a request that arrives while an update goes well waits for it like any other command.
             self.unavailable = f"the update to version {version} failed"
@@ -125,12 +129,8 @@ class EngineControl:
         if not partial:
             self.unavailable = None
 
-    def _take_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool) -> None:
+    def _take_weights(self, tensors: NamedTensors, *, partial: bool) -> None:
         runner = self._core.runner
-        if version <= self._core.version:
-            raise WeightSyncError(
-                f"the engine has version {self._core.version} and was given {version}: versions only grow"
-            )
         if self.released not in (None, MemoryLevel.KV):
             runner.reload_weights()
             self._targets.copy(tensors, partial=partial)

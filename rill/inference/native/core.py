@@ -1,15 +1,17 @@
-"""The engine's inside: sequences, scheduler, batch builder and runner, driven one step at a time.
+"""The engine's inside: sequences, scheduler, batch builder and runner, driven one turn at a time.
 
-    schedule ─► build ─► launch step n ─► read step n-1 (n, where nothing overlaps) ─► outlet
+    schedule ─► build ─► launch turn n ─► read turn n-1 (n, where nothing overlaps) ─► outlet
         ▲                                          │ append tokens, end sequences, publish blocks
         └──────────────────────────────────────────┘
 
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
-tokens through the outlet. `control.py` has what happens between two steps: pauses, memory, weights.
+tokens through the outlet. A turn is one step of the model, or several of pure generation. `control.py` has what happens
+between two turns: pauses, memory, weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,13 +21,13 @@ from rill.errors import EngineError
 from rill.inference.base import EngineStats
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.model_runner import ModelRunner, PendingStep
-from rill.inference.native.outlet import News, Outlet
-from rill.inference.native.scheduler import NeedsResults, Scheduler
+from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
+from rill.inference.native.outlet import Outlet
+from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence, Status
 from rill.inference.tally import Tally
 from rill.models.routing import UNKNOWN
-from rill.types import PolicyVersion, StopReason
+from rill.types import Floats, PolicyVersion, StopReason
 
 
 class EngineCore:
@@ -38,6 +40,7 @@ class EngineCore:
         max_num_seqs: int,
         max_batched_tokens: int,
         max_context: int,
+        num_scheduler_steps: int,
         check_every_step: bool,
     ) -> None:
         self.runner = runner
@@ -52,10 +55,11 @@ class EngineCore:
             root_key=self._root_key,
             # Starting prompts breaks out of the captured decode step and costs as much for one as for many.
             num_gathered=max_num_seqs // 10 if runner.uses_graphs else 0,
+            num_steps=num_scheduler_steps,
         )
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
         self._check_every_step = check_every_step
-        self._pending: tuple[StepBatch, PendingStep] | None = None
+        self._pending: tuple[Work, list[StepBatch], PendingTurn] | None = None
         self._tally = Tally()
         self._steps = self._sampled_tokens = 0
 
@@ -92,9 +96,10 @@ class EngineCore:
             work = self.scheduler.schedule()
         launched = None
         if work:
-            batch = self.builder.build(work)
-            launched = (batch, self.runner.launch(batch))
-            self._steps += 1
+            self.builder.has_adapters = self.runner.adapters.num_changes > 0
+            steps = self.builder.build(work)
+            launched = (work, steps, self.runner.launch(steps))
+            self._steps += len(steps)
         previous, self._pending = self._pending, launched
         if previous is not None:
             self._postprocess(*previous)
@@ -105,7 +110,7 @@ class EngineCore:
             self.scheduler.check()
 
     def drain(self) -> None:
-        """Read the step in flight, if there is one."""
+        """Read the turn in flight, if there is one."""
         previous, self._pending = self._pending, None
         if previous is not None:
             self._postprocess(*previous)
@@ -145,39 +150,59 @@ class EngineCore:
         )
 
     def _needs_results_first(self) -> bool:
-        """Penalties read the newest token on the host, so such sequences cannot run one step ahead."""
-        return self._pending is not None and any(seq.needs_history for seq in self._pending[0].sampled)
+        """Penalties and grammars read the newest token on the host, so such sequences cannot run one step ahead."""
+        if self._pending is None or not self.scheduler.num_special:
+            return False
+        return any(seq.edits is not None and seq.edits.need_history for seq in self._pending[1][0].sampled)
 
-    def _postprocess(self, batch: StepBatch, step: PendingStep) -> None:
-        result = step.result()
+    def _postprocess(self, work: Work, steps: list[StepBatch], turn: PendingTurn) -> None:
+        result, first = turn.result(), steps[0]
+        counts = work.counts + [1] * (len(first.sampled) - len(work.counts))
+        self._sampled_tokens += sum(counts)
+        news = self._append(first.sampled, counts, result)
+        self._tally.grow(sum(len(seq.tokens) - before for seq, _, before in news))
+        self.outlet.deliver((seq, reason) for seq, reason, _ in news)
+        for scored, values in zip(first.scored, result.scores, strict=True):
+            self._keep_scores(scored.chunk, values)
+
+    def _append(
+        self, sampled: list[Sequence], counts: list[int], result: TurnResult
+    ) -> list[tuple[Sequence, StopReason | None, int]]:
+        """Each sequence takes its tokens of the turn: (sequence, why it ended, how many it had before)."""
         version, blocks = int(self.version), self.scheduler.blocks
         size = blocks.block_size
-        self._sampled_tokens += len(result.tokens_S)
-        news: list[News] = []
-        for seq, token, logprob in zip(batch.sampled, result.tokens_S, result.logprobs_S, strict=True):
-            seq.num_in_flight -= 1
+        tokens_SK, logprobs_SK = result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist()
+        news = []
+        for row, (seq, count) in enumerate(zip(sampled, counts, strict=True)):
+            seq.num_in_flight -= count
             if seq.status is Status.FINISHED:
-                continue  # it ended one step earlier; this token was computed before that was known
-            if logprob != logprob:  # NaN, and the token is whatever was there
+                continue  # it ended a turn earlier; these tokens were computed before that was known
+            logprobs, before = logprobs_SK[row][:count], len(seq.tokens)
+            if any(map(math.isnan, logprobs)):  # and the token is whatever was there
                 self._end(seq)
                 self.outlet.fail(seq, _not_numbers(seq, version))
                 continue
-            reason = seq.append(token, logprob, version)
+            if seq.request.num_top_logprobs and result.top is not None:
+                seq.top.append(result.top.of(row, seq.request.num_top_logprobs))
+            reason = seq.extend(tokens_SK[row][:count], logprobs, version)
             if reason is not None:
                 self._end(seq)
-            elif len(seq.tokens) % size < 2:  # a block has just become known, or computed
+            elif min(seq.num_computed, len(seq.tokens)) // size > seq.num_published:
                 blocks.publish(seq)
-            news.append((seq, reason))
-        self._tally.grow(len(news))
-        self.outlet.deliver(news)
-        for scored, values in zip(batch.scored, result.scores, strict=True):
-            seq = scored.chunk.seq
-            assert isinstance(seq, ScoredSequence)
-            start = scored.chunk.start + 1
+            news.append((seq, reason, before))
+        return news
+
+    def _keep_scores(self, chunk: Chunk, values: Floats) -> None:
+        seq = chunk.seq
+        assert isinstance(seq, ScoredSequence)
+        if seq.is_embedding:
+            seq.scores = values
+        else:
+            start = chunk.start + 1
             seq.scores[start : start + len(values)] = values
-            if scored.chunk.is_last and not seq.is_finished:
-                self._end(seq)
-                self.outlet.score(seq)
+        if chunk.is_last and not seq.is_finished:
+            self._end(seq)
+            self.outlet.score(seq)
 
     def _end(self, seq: Sequence) -> None:
         """Out of the scheduler and of the books; its result is the outlet's to deliver."""

@@ -15,8 +15,9 @@ import torch
 
 from rill.errors import UnsupportedError
 from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.logit_edits import apply_edits
 from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
-from rill.inference.native.sampler import apply_edits
+from rill.inference.native.sampler import resample_masked
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
@@ -92,7 +93,9 @@ class CpuRunner(ModelRunner):
             torch.from_numpy(sampling.temperature_S),
             torch.from_numpy(sampling.uniform_S),
         )
-        return kernels.sample(logits_SV, temperature_S, uniform_S, filters=filters)
+        tokens_S, logprobs_S = kernels.sample(logits_SV, temperature_S, uniform_S, filters=filters)
+        resample_masked(logits_SV, sampling, tokens_S, logprobs_S)
+        return tokens_S, logprobs_S
 
     def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
         if self._cpu_kernels is None:

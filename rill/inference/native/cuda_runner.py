@@ -1,7 +1,7 @@
-"""The CUDA runner: steps are enqueued on one stream and read one step late.
+"""The CUDA runner: turns of steps are enqueued on one stream and read one turn late.
 
     host    build n+1 │ upload, launch n+1 │ read n │ build n+2 │ …
-    device  ───── step n ─────►│───── step n+1 ─────►│ …
+    device  ───── turn n ─────►│───── turn n+1 ─────►│ …
 
 Sampled tokens stay on the device in `last_tokens`, one per slot, where the next step picks them up; the host sees
 them when their copy has arrived. Block tables live on the device too and receive only what changed.
@@ -25,11 +25,19 @@ from rill.errors import UnsupportedError
 from rill.inference.collector import CollectorHold
 from rill.inference.native.batch import ScoredRows, StepBatch, changed_places
 from rill.inference.native.decode_graphs import NUM_PROGRAMS, DecodeGraphs, sampling_columns
-from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner, PendingStep, StepResult, refusal
+from rill.inference.native.logit_edits import apply_edits
+from rill.inference.native.model_runner import (
+    SCORE_ROWS,
+    ModelRunner,
+    PendingTurn,
+    TopRows,
+    TurnResult,
+    refusal,
+)
 from rill.inference.native.offload import WeightOffload
-from rill.inference.native.sampler import SamplingBatch, apply_edits
+from rill.inference.native.sampler import SamplingBatch, likeliest, resample_masked
 from rill.inference.native.triton_sampler import TritonSampler
-from rill.inference.native.upload import NUM_STAGING, Array, Upload
+from rill.inference.native.upload import Array, Upload
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
@@ -46,20 +54,24 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class CudaStep:
-    """A step on its way: its numbers are in pinned memory once `done` has happened."""
+class CudaTurn:
+    """A turn on its way: its numbers are in pinned memory once `done` has happened."""
 
     done: torch.cuda.Event
+    num_steps: int
     num_rows: int
     numbers: torch.Tensor
     scores: list[torch.Tensor]
+    top: tuple[torch.Tensor, torch.Tensor] | None
 
-    def result(self) -> StepResult:
+    def result(self) -> TurnResult:
         self.done.synchronize()
-        host = self.numbers.numpy()
-        tokens = host[0, : self.num_rows].tolist()
-        logprobs = host[1, : self.num_rows].view(np.float32).tolist()
-        return StepResult(tokens, logprobs, [s.cpu().numpy() for s in self.scores])
+        host = self.numbers.numpy()[: self.num_steps, :, : self.num_rows]
+        top = None if self.top is None else TopRows(*(t.cpu().numpy() for t in self.top))
+        # Copies: the buffer is written again while these are read.
+        return TurnResult(
+            host[:, 0].copy(), host[:, 1].copy().view(np.float32), [s.cpu().numpy() for s in self.scores], top
+        )
 
 
 class CudaRunner(ModelRunner):
@@ -80,6 +92,7 @@ class CudaRunner(ModelRunner):
         fuse: bool,
         batch_invariant: bool,
         cuda_graphs: bool,
+        num_scheduler_steps: int,
     ) -> None:
         super().__init__(model, device=device, block_size=block_size)
         self.batch_invariant = batch_invariant
@@ -118,15 +131,16 @@ class CudaRunner(ModelRunner):
         self._num_columns = -(-max_len // block_size)
         self._tables = torch.zeros(max_num_seqs + 1, self._num_columns, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._numbers = torch.empty(2, max_num_seqs, dtype=torch.int32, device=device)
-        self._host_numbers = [
-            torch.empty(2, max_num_seqs, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)
-        ]
+        shape_KS = (num_scheduler_steps, 2, max_num_seqs)
+        self._numbers = torch.empty(shape_KS, dtype=torch.int32, device=device)
+        self._host_numbers = [torch.empty(shape_KS, dtype=torch.int32, pin_memory=True) for _ in range(3)]
         self._turn = 0
         self._collector = CollectorHold()
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
-        self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device)
+        # A step uploads at most three times, and two turns are under way.
+        num_staging = max(8, 2 * (3 * num_scheduler_steps + 1))
+        self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device, num_staging)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
@@ -201,21 +215,25 @@ class CudaRunner(ModelRunner):
     # --- a step ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch) -> PendingStep:
-        is_fast, numbers_N = self._adapter_numbers(batch)
-        if self.uses_graphs and batch.is_decode_only and is_fast:
-            self._push_tables(batch)
-            logits_SV, rows = self._graphs.replay(batch, numbers_N)
-            scores: list[torch.Tensor] = []
-        else:
-            logits_SV, rows, scores = self._eager(batch, is_fast, numbers_N)
-        num_rows = len(batch.sampled)
-        if num_rows:
-            self._sample(logits_SV[:num_rows], rows, batch.sampling)
-        self._turn = (self._turn + 1) % NUM_STAGING
+    def launch(self, steps: list[StepBatch]) -> PendingTurn:
+        scores: list[torch.Tensor] = []
+        top = None
+        for index, batch in enumerate(steps):
+            is_fast, numbers_N = self._adapter_numbers(batch)
+            if self.uses_graphs and batch.is_decode_only and is_fast:
+                self._push_tables(batch)
+                logits_SV, columns = self._graphs.replay(batch, numbers_N)
+            else:
+                logits_SV, columns, scores = self._eager(batch, is_fast, numbers_N)
+            if num_rows := len(batch.sampled):
+                logits_SV = logits_SV[:num_rows]
+                if batch.sampling.num_top:
+                    top = likeliest(logits_SV, batch.sampling)
+                self._sample(logits_SV, columns, batch.sampling, self._numbers[index])
+        self._turn = (self._turn + 1) % len(self._host_numbers)
         host = self._host_numbers[self._turn]
-        host.copy_(self._numbers, non_blocking=True)
-        return CudaStep(self._stream.record_event(), num_rows, host, scores)
+        host[: len(steps)].copy_(self._numbers[: len(steps)], non_blocking=True)
+        return CudaTurn(self._stream.record_event(), len(steps), len(steps[0].sampled), host, scores, top)
 
     @torch.inference_mode()
     def all_logits(self, batch: StepBatch) -> torch.Tensor:
@@ -364,7 +382,14 @@ class CudaRunner(ModelRunner):
             logits_SV = self.head(hidden_SE)
         return self.logit_rule(logits_SV)
 
-    def _sample(self, logits_SV: torch.Tensor, columns: list[torch.Tensor], sampling: SamplingBatch) -> None:
+    def _sample(
+        self,
+        logits_SV: torch.Tensor,
+        columns: list[torch.Tensor],
+        sampling: SamplingBatch,
+        numbers: torch.Tensor,
+    ) -> None:
+        """Into `numbers`, [2, rows], and the newest token of each slot."""
         slots, inv_temperature, is_greedy, uniform = columns
         if sampling.edits:
             logits_SV = logits_SV.float()
@@ -376,6 +401,7 @@ class CudaRunner(ModelRunner):
             )
             filters = (top_k, top_p.view(torch.float32), min_p.view(torch.float32))
         rows = logits_SV.shape[0]
+        tokens_S, logprobs_S = numbers[0, :rows], numbers[1, :rows].view(torch.float32)
         self._sampler(
             logits_SV,
             inv_temperature.view(torch.float32),
@@ -383,12 +409,17 @@ class CudaRunner(ModelRunner):
             uniform.view(torch.float32),
             slots,
             self._last_tokens,
-            self._numbers[0, :rows],
-            self._numbers[1, :rows].view(torch.float32),
+            tokens_S,
+            logprobs_S,
             filters,
         )
+        masked = resample_masked(logits_SV, sampling, tokens_S, logprobs_S)
+        if masked is not None:
+            self._last_tokens[slots[masked].long()] = tokens_S[masked]
 
     def _score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> torch.Tensor:
+        if scored.is_embedding:
+            return hidden_NE[scored.last_row].float()
         parts = [torch.zeros(0, device=self.device)]
         for start in range(0, len(scored.rows), SCORE_ROWS):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)

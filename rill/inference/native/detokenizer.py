@@ -6,8 +6,8 @@ last complete one; a stop string may span tokens, so each search looks back by i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,43 +19,85 @@ MAX_PARTIAL = 8
 """Tokens that are held back at the end of a text: no character has more. What still ends in half a one then never will
 be one, and holding it back would mean to decode all of it again with every token."""
 
+Decode = Callable[[list[int], bool], str]
+"""Token ids, and whether to leave special tokens out."""
+
+
+def plain_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The tokenizer's own decode; without transformers' wrapper, which costs several times the work, where that adds
+    nothing."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and (kind.decode, kind._decode) == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        backend: Any = tokenizer.backend_tokenizer
+        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
+    return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
+
 
 class IncrementalDetokenizer:
-    """`push(token)` returns the text that the token completes, possibly empty."""
+    """`push(tokens)` returns the text that they complete, possibly empty."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
         self._ids: list[int] = []
-        self._prefix = 0
-        self._read = 0
+        """From one piece before the text that is not yet out: a tokenizer may join a token to the one before it."""
+        self._num_out = 0
+        self._before = ""
+        """The text of those that are out."""
 
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        # Decoding starts one piece early because a tokenizer may join a token to the one before it.
-        before = self._decode(self._ids[self._prefix : self._read])
-        text = self._decode(self._ids[self._prefix :])
-        is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._read <= MAX_PARTIAL
-        if is_partial or len(text) <= len(before):
+    @property
+    def has_partial(self) -> bool:
+        return len(self._ids) > self._num_out
+
+    def push(self, tokens: Sequence[int]) -> str:
+        self._ids += tokens
+        text = self._decode(self._ids, False)
+        is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._num_out <= MAX_PARTIAL
+        if is_partial or len(text) <= len(self._before):
             return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return text[len(before) :]
+        new = text[len(self._before) :]
+        self._ids = self._ids[self._num_out :]
+        self._num_out = len(self._ids)
+        self._before = self._decode(self._ids, False)
+        return new
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+    def state(self) -> tuple[list[int], int, str]:
+        return list(self._ids), self._num_out, self._before
+
+    def go_back(self, state: tuple[list[int], int, str]) -> None:
+        self._ids, self._num_out, self._before = list(state[0]), state[1], state[2]
 
 
 class StopMatcher:
-    """True from `push` once one of the strings has appeared; `matched` is the one that appeared first."""
+    """`matched` is the string that appeared first, once one has."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
+        self._detokenizer = IncrementalDetokenizer(decode)
         self._stop = tuple(stop)
         self._keep = max(len(s) for s in stop) - 1
         self._tail = ""
         self.matched: str | None = None
 
-    def push(self, token: int) -> bool:
-        text = self._tail + self._detokenizer.push(token)
+    def push(self, tokens: Sequence[int]) -> int | None:
+        """How many of them there are up to the one that completes a stop string; None: none does."""
+        if len(tokens) > 1:
+            state, tail = self._detokenizer.state(), self._tail
+            if not self._finds(tokens) and not self._detokenizer.has_partial:
+                return None
+            self._detokenizer.go_back(state)  # once more, to see at which of them
+            self._tail, self.matched = tail, None
+        for count, token in enumerate(tokens, start=1):
+            if self._finds([token]):
+                return count
+        return None
+
+    def _finds(self, tokens: Sequence[int]) -> bool:
+        text = self._tail + self._detokenizer.push(tokens)
         found = [(text.find(s), -len(s), s) for s in self._stop if s in text]
         if found:
             self.matched = min(found)[2]

@@ -50,7 +50,7 @@ from rill.inference.native.core import EngineCore
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.outlet import CallerOutlet
 from rill.inference.native.runners import build_runner, context_limit
-from rill.inference.native.sequence import Sequence
+from rill.inference.native.sequence import ScoredSequence, Sequence
 from rill.inference.requests import wait_for_all
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.types import Floats, PolicyVersion, TokenIds
@@ -95,6 +95,9 @@ class NativeEngine:
         Needs a model with experts."""
         fast_path: bool = True
         """Run known architectures through fused weights and kernels instead of the modules' forward methods."""
+        num_scheduler_steps: int = Field(default=1, ge=1, le=16)
+        """Steps of pure generation in one turn of the host; a sequence that ends meanwhile computes up to so many
+        tokens for nothing. Used where a device works ahead of the host; the CPU's steps are taken one by one."""
         cuda_graphs: bool = True
         """Capture the decode step at a few batch sizes. CUDA only."""
         seed: int = 0
@@ -130,6 +133,7 @@ class NativeEngine:
             max_num_seqs=self._runner.num_slots(config.max_num_seqs),
             max_batched_tokens=config.max_batched_tokens,
             max_context=self._max_context,
+            num_scheduler_steps=config.num_scheduler_steps if self._runner.is_overlapped else 1,
             check_every_step=config.check_every_step,
         )
         self._control = EngineControl(self._core)
@@ -156,6 +160,9 @@ class NativeEngine:
             Feature.RELEASE_MEMORY,
             Feature.SEEDED,
             Feature.SEEDED_BY_POSITION,
+            Feature.GUIDED,
+            Feature.TOP_LOGPROBS,
+            Feature.EMBED,
         }
         found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
         return frozenset(found)
@@ -197,22 +204,20 @@ class NativeEngine:
         )
 
     def score(
-        self, sequences: Sequence_[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence_[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
-        self._check_available()
-        if self._control.released is not None:
-            raise EngineError(
-                f"the engine's memory is released ({self._control.released}): call restore() before score()"
-            )
-        scored = [self._admission.scored_sequence(tokens, temperature) for tokens in sequences]
-        self._post_sequences("score", scored)
-        return wait_for_all(
-            [seq.scored for seq in scored],
-            timeout_s,
-            what="score",
-            abort=lambda: self.abort([seq.id for seq in scored]),
-            describe=self._control.describe,
-        )
+        scored = [self._admission.scored_sequence(ids, temperature, adapter) for ids in sequences]
+        return self._read("score", scored, timeout_s)
+
+    def embed(self, sequences: Sequence_[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
+        """The hidden state of each sequence's last token."""
+        read = [self._admission.scored_sequence(ids, is_embedding=True) for ids in sequences]
+        return self._read("embed", read, timeout_s)
 
     def abort(self, request_ids: Sequence_[str] | None = None) -> None:
         ids = None if request_ids is None else list(request_ids)
@@ -321,6 +326,22 @@ class NativeEngine:
 
         command = self._commands.post(name, lambda: self._core.add(sequences))
         command.done.add_done_callback(end_if_lost)
+
+    def _read(self, what: str, sequences: Sequence_[ScoredSequence], timeout_s: float) -> list[Floats]:
+        """Texts that are computed, and nothing is generated."""
+        self._check_available()
+        if self._control.released is not None:
+            raise EngineError(
+                f"the engine's memory is released ({self._control.released}): call restore() before {what}()"
+            )
+        self._post_sequences(what, sequences)
+        return wait_for_all(
+            [seq.scored for seq in sequences],
+            timeout_s,
+            what=what,
+            abort=lambda: self.abort([seq.id for seq in sequences]),
+            describe=self._control.describe,
+        )
 
     def _set_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
         self._admission.adapters = self._control.set_adapter(name, tensors, scale)

@@ -1,8 +1,8 @@
-"""Runs one step of the model: a flat batch in, sampled tokens and scores out.
+"""Runs the steps of a turn: flat batches in, sampled tokens and scores out.
 
 The base class is the CPU runner and the reference for others. It owns the model's modules, the KV cache tensors
 and the way from hidden states to tokens; the scheduler's decisions and the sequences' states are not its business.
-`launch` starts a step and returns at once where the device allows it; `PendingStep.result` waits for its numbers.
+`launch` starts a turn and returns at once where the device allows it; `PendingTurn.result` waits for its numbers.
 
 The modules are Hugging Face's own. Where rill.models.decode.structure can describe the model, the same parameters are
 run through that shorter path instead of the modules' forward methods. self_check.py holds both against the modules.
@@ -21,7 +21,7 @@ from rill.errors import ModelError, UnsupportedError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
-from rill.inference.native.sampler import sample
+from rill.inference.native.sampler import likeliest, sample
 from rill.models.decode.attention_paged import (
     KVCache,
     PagedBatch,
@@ -44,22 +44,37 @@ SCORE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    tokens_S: list[int]
-    logprobs_S: list[float]
-    scores: list[Floats]
-    """One array per ScoredRows of the batch."""
+class TopRows:
+    """The likeliest tokens of each sampled row, [S, num_top], the largest first."""
 
+    tokens: npt.NDArray[np.integer[Any]]
+    logprobs: Floats
 
-class PendingStep(Protocol):
-    def result(self) -> StepResult: ...
+    def of(self, row: int, count: int) -> tuple[list[int], list[float]]:
+        return self.tokens[row, :count].tolist(), self.logprobs[row, :count].tolist()
 
 
 @dataclass(frozen=True, slots=True)
-class DoneStep:
-    value: StepResult
+class TurnResult:
+    """Of all steps K; a row that left the turn early has no meaning in the later ones."""
 
-    def result(self) -> StepResult:
+    tokens_KS: npt.NDArray[np.integer[Any]]
+    logprobs_KS: Floats
+    scores: list[Floats]
+    """One array per ScoredRows of the first step."""
+    top: TopRows | None = None
+    """Of a turn of one step, where a sequence asked for them."""
+
+
+class PendingTurn(Protocol):
+    def result(self) -> TurnResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneTurn:
+    value: TurnResult
+
+    def result(self) -> TurnResult:
         return self.value
 
 
@@ -162,16 +177,33 @@ class ModelRunner:
         """Called after parameters were overwritten, before the next step."""
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch) -> PendingStep:
-        hidden_NE = self.forward(batch)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        if batch.sampled:
-            rows = torch.from_numpy(batch.sampled_rows_S).to(self.device)
-            tokens_S, logprobs_S = self.sample(self.logits(hidden_NE[rows]), batch)
-            tokens, logprobs = tokens_S.tolist(), logprobs_S.tolist()
-        scores = [self.score(hidden_NE, scored) for scored in batch.scored]
-        return DoneStep(StepResult(tokens, logprobs, scores))
+    def launch(self, steps: list[StepBatch]) -> PendingTurn:
+        """The first step may hold anything, later ones the newest tokens of its first rows."""
+        first = steps[0]
+        tokens_KS = np.zeros((len(steps), len(first.sampled)), dtype=np.int64)
+        logprobs_KS = np.zeros(tokens_KS.shape, dtype=np.float32)
+        scores: list[Floats] = []
+        top = None
+        for index, batch in enumerate(steps):
+            num_rows = len(batch.sampled)
+            if index:
+                batch.token_ids_N[:] = tokens_KS[index - 1, :num_rows]
+            hidden_NE = self.forward(batch)
+            if num_rows:
+                rows = torch.from_numpy(batch.sampled_rows_S).to(self.device)
+                logits_SV = self.logits(hidden_NE[rows])
+                if batch.sampling.num_top:
+                    top = TopRows(*(t.numpy() for t in likeliest(logits_SV, batch.sampling)))
+                tokens_S, logprobs_S = self.sample(logits_SV, batch)
+                tokens_KS[index, :num_rows] = tokens_S.numpy()
+                logprobs_KS[index, :num_rows] = logprobs_S.numpy()
+            scores += [
+                hidden_NE[scored.last_row].float().numpy()
+                if scored.is_embedding
+                else self.score(hidden_NE, scored)
+                for scored in batch.scored
+            ]
+        return DoneTurn(TurnResult(tokens_KS, logprobs_KS, scores, top))
 
     def record_experts(self) -> None:
         """From here on every token's choice is kept beside its keys and values: routed_experts()."""

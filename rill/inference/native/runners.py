@@ -49,6 +49,7 @@ def build_runner(
             fuse=fuse,
             batch_invariant=config.batch_invariant,
             cuda_graphs=config.cuda_graphs,
+            num_scheduler_steps=config.num_scheduler_steps,
         )
     else:
         runner = CpuRunner(

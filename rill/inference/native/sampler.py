@@ -3,26 +3,24 @@
 The number depends on nothing else, so a request's tokens do not depend on its batch. The order of operations:
 
     logits ─ repetition ─ presence, frequency ─ bias, forbidden ids ─ / temperature ─► reported distribution
-           ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
+           ─ grammar ─ top-k ─ top-p ─ min-p (ties at the cut are all kept) ─► sampled distribution
 
 temperature 0 takes the largest logit and reports the temperature-1 distribution. The torch functions here run on
 every device; rill.models.ops.cpu_kernels and rill.inference.native.triton_sampler hold faster ones with the same
-results.
+results. What changes single logits of a row is made by logit_edits.py.
 
 Axes: S sampled row, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rill.inference.native.sequence import Sequence
-from rill.types import SamplingParams
+from rill.inference.native.logit_edits import LogitEdits, apply_edits, apply_masks
 
 Doubles = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
@@ -47,18 +45,6 @@ def hash_seed(seed: int, counter: int = 0) -> int:
 
 
 @dataclass(slots=True)
-class LogitEdits:
-    """Changes to single logits, each list aligned by entry; no (row, token) pair occurs twice in one list."""
-
-    penalised: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, repetition penalty
-    lowered: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, amount
-    biased: list[tuple[int, int, float]] = field(default_factory=list)  # row, token, bias
-
-    def __bool__(self) -> bool:
-        return bool(self.penalised or self.lowered or self.biased)
-
-
-@dataclass(slots=True)
 class SamplingBatch:
     temperature_S: npt.NDArray[np.float32]
     top_k_S: npt.NDArray[np.int32]
@@ -66,6 +52,8 @@ class SamplingBatch:
     min_p_S: npt.NDArray[np.float32]
     uniform_S: Doubles
     edits: LogitEdits | None = None
+    num_top: int = 0
+    """How many of the likeliest tokens are reported beside the sampled one."""
 
     @property
     def num_rows(self) -> int:
@@ -75,52 +63,20 @@ class SamplingBatch:
     def is_filtered(self) -> bool:
         return bool((self.top_k_S > 0).any() or (self.top_p_S < 1).any() or (self.min_p_S > 0).any())
 
-
-def needs_history(params: SamplingParams) -> bool:
-    """Whether the next logits depend on which tokens were sampled before, beyond the model itself."""
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def has_edits(params: SamplingParams) -> bool:
-    return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0
-
-
-def collect_edits(edits: LogitEdits, row: int, seq: Sequence, num_generated: int) -> None:
-    """Add what this sequence's parameters change in the logits of `row`."""
-    params = seq.request.sampling
-    if params.repetition_penalty != 1:
-        edits.penalised += [(row, token, params.repetition_penalty) for token in set(seq.tokens)]
-    if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(seq.tokens[seq.num_prompt - seq.request.num_generated :])
-        edits.lowered += [
-            (row, token, params.presence_penalty + params.frequency_penalty * count)
-            for token, count in counts.items()
-        ]
-    bias = dict(params.logit_bias)
-    if num_generated < params.min_new_tokens:
-        bias |= dict.fromkeys(seq.end_ids, float("-inf"))
-    edits.biased += [(row, token, value) for token, value in bias.items()]
-
-
-def apply_edits(logits_SV: torch.Tensor, edits: LogitEdits) -> None:
-    """In place."""
-    device = logits_SV.device
-
-    def split(entries: list[tuple[int, int, float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, tokens, values = zip(*entries, strict=True)
-        index = torch.tensor([rows, tokens], device=device)
-        return index[0], index[1], torch.tensor(values, dtype=torch.float32, device=device)
-
-    if edits.penalised:
-        rows, tokens, penalty = split(edits.penalised)
-        old = logits_SV[rows, tokens]
-        logits_SV[rows, tokens] = torch.where(old > 0, old / penalty, old * penalty)
-    if edits.lowered:
-        rows, tokens, amount = split(edits.lowered)
-        logits_SV[rows, tokens] -= amount
-    if edits.biased:
-        rows, tokens, bias = split(edits.biased)
-        logits_SV[rows, tokens] += bias
+    def masked(self) -> tuple[Longs, SamplingBatch] | None:
+        """The rows whose next token a grammar decides, as a batch of their own without other edits."""
+        if self.edits is None or not self.edits.masks:
+            return None
+        rows = np.array([row for row, _ in self.edits.masks], dtype=np.int64)
+        masks = [(index, bits) for index, (_, bits) in enumerate(self.edits.masks)]
+        return rows, SamplingBatch(
+            temperature_S=self.temperature_S[rows],
+            top_k_S=self.top_k_S[rows],
+            top_p_S=self.top_p_S[rows],
+            min_p_S=self.min_p_S[rows],
+            uniform_S=self.uniform_S[rows],
+            edits=LogitEdits(masks=masks),
+        )
 
 
 def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,19 +88,46 @@ def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     is_greedy_S = temperature_S == 0
     logits_SV /= torch.where(is_greedy_S, 1.0, temperature_S)[:, None]
     norm_S = logits_SV.logsumexp(dim=-1)
+    allowed_SV = apply_masks(logits_SV, batch.edits) if batch.edits and batch.edits.masks else logits_SV
     if bool((batch.temperature_S == 0).all()):
-        tokens_S = logits_SV.argmax(dim=-1)
+        tokens_S = allowed_SV.argmax(dim=-1)
     else:
-        kept_SV = filter_logits(logits_SV, batch) if batch.is_filtered else logits_SV
+        kept_SV = filter_logits(allowed_SV, batch) if batch.is_filtered else allowed_SV
         weights_SV = (kept_SV - kept_SV.amax(dim=-1, keepdim=True)).exp().double()
         cumulative_SV = weights_SV.cumsum(dim=-1)
         target_S1 = cumulative_SV[:, -1:] * torch.from_numpy(batch.uniform_S).to(device)[:, None]
         # side="right" finds the first entry above the target, so a token of probability 0 is never chosen.
         tokens_S = torch.searchsorted(cumulative_SV, target_S1, side="right")[:, 0]
         tokens_S.clamp_(max=logits_SV.shape[1] - 1)  # NaN has no first entry; its log-probability is NaN too
-        tokens_S = torch.where(is_greedy_S, logits_SV.argmax(dim=-1), tokens_S)
+        tokens_S = torch.where(is_greedy_S, allowed_SV.argmax(dim=-1), tokens_S)
     logprobs_S = logits_SV.gather(1, tokens_S[:, None])[:, 0] - norm_S
     return tokens_S, logprobs_S
+
+
+def resample_masked(
+    logits_SV: torch.Tensor, batch: SamplingBatch, tokens_S: torch.Tensor, logprobs_S: torch.Tensor
+) -> torch.Tensor | None:
+    """After a kernel that knows no masks: put the rows that have one right, and say which. `logits_SV` are edited."""
+    found = batch.masked()
+    if found is None:
+        return None
+    rows = torch.from_numpy(found[0]).to(logits_SV.device)
+    tokens, logprobs = sample(logits_SV[rows].float(), found[1])
+    tokens_S[rows] = tokens.to(tokens_S.dtype)
+    logprobs_S[rows] = logprobs
+    return rows
+
+
+def likeliest(logits_SV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, num_top] tokens and log-probabilities of the reported distribution, the largest first."""
+    scaled_SV = logits_SV.float().clone()
+    if batch.edits:
+        apply_edits(scaled_SV, batch.edits)
+    temperature_S = torch.from_numpy(np.where(batch.temperature_S == 0, np.float32(1), batch.temperature_S))
+    scaled_SV /= temperature_S.to(logits_SV.device)[:, None]
+    norm_S1 = scaled_SV.logsumexp(dim=-1, keepdim=True)
+    values, tokens = scaled_SV.topk(min(batch.num_top, scaled_SV.shape[1]), dim=-1)
+    return tokens, values - norm_S1
 
 
 def filter_logits(logits_SV: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -1,11 +1,20 @@
-"""Decides what each step computes: which sequences, how many of their tokens.
+"""Decides what each turn of the host computes: which sequences, how many of their tokens.
 
 Continuous batching with chunked prefill. Every step has a budget of tokens. Sequences in the middle of
 generation take one each; the rest of the budget goes to prompts, in order of priority and arrival, cut where the
 budget ends. When blocks run out, the sequence that came last gives all of its back and is computed again later
 (tokens are kept, so nothing sampled changes).
 
-Called between steps by the engine's thread. With overlapped execution one step may still be on the device; then
+A turn of pure generation is several steps (`num_steps`): everything about them but the tokens is known beforehand,
+so the host looks at each sequence once and the device goes on by itself. A sequence that reaches its limit leaves at
+that step; what one samples after its end is dropped.
+
+    turn of 4    step 0   A B C D        counts  A 4, B 4, C 3, D 1
+                 step 1   A B C
+                 step 2   A B C
+                 step 3   A B
+
+Called between turns by the engine's thread. With overlapped execution one turn may still be on the device; then
 the tokens it samples count as `num_in_flight`, and a decision that needs them raises NeedsResults before anything
 is changed.
 """
@@ -37,14 +46,18 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step computes."""
+    """What one turn computes."""
 
     decodes: list[Sequence]
     """In the middle of generation: each computes its newest token and samples the next."""
+    counts: list[int]
+    """How many steps each of them takes, most first. With chunks: one."""
     grown: list[Sequence]
     """Those of them that have a new block."""
     chunks: list[Chunk]
     """Prompts and texts to be scored, or parts of them."""
+    has_special: bool
+    """Somebody asks for more than the model's next token."""
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -59,8 +72,12 @@ class Scheduler:
         max_batched_tokens: int,
         root_key: Callable[[Sequence], bytes],
         num_gathered: int = 0,
+        num_steps: int = 1,
     ) -> None:
-        """num_gathered: with every slot taken, wait until this many are free before starting others. 0: off."""
+        """num_gathered: with every slot taken, wait until this many are free before starting others. 0: off.
+
+        num_steps: of a turn in which nothing but generation happens.
+        """
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Sequence] = []
@@ -71,9 +88,14 @@ class Scheduler:
         """True keeps every sequence where it is, in the cache or out; only scoring goes on, in the place of one of them
         where there is no other."""
         self.num_preempted = 0
+        self.num_special = 0
+        """Running sequences whose steps are taken one at a time."""
+        self._num_steps = min(num_steps, blocks.block_size)  # so that a turn takes at most one block of each
         self._root_key = root_key
         self._num_gathered = num_gathered
         self._is_gathering = False
+        self._is_filling = False
+        """Somebody has more than its newest token to compute."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_reserve_blocks = blocks.num_usable // 100
 
@@ -87,12 +109,30 @@ class Scheduler:
         bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
     def schedule(self) -> Work:
-        """The next step's work; nothing when nothing can run."""
+        """The next turn's work; nothing when nothing can run."""
         self._make_room()
         budget = self.max_batched_tokens
-        decodes, grown, rest = self._take_decodes(budget)
-        budget -= len(decodes)
+        num_steps = self._turn_length()
+        decodes, counts, grown, rest = self._take_decodes(budget, num_steps)
         chunks: list[Chunk] = []
+        if num_steps == 1:
+            self._take_chunks(rest, chunks, budget - len(decodes))
+        if num_steps > 1 and decodes and min(counts) != max(counts):
+            decodes, counts = _most_first(decodes, counts)
+        return Work(decodes, counts, grown, chunks, self.num_special > 0)
+
+    def _turn_length(self) -> int:
+        """Several steps where nobody could begin or go on with a prompt meanwhile, and blocks are plenty."""
+        if self._num_steps == 1 or self.num_special or self.is_frozen:
+            return 1
+        if len(self.running) > self.blocks.num_free or len(self.running) > self.max_batched_tokens:
+            return 1
+        if self._is_filling or (self.waiting and self._has_slots()):
+            return 1
+        return self._num_steps
+
+    def _take_chunks(self, rest: list[Sequence], chunks: list[Chunk], budget: int) -> None:
+        """What is left of the budget goes to prompts: those begun, then new ones."""
         for seq in rest:
             need = seq.num_tokens - seq.num_computed
             if need > (not seq.is_scored) and budget > 0 and not (self.is_frozen and not seq.is_scored):
@@ -105,34 +145,42 @@ class Scheduler:
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
             self._is_gathering = not self._free_slots
-        return Work(decodes, grown, chunks)
+        self._is_filling = any(seq.num_computed < seq.num_tokens - 1 or seq.is_scored for seq in self.running)
 
-    def _take_decodes(self, budget: int) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Who takes its next token, who of them has a new block for it, and who takes none.
+    def _take_decodes(
+        self, budget: int, num_steps: int
+    ) -> tuple[list[Sequence], list[int], list[Sequence], list[Sequence]]:
+        """Who takes its next tokens, how many, who of them has a new block for it, and who takes none.
 
-        _takes_one() and _take() for one sampled token, spelt out: this is the loop that every step runs.
+        _takes_one() and _take() for sampled tokens, spelt out: this is the loop that every turn runs.
         """
         decodes: list[Sequence] = []
+        counts: list[int] = []
         grown: list[Sequence] = []
         rest: list[Sequence] = []
         if self.is_frozen:
-            return decodes, grown, list(self.running)
+            return decodes, counts, grown, list(self.running)
         size = self.blocks.block_size
         for seq in self.running:
             num_computed = seq.num_computed
             num_tokens = len(seq.tokens) + seq.num_in_flight
-            if num_tokens - num_computed != 1 or num_tokens >= seq.max_tokens or seq.is_scored:
+            count = seq.max_tokens - num_tokens
+            if num_tokens - num_computed != 1 or count <= 0 or seq.is_scored:
                 rest.append(seq)
                 continue
-            if num_computed >= len(seq.block_ids) * size:
-                self.blocks.grow(seq, num_computed + 1)
+            if count > num_steps:
+                count = num_steps
+            num_computed += count
+            if num_computed > len(seq.block_ids) * size:
+                self.blocks.grow(seq, num_computed)
                 grown.append(seq)
-            seq.num_computed = num_computed + 1
-            seq.num_in_flight += 1
+            seq.num_computed = num_computed
+            seq.num_in_flight += count
             decodes.append(seq)
+            counts.append(count)
             if len(decodes) == budget:
                 break  # those behind wait for the next step
-        return decodes, grown, rest
+        return decodes, counts, grown, rest
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out for good, wherever it is."""
@@ -258,6 +306,7 @@ class Scheduler:
             length = min(length, room)
         self.waiting.remove(seq)
         self.running.append(seq)
+        self.num_special += seq.is_special
         seq.status = Status.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_computed = num_cached
@@ -277,9 +326,15 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.num_special -= seq.is_special
         self.blocks.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = NO_SLOT
+
+
+def _most_first(decodes: list[Sequence], counts: list[int]) -> tuple[list[Sequence], list[int]]:
+    order = sorted(range(len(counts)), key=lambda i: -counts[i])
+    return [decodes[i] for i in order], [counts[i] for i in order]
 
 
 _AWAITED = object()

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rill.inference.base import Completion, Delta, Request
+from rill.inference.base import Completion, Delta, Request, TopTokens
 from rill.inference.native.detokenizer import StopMatcher
+from rill.inference.native.logit_edits import SequenceEdits
 from rill.types import Floats, StopReason
 
 
@@ -49,10 +50,8 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()
     end_ids: frozenset[int] = frozenset()
     """Every token that ends it, those of eos_ids among them."""
-    has_edits: bool = False
-    """Its parameters change single logits."""
-    needs_history: bool = False
-    """They do so by what was sampled before."""
+    edits: SequenceEdits | None = None
+    """What its parameters change in single logits."""
     max_tokens: int = 0
     """Prompt and completion together never exceed this."""
 
@@ -62,6 +61,8 @@ class Sequence:
     num_computed: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """The likeliest tokens at each place, where the request asked for them."""
     num_cached: int = 0
     num_reported: int = 0
     """Generated tokens already given to on_delta."""
@@ -104,18 +105,35 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         return (self.request.priority, self.arrival)
 
-    def append(self, token: int, logprob: float, version: int) -> StopReason | None:
-        """Take one sampled token; the reason to stop after it, if there is one."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self.end_ids:
-            return StopReason.EOS if token in self.eos_ids else StopReason.STOP
-        if self.stop_matcher is not None and self.stop_matcher.push(token):
-            return StopReason.STOP
-        if len(self.tokens) >= self.max_tokens:
+    @property
+    def is_special(self) -> bool:
+        """It needs more of a step than the model's next token: its steps are taken one at a time."""
+        return self.edits is not None or self.request.num_top_logprobs > 0
+
+    def extend(self, tokens: list[int], logprobs: list[float], version: int) -> StopReason | None:
+        """Take sampled tokens, up to the first that ends it; the reason to stop after it, if there is one."""
+        count, reason = self._first_end(tokens)
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.versions += [version] * min(count, len(tokens))
+        if self.edits is not None:
+            self.edits.add(tokens[:count])
+        if reason is None and len(self.tokens) >= self.max_tokens:
             return StopReason.LENGTH
-        return None
+        return reason
+
+    def _first_end(self, tokens: list[int]) -> tuple[int, StopReason | None]:
+        """How many of the tokens are taken, and why no more."""
+        count, reason = len(tokens), None
+        if not self.end_ids.isdisjoint(tokens):
+            at = next(i for i, token in enumerate(tokens) if token in self.end_ids)
+            count, reason = at + 1, StopReason.EOS if tokens[at] in self.eos_ids else StopReason.STOP
+        if self.stop_matcher is not None:
+            # An end by id comes first where both are there, and its own text is not looked at.
+            found = self.stop_matcher.push(tokens[: count - (reason is not None)])
+            if found is not None:
+                return found, StopReason.STOP
+        return count, reason
 
     def forget_cache(self) -> None:
         """Nothing of this sequence is in the KV cache any more; its tokens stay and will be computed again."""
@@ -132,6 +150,7 @@ class Sequence:
             logprobs=np.array(self.logprobs[start:], dtype=np.float32),
             versions=np.array(self.versions[start:], dtype=np.int32),
             stop_reason=reason,
+            top=self._top(start),
         )
 
     def completion(self, reason: StopReason) -> Completion:
@@ -144,16 +163,27 @@ class Sequence:
             stop_reason=reason,
             stop_text=matched if reason is StopReason.STOP else None,
             num_cached_tokens=self.num_cached,
+            top=self._top(0),
             routed_experts=self.routed_experts,
         )
+
+    def _top(self, start: int) -> TopTokens | None:
+        if not self.request.num_top_logprobs:
+            return None
+        shape = (-1, self.request.num_top_logprobs)
+        ids = np.array([ids for ids, _ in self.top[start:]], dtype=np.int32).reshape(shape)
+        values = np.array([values for _, values in self.top[start:]], dtype=np.float32).reshape(shape)
+        return TopTokens(token_ids=ids, logprobs=values)
 
 
 @dataclass(slots=True, eq=False)
 class ScoredSequence(Sequence):
-    """Computes the log-probability of every one of its tokens and generates none."""
+    """Computes the log-probability of every one of its tokens, or an embedding, and generates none."""
 
     is_scored: ClassVar[bool] = True
 
     temperature: float = 1.0
+    is_embedding: bool = False
+    """What is wanted is the hidden state of its last token."""
     scores: Floats = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     scored: Future[Floats] = field(default_factory=Future)

@@ -1,6 +1,7 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
-    cut    (only with top-k, top-p or min-p) bisects each row's threshold to its exact value
+    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, three guesses a pass:
+           a 16-bit logit has 65,536 values, so eight passes find it
     chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
 
@@ -16,15 +17,53 @@ from rill.models.ops.triton_logprob import CHUNK, ROW_WARPS, ChunkStats, logprob
 
 
 @triton.jit
-def _ordered(x):  # type: ignore[no-untyped-def]
-    """float32 -> int32 with the same order."""
+def _key(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 -> integer of the same order; SHIFT: the lowest bits, which the logits' dtype leaves 0, dropped."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The smallest float32 of that key."""
+    bits = key << SHIFT
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _narrow(  # type: ignore[no-untyped-def]
+    base, vocab, top, inv_t, lo, hi, want, IS_MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The largest key of [lo, hi] at or above which lie at least `want` entries, or so much mass; lo must."""
+    lane = tl.arange(0, BLOCK)
+    while lo < hi:
+        width = hi - lo
+        m1, m2, m3 = lo + (width + 3) // 4, lo + (width + 1) // 2, lo + (3 * width + 3) // 4
+        sum1 = tl.zeros([BLOCK], tl.float32)
+        sum2 = tl.zeros([BLOCK], tl.float32)
+        sum3 = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, vocab, BLOCK):
+            is_real = at + lane < vocab
+            raw = tl.load(base + at + lane, mask=is_real, other=float("-inf")).to(tl.float32)
+            key = _key(raw, SHIFT).to(tl.int64)
+            if IS_MASS:
+                weight = tl.exp(raw * inv_t - top)
+            else:
+                weight = is_real.to(tl.float32)
+            sum1 += tl.where(key >= m1, weight, 0.0)
+            sum2 += tl.where(key >= m2, weight, 0.0)
+            sum3 += tl.where(key >= m3, weight, 0.0)
+        # float32 counts to 16 million exactly
+        is1, is2 = tl.sum(sum1, axis=0) >= want, tl.sum(sum2, axis=0) >= want
+        is3 = tl.sum(sum3, axis=0) >= want
+        hi = tl.where(is3, hi, tl.where(is2, m3 - 1, tl.where(is1, m2 - 1, m1 - 1)))
+        lo = tl.where(is3, m3, tl.where(is2, m2, tl.where(is1, m1, lo)))
+    return lo
 
 
 @triton.jit
 def _cut(  # type: ignore[no-untyped-def]
-    logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, BLOCK: tl.constexpr
+    logits_ptr, inv_t_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cut_ptr, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocab
@@ -38,53 +77,24 @@ def _cut(  # type: ignore[no-untyped-def]
         best = tl.maximum(
             best, tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
         )
-    top = tl.max(best, axis=0) * inv_t
+    top_raw = tl.max(best, axis=0)
+    top = top_raw * inv_t
     cut = -1e30
-    # The largest threshold with at least k entries at or above it.
+    hi = _key(top_raw, SHIFT).to(tl.int64)
+    lo = _key(top_raw - 1e4 / inv_t, SHIFT).to(tl.int64)
     if (top_k > 0) & (top_k < vocab):
-        lo = _ordered(top - 1e4).to(tl.int64)
-        hi = _ordered(top).to(tl.int64)
-        while lo < hi:
-            mid = (lo + hi + 1) // 2
-            count = tl.zeros([BLOCK], tl.int32)
-            for at in range(0, vocab, BLOCK):
-                x = (
-                    tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
-                    * inv_t
-                )
-                count += ((_ordered(x).to(tl.int64) >= mid) & (at + lane < vocab)).to(tl.int32)
-            if tl.sum(count, axis=0) >= top_k:
-                lo = mid
-            else:
-                hi = mid - 1
-        key = lo.to(tl.int32)
-        cut = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-    # The largest threshold whose mass is at least p of what top-k kept.
+        lo = _narrow(base, vocab, top, inv_t, lo, hi, top_k.to(tl.float32), False, SHIFT, BLOCK)
+        cut = _value(lo.to(tl.int32), SHIFT) * inv_t
     if top_p < 1.0:
+        # Of what top-k kept; without it a key so low that all mass that counts lies above.
+        lo = tl.maximum(lo, _key(top_raw - 60.0 / inv_t, SHIFT).to(tl.int64))
         kept = tl.zeros([BLOCK], tl.float32)
         for at in range(0, vocab, BLOCK):
-            x = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32) * inv_t
-            kept += tl.where((x >= cut) & (at + lane < vocab), tl.exp(x - top), 0.0)
+            raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+            kept += tl.where(_key(raw, SHIFT).to(tl.int64) >= lo, tl.exp(raw * inv_t - top), 0.0)
         want = tl.sum(kept, axis=0) * top_p
-        lo = _ordered(tl.maximum(cut, top - 1e4)).to(tl.int64)
-        hi = _ordered(top).to(tl.int64)
-        while lo < hi:
-            mid = (lo + hi + 1) // 2
-            mass = tl.zeros([BLOCK], tl.float32)
-            for at in range(0, vocab, BLOCK):
-                x = (
-                    tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
-                    * inv_t
-                )
-                mass += tl.where(
-                    (_ordered(x).to(tl.int64) >= mid) & (at + lane < vocab), tl.exp(x - top), 0.0
-                )
-            if tl.sum(mass, axis=0) >= want:
-                lo = mid
-            else:
-                hi = mid - 1
-        key = lo.to(tl.int32)
-        cut = tl.maximum(cut, tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True))
+        lo = _narrow(base, vocab, top, inv_t, lo, hi, want, True, SHIFT, BLOCK)
+        cut = tl.maximum(cut, _value(lo.to(tl.int32), SHIFT) * inv_t)
     if min_p > 0.0:
         cut = tl.maximum(cut, top + tl.log(min_p))
     tl.store(cut_ptr + row, cut)
@@ -130,6 +140,11 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(last_ptr + tl.load(slot_ptr + row), token)
 
 
+_SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""The lowest bits of a float32 that hold nothing of such a number. float16's subnormals have fewer; they are not lost:
+their key is that of the next lower number, and ties at the cut are kept."""
+
+
 class TritonSampler:
     """Buffers for up to max_rows rows, made once so that graphs can refer to them."""
 
@@ -154,7 +169,10 @@ class TritonSampler:
         cut_S = None
         if filters is not None:
             cut_S = self._cut
-            _cut[(rows,)](logits_SV, inv_temperature_S, *filters, cut_S, vocab, BLOCK=8192, num_warps=16)
+            _cut[(rows,)](
+                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=8192,
+                num_warps=16,
+            )  # fmt: skip
         stats = self._stats
         stats.fill(logits_SV, inv_temperature_S, cut_S)
         _pick[(rows,)](

@@ -8,9 +8,6 @@ import torch
 
 Array = npt.NDArray[np.int32]
 
-NUM_STAGING = 8
-"""Pinned buffers, used in turn: a step uploads at most three times and the host is at most one step ahead."""
-
 
 def aligned(num_words: int) -> int:
     """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
@@ -18,10 +15,11 @@ def aligned(num_words: int) -> int:
 
 
 class Upload:
-    def __init__(self, num_words: int, device: torch.device) -> None:
+    def __init__(self, num_words: int, device: torch.device, num_staging: int) -> None:
+        """num_staging: pinned buffers, used in turn; as many as are ever under way at one time."""
         self._device = device
         self._staging = [
-            torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)
+            torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(num_staging)
         ]
         self._views = [t.numpy() for t in self._staging]
         self._turn = 0
@@ -41,7 +39,7 @@ class Upload:
 
     def stage(self) -> Array:
         """The next staging buffer, to be written and sent. What it holds is undefined."""
-        self._turn = (self._turn + 1) % NUM_STAGING
+        self._turn = (self._turn + 1) % len(self._staging)
         return self._views[self._turn]
 
     def send(self, num_words: int, into: torch.Tensor) -> None:

@@ -36,29 +36,35 @@ async def respond(
     requests: Sequence[Request],
     http: HttpRequest,
     *,
+    name: str,
     is_streamed: bool,
     whole: Callable[[list[Completion]], Awaitable[dict[str, Any]]],
     events: Callable[[SampleStream], AsyncIterator[bytes]],
 ) -> Response:
     """Admitted, run, and answered: by what `whole` makes of the completions, or by the events of the stream.
 
-    The place that admission gave is held until the answer is made, or the stream has ended or lost its client.
+    `name`: what /abort_requests calls it, for the same caller. The place that admission gave is held until the answer
+    is made, or the stream has ended or lost its client.
     """
     state.admission.enter(caller)
+    ticket = state.generation.name_requests((caller, name), [request.id for request in requests])
     try:
         if not is_streamed:
             completions = await state.generation.run(requests, http)
             answer = json_response(await whole(completions))
             state.admission.leave()
+            ticket.close()
             return answer
         stream = await state.generation.open(requests, http)
     except BaseException:
         state.admission.leave()
+        ticket.close()
         raise
 
     def close() -> None:
         stream.close()
         state.admission.leave()
+        ticket.close()
 
     return _EventStream(events(stream), close)
 

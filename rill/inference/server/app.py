@@ -16,6 +16,7 @@ from rill.inference.server import (
     routes_admin,
     routes_chat,
     routes_completions,
+    routes_embeddings,
     routes_models,
     routes_tokens,
 )
@@ -25,6 +26,7 @@ from rill.inference.server.errors import install_error_handlers
 from rill.inference.server.generation import Generation
 from rill.inference.server.limits import Admission, BodyLimit
 from rill.inference.server.metrics import Metrics
+from rill.inference.server.reasoning import is_taught
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
 from rill.inference.server.tool_calls import SYNTAXES, detect_syntax
@@ -64,6 +66,16 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+ROUTES = (
+    routes_completions,
+    routes_chat,
+    routes_tokens,
+    routes_embeddings,
+    routes_models,
+    routes_admin,
+)
+
+
 def create_app(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
@@ -88,6 +100,8 @@ def create_app(
             engine=engine,
             codec=codec,
             tool_syntax=named or detect_syntax(codec.chat_template),
+            has_reasoning=config.reasoning == "think"
+            or (config.reasoning == "auto" and is_taught(codec.chat_template)),
             config=config,
             keys=KeyRing(config),
             admission=Admission(config.requests_per_minute, config.max_concurrent),
@@ -97,6 +111,7 @@ def create_app(
         )
         app.state.count_response = metrics.count_response
         yield
+        app.state.server.generation.close()
         if app.state.server.inbox is not None:
             app.state.server.inbox.close()
 
@@ -109,7 +124,7 @@ def create_app(
         redoc_url=None,
     )
     install_error_handlers(app)
-    for module in (routes_completions, routes_chat, routes_tokens, routes_models, routes_admin):
+    for module in ROUTES:
         app.include_router(module.routes)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
     app.add_middleware(CountResponses, owner=app)

@@ -41,7 +41,9 @@ class KeyRing:
         if self._admin is None:
             if not _is_local(request):
                 raise ApiError(
-                    403, "administration from other machines needs an admin key: start the server with one"
+                    403,
+                    "administration from other machines, through a proxy or from a web page needs an admin key: start"
+                    " the server with one",
                 )
             return
         given = _given_key(request)
@@ -75,10 +77,36 @@ def _matches(digest: bytes, keys: list[bytes]) -> bool:
     return found
 
 
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
 def _is_local(request: Request) -> bool:
+    """A program on this machine that speaks to us directly.
+
+    A proxy on this machine has a local address, and speaks for anybody; a web page reaches a local server through
+    its reader's browser, which says so (Origin, Sec-Fetch-Site), or, where a name was made to point here, names another
+    host.
+    """
+    headers = request.headers
+    if any(name in headers for name in _FORWARDED):
+        return False
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return False
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != headers.get("host"):
+        return False
     if request.client is None:  # a Unix socket
         return True
+    return _is_loopback(request.client.host) and _is_loopback(_host_name(headers.get("host", "")))
+
+
+def _host_name(host: str) -> str:
+    """Without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(request.client.host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return request.client.host == "testclient"
+        return False

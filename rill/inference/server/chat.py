@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from rill.inference.server.errors import bad_request
-from rill.inference.server.schemas import ChatBody, ChatMessage, ChatTemplateBody, Tool
+from rill.inference.server.schemas import ChatBody, ChatMessage, ChatTemplateBody, NamedTool, Tool
 from rill.inference.server.text import ToolSchemas
 
 
@@ -38,22 +38,25 @@ def template_options(body: ChatTemplateBody) -> dict[str, Any]:
 
 
 def wants_tool_calls(body: ChatBody) -> bool:
-    """Whether tool calls are to be taken out of the text. Choices that need constrained decoding are refused."""
-    if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
-        raise bad_request(
-            "tool_choice must be 'auto' or 'none': a forced call needs constrained decoding, which is not here",
-            "tool_choice",
-            "unsupported",
-        )
-    if body.tool_choice == "auto" and not body.tools:
+    """Whether tool calls are to be taken out of the text."""
+    if body.tool_choice not in (None, "none") and not body.tools:
         raise bad_request("tool_choice needs tools", "tool_choice")
     return bool(body.tools) and body.tool_choice != "none"
+
+
+def forced_tool(body: ChatBody) -> tuple[bool, str | None]:
+    """Whether the answer must be a call, and of which tool (None: of any)."""
+    if isinstance(body.tool_choice, NamedTool):
+        return True, body.tool_choice.function.name
+    return body.tool_choice == "required", None
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     out: dict[str, Any] = {"role": message.role, "content": _content_text(message)}
     if message.name is not None:
         out["name"] = message.name
+    if message.reasoning_content is not None:
+        out["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
     if message.tool_calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -52,6 +53,7 @@ def as_piece(index: int, completion: Completion) -> Piece:
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         versions=completion.versions,
+        top=completion.top,
         completion=completion,
     )
 
@@ -73,27 +75,59 @@ class TokenEntry(msgspec.Struct, gc=False):
     top_logprobs: tuple[TopToken, ...] = ()
 
 
-def chat_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool, num_top: int = 0) -> dict[str, Any]:
-    """`num_top` is 0, or 1 where the sampled token is known to be the top one."""
+def chat_logprobs(codec: TextCodec, piece: Piece, *, as_ids: bool) -> dict[str, Any]:
     ids, logprobs = piece.token_ids.tolist(), finite(piece.logprobs)
     texts = codec.token_texts(ids)
     names = token_names(ids) if as_ids else texts
-    content = []
-    for name, text, logprob in zip(names, texts, logprobs, strict=True):
-        letters = _bytes_as_json(text)
-        top = (TopToken(name, logprob, letters),) * num_top
-        content.append(TokenEntry(name, logprob, letters, top))
+    tops = _top_tokens(codec, piece, as_ids=as_ids)
+    content = [
+        TokenEntry(name, logprob, _bytes_as_json(text), top)
+        for name, text, logprob, top in zip(names, texts, logprobs, tops, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 
+def token_logprobs(piece: Piece) -> dict[str, Any]:
+    """As chat_logprobs, for clients that have no text."""
+    names = token_names(piece.token_ids.tolist())
+    tops = _top_tokens(None, piece, as_ids=True)
+    entries = map(TokenEntry, names, finite(piece.logprobs), itertools.repeat(None), tops)
+    return {"content": list(entries)}
+
+
+def _top_tokens(codec: TextCodec | None, piece: Piece, *, as_ids: bool) -> list[tuple[TopToken, ...]]:
+    """The likeliest tokens at each place; nothing where they were not asked for."""
+    if piece.top is None:
+        return [()] * len(piece.token_ids)
+    found = []
+    for ids, row in zip(piece.top.token_ids.tolist(), piece.top.logprobs, strict=True):
+        texts = None if codec is None else codec.token_texts(ids)
+        names = token_names(ids) if as_ids or texts is None else texts
+        letters = [None] * len(ids) if texts is None else list(map(_bytes_as_json, texts))
+        found.append(tuple(map(TopToken, names, finite(row), letters)))
+    return found
+
+
 def completion_logprobs(
-    codec: TextCodec, token_ids: Sequence[int], logprobs: Sequence[float | None], *, as_ids: bool, offset: int
+    codec: TextCodec,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    *,
+    as_ids: bool,
+    offset: int,
+    piece: Piece | None = None,
 ) -> dict[str, Any]:
-    """The older shape: parallel lists."""
+    """The older shape: parallel lists. `piece`: where the likeliest tokens are, beside the sampled one."""
     texts = codec.token_texts(token_ids)
     names = token_names(token_ids) if as_ids else texts
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
     top = [None if lp is None else {name: lp} for name, lp in zip(names, logprobs, strict=True)]
+    if piece is not None and piece.top is not None:
+        tops = _top_tokens(codec, piece, as_ids=as_ids)
+        top = [
+            {t.token: t.logprob for t in likeliest} | (own or {})
+            for own, likeliest in zip(top, tops, strict=True)
+        ]
     return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 

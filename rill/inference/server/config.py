@@ -20,6 +20,9 @@ class ServerConfig(Config):
     """The name clients ask for, and that /v1/models lists."""
     tool_syntax: Literal["auto", "hermes", "qwen_xml", "llama", "mistral"] = "auto"
     """How the model writes tool calls; see tool_calls.py. auto: what its chat template shows."""
+    reasoning: Literal["auto", "think", "none"] = "auto"
+    """Whether a block `<think>…</think>` at the beginning of an answer is handed out as reasoning_content. auto: where
+    the chat template knows such blocks."""
     api_keys: list[SecretStr] = []
     """Keys clients may use. Empty: clients need none."""
     admin_key: SecretStr | None = None

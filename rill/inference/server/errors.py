@@ -147,4 +147,6 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return bad_request("the request body is not valid JSON", code="invalid_json")
     where = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"{where}: there is no such field", param=where, code="unknown_field")
     return bad_request(f"{where or 'body'}: {first['msg']}", param=where or None, code=first["type"])

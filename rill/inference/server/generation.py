@@ -8,21 +8,25 @@ ones. Whoever stops waiting (disconnect, deadline, cancel) has its requests abor
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fastapi import Request as HttpRequest
 
-from rill.inference.base import Completion, Delta, Engine, Request
+from rill.errors import RillError
+from rill.inference.base import Completion, Delta, Engine, Request, TopTokens
 from rill.inference.replica_outbox import PackedDeltas
 from rill.inference.server.errors import ApiError
 from rill.inference.server.hub import Hub, News
 from rill.inference.server.metrics import Metrics
 from rill.types import Floats, Ints, TokenIds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Piece:
     token_ids: TokenIds
     logprobs: Floats
     versions: Ints
+    top: TopTokens | None
     completion: Completion | None
     """Set on the sample's last piece."""
 
@@ -45,6 +50,10 @@ class Generation:
         self._metrics = metrics
         self._timeout_s = timeout_s or None
         self._hub = Hub(asyncio.get_running_loop(), stream_interval_s)
+        self._named: dict[tuple[str, str], list[str]] = {}
+        # A thread of its own: an engine may be busy for as long as an update takes, and what else runs in threads
+        # (health checks among it) must not wait behind those whom a client has left.
+        self._aborts = ThreadPoolExecutor(1, thread_name_prefix="server-abort")
 
     async def run(self, requests: Sequence[Request], http: HttpRequest) -> list[Completion]:
         """All completions, in the order of the requests."""
@@ -90,16 +99,51 @@ class Generation:
             raise
         return stream
 
+    def name_requests(self, name: tuple[str, str], request_ids: Sequence[str]) -> Ticket:
+        """`name`: the caller, and what it calls the request. Until the ticket is closed, abort(name) finds them."""
+        self._named.setdefault(name, []).extend(request_ids)
+        return Ticket(self._named, name, request_ids)
+
+    async def abort(self, names: Sequence[tuple[str, str]]) -> int:
+        """End what runs under these names; how many requests that were. They are answered with what they have."""
+        ids = [request_id for name in names for request_id in self._named.get(name, ())]
+        if ids:
+            self._metrics.num_aborted += len(ids)
+            await asyncio.get_running_loop().run_in_executor(self._aborts, self._engine.abort, ids)
+        return len(ids)
+
+    def close(self) -> None:
+        self._aborts.shutdown(wait=False)
+
     def _give_up(self, requests: Sequence[Request]) -> None:
         self._metrics.num_aborted += len(requests)
-        # An engine may take its lock in abort: not on the event loop.
-        asyncio.get_running_loop().run_in_executor(None, self._engine.abort, [r.id for r in requests])
+        self._aborts.submit(self._abort_quietly, [r.id for r in requests])
+
+    def _abort_quietly(self, request_ids: list[str]) -> None:
+        try:
+            self._engine.abort(request_ids)
+        except RillError as error:  # nobody waits for it; the engine's state is /health's to tell
+            log.warning("%d requests whose client left were not aborted: %s", len(request_ids), error)
 
     def _observe(self, requests: Sequence[Request], done: Sequence[Completion], seconds: float) -> None:
         self._metrics.latency_s.observe(seconds)
         self._metrics.num_prompt_tokens += sum(len(r.token_ids) for r in requests)
         for completion in done:
             self._metrics.count_completion(len(completion.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The names of requests that are under way."""
+
+    named: dict[tuple[str, str], list[str]]
+    name: tuple[str, str]
+    request_ids: Sequence[str]
+
+    def close(self) -> None:
+        left = [i for i in self.named.pop(self.name, ()) if i not in self.request_ids]
+        if left:  # a client may use a name twice
+            self.named[self.name] = left
 
 
 class _WholeAnswer:
@@ -222,6 +266,7 @@ class SampleStream:
             token_ids=delta.token_ids,
             logprobs=delta.logprobs,
             versions=delta.versions,
+            top=delta.top,
             completion=None,
         )
 
@@ -235,6 +280,7 @@ class SampleStream:
             token_ids=completion.token_ids[rest],
             logprobs=completion.logprobs[rest],
             versions=completion.versions[rest],
+            top=None if completion.top is None else completion.top.after(rest.start),
             completion=completion,
         )
 

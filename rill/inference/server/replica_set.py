@@ -193,17 +193,34 @@ class ReplicaSet:
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint.write(tensors, self._spill.path / f"{version}.safetensors")
         with self._telling:
+            taken: list[ReplicaEngine] = []
+
+            def take(engine: ReplicaEngine) -> None:
+                engine.update_weights(checkpoint, version, partial=partial)
+                taken.append(engine)
+
             try:
-                self.on_all(lambda engine: engine.update_weights(checkpoint, version, partial=partial))
-            except BaseException:
-                self._drop(checkpoint)
-                raise
+                self.on_all(take)
+            except RillError as error:
+                if not taken:
+                    self._drop(checkpoint)
+                    raise
+                # Some have it: it is the version in service, and the others come to it like any late joiner.
+                log.warning("a replica did not take version %d and is started again: %s", version, error)
+                self._end_all_but(taken)
             dropped = [] if partial else self._control.updates
             kept = self._control.updates if partial else []
             self._control.updates = [*kept, (checkpoint, version, partial)]
             self.version = version
         for old, _, _ in dropped:
             self._drop(old)
+
+    def _end_all_but(self, engines: list[ReplicaEngine]) -> None:
+        with self.lock:
+            for slot in self.ready():
+                if slot.running not in engines:
+                    slot.running.kill()
+                    self._set_dead(slot)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         """Remove the files, where they are our own."""

@@ -31,6 +31,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.flight import Flight
+from rill.inference.replica import ReplicaEngine
 from rill.inference.requests import check_ids, check_request, wait_for_all
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
@@ -109,15 +110,30 @@ class Router:
         )
 
     def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
+        self,
+        sequences: Sequence[TokenIds],
+        temperature: float = 1.0,
+        timeout_s: float = 600.0,
+        *,
+        adapter: str | None = None,
     ) -> list[Floats]:
-        """Split over the replicas. Scoring has no state, so a part whose replica dies is done again."""
+        return self._spread(
+            sequences, lambda engine, part: engine.score(part, temperature, timeout_s, adapter=adapter)
+        )
+
+    def embed(self, sequences: Sequence[TokenIds], timeout_s: float = 600.0) -> list[Floats]:
+        return self._spread(sequences, lambda engine, part: engine.embed(part, timeout_s))
+
+    def _spread(
+        self, sequences: Sequence[TokenIds], read: Callable[[ReplicaEngine, list[TokenIds]], list[Floats]]
+    ) -> list[Floats]:
+        """Split over the replicas. Reading has no state, so a part whose replica dies is done again."""
         slots = self._replicas.ready_or_fail()
         parts = [list(range(i, len(sequences), len(slots))) for i in range(len(slots))]
         scores: dict[int, Floats] = {}
 
         def run(slot: Slot, part: list[int]) -> None:
-            values = slot.running.score([sequences[i] for i in part], temperature, timeout_s)
+            values = read(slot.running, [sequences[i] for i in part])
             scores.update(zip(part, values, strict=True))
 
         failed = self._replicas.each(

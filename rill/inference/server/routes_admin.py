@@ -7,23 +7,33 @@ way to the engine is in weights.py; models and adapters are in routes_models.py.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from rill import __version__
 from rill.errors import RillError
 from rill.inference.base import MemoryLevel, PauseMode
 from rill.inference.server.administration import act, admin_state
 from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError
-from rill.inference.server.schemas import InitBroadcasterBody, PauseBody, SleepBody, UpdateWeightsBody
+from rill.inference.server.schemas import (
+    AbortBody,
+    InitBroadcasterBody,
+    PauseBody,
+    SleepBody,
+    UpdateWeightsBody,
+)
 from rill.inference.server.state import ServerState, state_of
 
 if TYPE_CHECKING:
     from rill.inference.server.weights import WeightInbox
 
 _LIVENESS_S = 5.0
+_PROBES = ThreadPoolExecutor(2, thread_name_prefix="server-probe")
+"""Probes wait for nothing but the engine."""
 
 routes = APIRouter()
 
@@ -60,10 +70,26 @@ async def liveness(request: Request) -> Response:
     """Whether the engine answers at all (prime-rl's probe): 503 where it does not within five seconds."""
     state = state_of(request)
     try:
-        await asyncio.wait_for(asyncio.to_thread(state.engine.stats), _LIVENESS_S)
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(loop.run_in_executor(_PROBES, state.engine.stats), _LIVENESS_S)
     except (TimeoutError, RillError):
         return json_response({"status": "engine_unresponsive"}, 503)
     return json_response({"status": "ok"})
+
+
+@routes.get("/version")
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+@routes.post("/abort_requests")
+async def abort_requests(body: AbortBody, request: Request) -> Response:
+    """End the caller's own requests, by the name it gave them (`request_id`) or by their answers' ids. They are
+    answered with what they have, and finish_reason "abort"."""
+    state = state_of(request)
+    caller = state.keys.check_client(request)
+    num_aborted = await state.generation.abort([(caller, name) for name in body.request_ids])
+    return json_response({"status": "ok", "aborted": num_aborted})
 
 
 @routes.post("/pause")

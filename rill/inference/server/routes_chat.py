@@ -8,10 +8,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from rill.inference.base import Completion
+from rill.inference.base import Completion, Feature, Guide
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import DONE, event, respond
 from rill.inference.server.chat import (
+    forced_tool,
     template_messages,
     template_options,
     template_tools,
@@ -27,11 +28,12 @@ from rill.inference.server.choices import (
 )
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream
-from rill.inference.server.sampling import build_requests, new_id, refuse_top_logprobs, refuse_unsupported
+from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
+from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, refuse_unsupported
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
-from rill.inference.server.tool_calls import ParsedCall, ToolCallStream
+from rill.inference.server.tool_calls import CallDelta, ParsedCall, ToolCallStream, forced_call
 
 routes = APIRouter()
 
@@ -57,7 +59,6 @@ async def create_chat_completion_from_tokens(body: ChatTokensBody, request: Requ
 
 def _refuse(body: ChatBody) -> None:
     refuse_unsupported(body)
-    refuse_top_logprobs(body.top_logprobs, body.temperature, "top_logprobs")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
 
@@ -71,6 +72,7 @@ async def _respond(
         caller,
         answer.requests(),
         request,
+        name=answer.name,
         is_streamed=bool(body.stream),
         whole=answer.whole,
         events=answer.events,
@@ -78,39 +80,51 @@ async def _respond(
 
 
 class _Sample:
-    """The text of one choice: what is content, and which calls stand in it."""
+    """The text of one choice: what is reasoning, what is content, and which calls stand in it."""
 
-    def __init__(self, state: ServerState, body: ChatBody, has_tools: bool) -> None:
+    def __init__(self, state: ServerState, body: ChatBody, has_tools: bool, is_reasoning: bool) -> None:
         syntax = state.tool_syntax
+        markers = (*syntax.markers, OPEN, CLOSE) if has_tools else (OPEN, CLOSE)
         self._text = TextStream(
             state.codec,
             stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
             skip_special_tokens=body.skip_special_tokens,
             include_stop=body.include_stop_str_in_output,
-            kept_ids=state.codec.special_ids_of(syntax.markers) if has_tools else frozenset(),
+            kept_ids=state.codec.special_ids_of(markers) if has_tools or state.has_reasoning else frozenset(),
         )
+        self._reasoning = ReasoningStream(is_open=is_reasoning) if state.has_reasoning else None
         self._tools = (
             ToolCallStream(syntax, body.tools or [], parallel=body.parallel_tool_calls is not False)
             if has_tools
             else None
         )
-        self.num_calls = 0
         self.is_started = False
 
-    def feed(self, piece: Piece) -> tuple[str, list[ParsedCall]]:
-        is_last = piece.completion is not None
-        text = self._text.feed(piece.token_ids.tolist(), is_last=is_last)
+    def feed(self, piece: Piece) -> tuple[str, str, list[ParsedCall]]:
+        """(reasoning, content, calls) of an answer that comes in one piece."""
+        reasoning, text = self._split(piece)
+        content, calls = (text, []) if self._tools is None else self._tools.feed(text, is_last=True)
+        return reasoning, content, calls
+
+    def stream(self, piece: Piece) -> tuple[str, str, list[CallDelta]]:
+        """As `feed`, of one piece of a stream."""
+        reasoning, text = self._split(piece)
         if self._tools is None:
-            return text, []
-        content, calls = self._tools.feed(text, is_last=is_last)
-        self.num_calls += len(calls)
-        return content, calls
+            return reasoning, text, []
+        content, calls = self._tools.stream(text, is_last=piece.completion is not None)
+        return reasoning, content, calls
 
     def finish_reason(self, piece: Piece) -> str | None:
         if piece.completion is None:
             return None
         reason = finish_reason(piece.completion)
-        return "tool_calls" if self.num_calls and reason == "stop" else reason
+        has_calls = self._tools is not None and bool(self._tools.calls)
+        return "tool_calls" if has_calls and reason == "stop" else reason
+
+    def _split(self, piece: Piece) -> tuple[str, str]:
+        is_last = piece.completion is not None
+        text = self._text.feed(piece.token_ids.tolist(), is_last=is_last)
+        return ("", text) if self._reasoning is None else self._reasoning.feed(text, is_last=is_last)
 
 
 class _Answer:
@@ -120,6 +134,10 @@ class _Answer:
         self._state, self._body, self._prompt = state, body, prompt
         self._has_tools = wants_tool_calls(body)
         self._id = new_id("chatcmpl")
+        self.name = body.request_id or self._id
+        self._is_reasoning = state.has_reasoning and state.codec.decode(
+            prompt[-8:], skip_special_tokens=False
+        ).rstrip().endswith(OPEN)
         self._created = int(time.time())
         self._model = body.model or state.config.model_name
 
@@ -133,15 +151,27 @@ class _Answer:
             max_tokens=wanted,
             engine=self._state.engine,
             config=self._state.config,
+            num_top=num_top_logprobs(body.top_logprobs, self._state.engine, "top_logprobs"),
+            guide=self._forced_call(),
         )
+
+    def _forced_call(self) -> Guide | None:
+        is_forced, name = forced_tool(self._body)
+        if not is_forced:
+            return None
+        if Feature.GUIDED not in self._state.engine.features:
+            raise bad_request("this engine cannot force a call", "tool_choice", "unsupported")
+        return forced_call(self._state.tool_syntax, self._body.tools or [], name)
 
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
             sample = self._new_sample()
             piece = as_piece(index, completion)
-            content, calls = sample.feed(piece)
+            reasoning, content, calls = sample.feed(piece)
             message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+            if reasoning:
+                message["reasoning_content"] = reasoning
             if calls:
                 message["tool_calls"] = [call.as_json() for call in calls]
             choices.append(self._choice(piece, sample) | {"message": message})
@@ -173,8 +203,7 @@ class _Answer:
         yield DONE
 
     def _stream_choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
-        num_before = sample.num_calls
-        content, calls = sample.feed(piece)
+        reasoning, content, calls = sample.stream(piece)
         delta: dict[str, Any] = {}
         if not sample.is_started:
             sample.is_started = True
@@ -182,10 +211,10 @@ class _Answer:
             delta["content"] = content
         elif content:
             delta["content"] = content
+        if reasoning:
+            delta["reasoning_content"] = reasoning
         if calls:
-            delta["tool_calls"] = [
-                {"index": num_before + offset, **call.as_json()} for offset, call in enumerate(calls)
-            ]
+            delta["tool_calls"] = [call.as_json() for call in calls]
         return self._choice(piece, sample) | {"delta": delta}
 
     def _choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
@@ -200,14 +229,13 @@ class _Answer:
                 self._state.codec,
                 piece,
                 as_ids=bool(self._body.return_tokens_as_token_ids),
-                num_top=self._body.top_logprobs or 0,
             )
         if self._body.return_token_ids:
             choice |= token_fields(piece)
         return choice
 
     def _new_sample(self) -> _Sample:
-        return _Sample(self._state, self._body, self._has_tools)
+        return _Sample(self._state, self._body, self._has_tools, self._is_reasoning)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

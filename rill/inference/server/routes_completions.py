@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from rill.inference.base import Completion, Feature
+from rill.inference.base import AdapterEngine, Completion, Feature
 from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.choices import (
@@ -26,13 +26,13 @@ from rill.inference.server.generation import Piece, SampleStream, finite
 from rill.inference.server.sampling import (
     build_requests,
     new_id,
-    refuse_top_logprobs,
+    num_top_logprobs,
     refuse_unsupported,
     resolve_model,
 )
 from rill.inference.server.schemas import CompletionBody
 from rill.inference.server.state import ServerState, state_of
-from rill.inference.server.text import TextStream
+from rill.inference.server.text import TextCodec, TextStream
 
 routes = APIRouter()
 
@@ -42,7 +42,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     state = state_of(request)
     caller = state.keys.check_client(request)
     _refuse(body)
-    answer = _Answer(state, body, await _prompts(state, body))
+    answer = _Answer(state, body, await encode_prompts(state.codec, body.prompt, param="prompt"))
     if body.max_tokens == 0:
         with state.admission.admit(caller):
             return json_response(await answer.scored())
@@ -51,6 +51,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         caller,
         answer.requests(),
         request,
+        name=answer.name,
         is_streamed=bool(body.stream),
         whole=answer.whole,
         events=answer.events,
@@ -59,7 +60,6 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
 
 def _refuse(body: CompletionBody) -> None:
     refuse_unsupported(body)
-    refuse_top_logprobs(body.logprobs, body.temperature, "logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of other than n is not supported", "best_of", "unsupported")
     if body.suffix:
@@ -70,20 +70,29 @@ def _refuse(body: CompletionBody) -> None:
         raise bad_request("max_tokens of 0 needs echo, n=1 and no stream: it scores the prompt", "max_tokens")
 
 
-async def _prompts(state: ServerState, body: CompletionBody) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not prompt:
-        raise bad_request("the prompt is empty", "prompt")
-    if isinstance(prompt[0], int):
-        prompt = [prompt]
+async def encode_prompts(
+    codec: TextCodec,
+    given: str | list[str] | list[int] | list[list[int]],
+    *,
+    param: str,
+    add_special_tokens: bool = True,
+) -> list[list[int]]:
+    """One or several texts, or lists of token ids."""
+    if not given:
+        raise bad_request(f"the {param} is empty", param)
+    several: Sequence[str | list[int]]
+    if isinstance(given, str):
+        several = [given]
+    elif isinstance(given[0], int):
+        several = [[token for token in given if isinstance(token, int)]]
+    else:
+        several = [each for each in given if not isinstance(each, int)]
     encoded = [
-        await state.codec.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompt
+        await codec.encode(each, add_special_tokens=add_special_tokens) if isinstance(each, str) else each
+        for each in several
     ]
-    for ids in encoded:
-        if not ids:
-            raise bad_request("a prompt has no tokens", "prompt")
+    if not all(encoded):
+        raise bad_request(f"a text of {param} has no tokens", param)
     return encoded
 
 
@@ -93,6 +102,7 @@ class _Answer:
     def __init__(self, state: ServerState, body: CompletionBody, prompts: list[list[int]]) -> None:
         self._state, self._body, self._prompts = state, body, prompts
         self._id = new_id("cmpl")
+        self.name = body.request_id or self._id
         self._created = int(time.time())
         self._num_samples = body.n or 1
         self._model = body.model or state.config.model_name
@@ -105,7 +115,13 @@ class _Answer:
             max_tokens=self._body.max_tokens,
             engine=self._state.engine,
             config=self._state.config,
+            num_top=num_top_logprobs(self._num_top(), self._state.engine, "logprobs"),
         )
+
+    def _num_top(self) -> int | None:
+        """The sampled token's own is always there; greedily it is also the likeliest."""
+        count = self._body.logprobs
+        return 0 if count == 1 and self._body.temperature == 0 else count
 
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
@@ -165,6 +181,7 @@ class _Answer:
                 finite(piece.logprobs),
                 as_ids=bool(self._body.return_tokens_as_token_ids),
                 offset=offset,
+                piece=piece,
             )
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._prompts[piece.index // self._num_samples]
@@ -194,7 +211,7 @@ class _Answer:
             raise bad_request(
                 "this engine cannot score prompts: echo without logprobs", "logprobs", "unsupported"
             )
-        return await score(self._state, self._prompts)
+        return await score(self._state, self._prompts, self._body.model)
 
     def _text_stream(self) -> TextStream:
         stop = self._body.stop
@@ -215,8 +232,13 @@ class _Answer:
         }
 
 
-async def score(state: ServerState, prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """The engine's score, off the event loop."""
+async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:
+    """The engine's score, by the model or the adapter of that name, off the event loop."""
+    adapter = resolve_model(model, state.engine, state.config)
     sequences = [np.asarray(p, dtype=np.int32) for p in prompts]
     timeout_s = state.config.request_timeout_s or 3600.0
-    return await asyncio.to_thread(state.engine.score, sequences, 1.0, timeout_s)
+    if adapter is None:
+        return await asyncio.to_thread(state.engine.score, sequences, 1.0, timeout_s)
+    engine = state.engine
+    assert isinstance(engine, AdapterEngine)
+    return await asyncio.to_thread(engine.score, sequences, 1.0, timeout_s, adapter=adapter)

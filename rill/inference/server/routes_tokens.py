@@ -12,11 +12,11 @@ from fastapi import APIRouter, Request, Response
 from rill.inference.base import Completion, Feature
 from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
-from rill.inference.server.choices import TokenEntry, as_piece, finish_reason, token_names, usage
+from rill.inference.server.choices import as_piece, finish_reason, token_logprobs, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream, finite
 from rill.inference.server.routes_completions import score
-from rill.inference.server.sampling import build_requests, new_id, resolve_model
+from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, resolve_model
 from rill.inference.server.schemas import ChatTemplateBody, DetokenizeBody, GenerateBody, TokenizeBody
 from rill.inference.server.state import ServerState, state_of
 
@@ -48,7 +48,13 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         cache_salt=body.cache_salt,
         model=body.model,
         priority=body.priority or body.sampling_params.priority,
+        num_top=_num_top(body, state),
     )
+    wants_scores = body.sampling_params.prompt_logprobs is not None
+    if wants_scores and Feature.SCORE not in state.engine.features:
+        raise bad_request(
+            "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
+        )
 
     async def whole(completions: list[Completion]) -> dict[str, Any]:
         return _answer(body, request_id, completions) | {
@@ -60,9 +66,10 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         caller,
         requests,
         request,
+        name=request_id,
         is_streamed=bool(body.stream),
         whole=whole,
-        events=lambda stream: _events(body, request_id, stream),
+        events=lambda stream: _events(state, body, request_id, stream),
     )
 
 
@@ -115,13 +122,11 @@ def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) 
 
 
 def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
-    ids = piece.token_ids.tolist()
-    content = list(map(TokenEntry, token_names(ids), finite(piece.logprobs)))
     return {
         "index": piece.index,
-        "token_ids": ids,
+        "token_ids": piece.token_ids.tolist(),
         "token_versions": piece.versions.tolist(),
-        "logprobs": {"content": content},
+        "logprobs": token_logprobs(piece),
         "finish_reason": None if piece.completion is None else finish_reason(piece.completion),
         "routed_experts": None if piece.completion is None else _experts(piece.completion, num_prompt),
     }
@@ -144,28 +149,30 @@ def _experts(completion: Completion, num_prompt: int) -> Any:
     }
 
 
-async def _events(body: GenerateBody, request_id: str, stream: SampleStream) -> AsyncIterator[bytes]:
+async def _events(
+    state: ServerState, body: GenerateBody, request_id: str, stream: SampleStream
+) -> AsyncIterator[bytes]:
+    """The first has the prompt's log-probabilities, where they were asked for."""
+    scores = await _prompt_logprobs(state, body)
     async for pieces in stream:
-        yield b"".join(
-            event(
-                {
-                    "request_id": request_id,
-                    "model": body.model,
-                    "choices": [_choice(piece, len(body.token_ids))],
-                }
-            )
-            for piece in pieces
-        )
+        out = []
+        for piece in pieces:
+            answer = {"request_id": request_id, "model": body.model}
+            first, scores = ({} if scores is None else {"prompt_logprobs": scores}), None
+            out.append(event(answer | {"choices": [_choice(piece, len(body.token_ids))]} | first))
+        yield b"".join(out)
     yield DONE
+
+
+def _num_top(body: GenerateBody, state: ServerState) -> int:
+    """Clients send 1 for the sampled token's own, which is always there."""
+    wanted = body.sampling_params.logprobs or 0
+    return num_top_logprobs(wanted, state.engine, "sampling_params.logprobs") if wanted > 1 else 0
 
 
 async def _prompt_logprobs(state: ServerState, body: GenerateBody) -> list[dict[str, Any] | None] | None:
     if body.sampling_params.prompt_logprobs is None:
         return None
-    if Feature.SCORE not in state.engine.features:
-        raise bad_request(
-            "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
-        )
-    (scores,) = await score(state, [body.token_ids])
+    (scores,) = await score(state, [body.token_ids], body.model)
     pairs = zip(body.token_ids[1:], finite(scores)[1:], strict=True)
     return [None, *({str(token_id): {"logprob": logprob}} for token_id, logprob in pairs)]

@@ -165,6 +165,7 @@ def _server(app: FastAPI, config: ServerConfig, on_started: Callable[[], None]) 
         app,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # who speaks to us is the peer of the socket, whatever a header says
         # Connections that stay open after the drain (idle keep-alive) must not hold the exit.
         timeout_graceful_shutdown=5,
     )

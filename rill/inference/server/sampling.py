@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections.abc import Sequence
 
 import numpy as np
 
-from rill.inference.base import AdapterEngine, Engine, Request
+from rill.inference.base import AdapterEngine, Engine, Feature, Guide, GuideKind, Request
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.schemas import GenerationBody, SamplingBody
@@ -52,22 +53,76 @@ def resolve_model(name: str | None, engine: Engine, config: ServerConfig) -> str
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Fields that OpenAI has and we cannot honour. Ignoring one would give answers that look right."""
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise bad_request("only the response format 'text' is supported", "response_format", "unsupported")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
 
 
-def refuse_top_logprobs(count: int | None, temperature: float | None, param: str) -> None:
-    """Engines report the sampled token's log-probability only. Greedily, that token is also the top one."""
-    allowed = 1 if temperature == 0 else 0
-    if count is not None and count > allowed:
+def num_top_logprobs(count: int | None, engine: Engine, param: str) -> int:
+    """How many of the likeliest tokens the engine is asked for."""
+    if not count or count < 0:
+        return 0
+    if Feature.TOP_LOGPROBS not in engine.features:
         raise bad_request(
-            f"{param} is {count}: the engine reports the sampled token's log-probability only; use 0"
-            " (or 1 with temperature 0)",
+            f"{param} is {count}: this engine reports the sampled token's log-probability only; use 0",
             param,
             "unsupported",
         )
+    return count
+
+
+def guide_of(body: SamplingBody, engine: Engine) -> Guide | None:
+    """What response_format or structured_outputs asks for."""
+    wanted = [guide for guide in (_response_guide(body), _structured_guide(body)) if guide is not None]
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise bad_request("give either response_format or structured_outputs", "structured_outputs")
+    if Feature.GUIDED not in engine.features:
+        raise bad_request("this engine has no guided decoding", wanted[0][0], "unsupported")
+    return wanted[0][1]
+
+
+def _response_guide(body: SamplingBody) -> tuple[str, Guide] | None:
+    form = body.response_format if isinstance(body, GenerationBody) else None
+    kind = None if form is None else form.get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return "response_format", _ANY_OBJECT
+    inner = form.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise bad_request(
+            "response_format is text, json_object, or json_schema with json_schema.schema", "response_format"
+        )
+    return "response_format", Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(schema))
+
+
+def _structured_guide(body: SamplingBody) -> tuple[str, Guide] | None:
+    wanted = body.structured_outputs
+    if wanted is None:
+        return None
+    found: list[Guide] = []
+    if wanted.json_schema is not None:
+        text = wanted.json_schema if isinstance(wanted.json_schema, str) else json.dumps(wanted.json_schema)
+        found.append(Guide(kind=GuideKind.JSON_SCHEMA, text=text))
+    if wanted.json_object:
+        found.append(_ANY_OBJECT)
+    if wanted.choice is not None:
+        found.append(Guide(kind=GuideKind.CHOICE, text=json.dumps(wanted.choice)))
+    if wanted.regex is not None:
+        found.append(Guide(kind=GuideKind.REGEX, text=wanted.regex))
+    if wanted.grammar is not None:
+        found.append(Guide(kind=GuideKind.GRAMMAR, text=wanted.grammar))
+    if len(found) != 1:
+        raise bad_request(
+            "structured_outputs holds one of json, regex, choice, grammar and json_object",
+            "structured_outputs",
+        )
+    return "structured_outputs", found[0]
+
+
+_ANY_OBJECT = Guide(kind=GuideKind.JSON_SCHEMA, text='{"type": "object"}')
 
 
 def build_requests(
@@ -82,9 +137,12 @@ def build_requests(
     cache_salt: str | None = None,
     model: str | None = None,
     priority: int | None = None,
+    num_top: int = 0,
+    guide: Guide | None = None,
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
     adapter = resolve_model(body.model if model is None else model, engine, config)
+    guide = guide or guide_of(body, engine)
     num_samples = body.n or 1
     if num_samples * len(prompts) > config.max_samples:
         raise bad_request(
@@ -104,6 +162,8 @@ def build_requests(
                     adapter=adapter,
                     cache_salt=cache_salt or body.cache_salt or "",
                     priority=body.priority if priority is None else priority,
+                    guide=guide,
+                    num_top_logprobs=num_top,
                 )
             )
     return requests

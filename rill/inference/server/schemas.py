@@ -1,6 +1,7 @@
-"""What clients may send. Types are strict, as OpenAI's are; unknown keys are tolerated, as vLLM does.
+"""What clients may send. Types are strict, as OpenAI's are; a field that is not known here is refused by its name.
 
-A field that is known and cannot be honoured is refused by a route, never ignored: see sampling.py and chat.py.
+A field that is known and cannot be honoured is refused by a route, never ignored: see sampling.py and chat.py. A field
+that is null asks for nothing, and a few (`HINTS`) are only about accounting or about how others compute.
 Answers are plain dictionaries built beside the routes; they are encoded by msgspec, not validated again.
 """
 
@@ -25,8 +26,49 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "f
                 "int8", "uint8", "bool"]  # fmt: skip
 
 
+HINTS = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ]
+    # vLLM's, sent by trainers' clients: how its engine is to compute the same
+    + [
+        "detokenize",
+        "flat_logprobs",
+        "extra_args",
+        "output_kind",
+        "spaces_between_special_tokens",
+        "skip_clone",
+    ]
+)
+"""Accepted, and without effect on an answer."""
+
+
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = cls.model_fields
+        return {k: v for k, v in values.items() if k in known or not (v is None or k in HINTS)}
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: one of them."""
+
+    json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, max_length=65536)
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = Field(default=None, max_length=65536)
+    json_object: bool | None = None
 
 
 class SamplingBody(Body):
@@ -43,7 +85,10 @@ class SamplingBody(Body):
     repetition_penalty: float | None = Field(default=None, gt=0, le=1000)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -67,7 +112,8 @@ class GenerationBody(SamplingBody):
     return_tokens_as_token_ids: bool | None = False
     """Names tokens in logprobs as "token_id:ID"."""
     response_format: dict[str, Any] | None = None
-    user: str | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+    """The client's own name of the request, for /abort_requests. Unset: the answer's id."""
 
 
 class CompletionBody(GenerationBody):
@@ -92,7 +138,11 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class ContentPart(Body):
+class ContentPart(BaseModel):
+    """Of other types than text there are many, with fields of their own; chat.py refuses them by their type."""
+
+    model_config = ConfigDict(strict=True)
+
     type: str
     text: str | None = None
 
@@ -103,6 +153,8 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Given to the template: some write the reasoning of earlier turns."""
 
 
 class FunctionTool(Body):
@@ -117,9 +169,13 @@ class Tool(Body):
     function: FunctionTool
 
 
+class ToolName(Body):
+    name: str = Field(min_length=1)
+
+
 class NamedTool(Body):
     type: Literal["function"]
-    function: dict[str, Any]
+    function: ToolName
 
 
 class ChatTemplateBody(Body):
@@ -154,9 +210,10 @@ class ChatTokensBody(ChatBody):
 class TokenSampling(SamplingBody):
     """`sampling_params` of the token route; the model stands beside it."""
 
-    max_tokens: Count | None = 16
-    logprobs: int | None = None
-    """The sampled token's log-probability is always returned; a wish for more is not refused here."""
+    max_tokens: Count | None = None
+    """Unset: up to the context."""
+    logprobs: Annotated[int, Field(ge=-1, le=1024)] | None = None
+    """The sampled token's log-probability is always returned; above 1, the likeliest so many too."""
     prompt_logprobs: int | None = None
     """Set: the prompt's own log-probabilities are returned too."""
 
@@ -171,6 +228,7 @@ class GenerateBody(Body):
     request_id: str | None = Field(default=None, max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     stream: bool | None = False
+    return_token_ids: bool | None = True
     features: Any = None
     """Multimodal inputs; refused."""
 
@@ -187,6 +245,22 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
+
+
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings"""
+
+    model: str | None = None
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1, lt=2**31)
+    add_special_tokens: bool = True
+
+
+class AbortBody(Body):
+    """POST /abort_requests"""
+
+    request_ids: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=4096)
 
 
 class DetokenizeBody(Body):

@@ -29,6 +29,8 @@ class ServerState:
     codec: TextCodec
     tool_syntax: ToolSyntax
     """How this model writes tool calls."""
+    has_reasoning: bool
+    """Its answers may begin with a block of reasoning."""
     config: ServerConfig
     keys: KeyRing
     admission: Admission

@@ -1,13 +1,15 @@
 """Between text and tokens: encoding, chat templates, and text that grows token by token.
 
 `TextCodec` owns the tokenizer. Fast tokenizers are not safe to use from two threads at once, so every use goes
-through its lock; long inputs are encoded off the event loop. `TextStream` turns one sequence's tokens into text that
+through a lock; long inputs are encoded off the event loop by a copy with a lock of its own, since the loop would wait
+for the other. `TextStream` turns one sequence's tokens into text that
 is final as soon as it is handed out: it holds back half a character and whatever may become a stop string.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from rill.data.tool_calls import held_back
-from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL
+from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL, plain_decode
 from rill.inference.server.errors import bad_request
 
 if TYPE_CHECKING:
@@ -35,9 +37,11 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._lock = threading.Lock()
+        self._long_lock = threading.Lock()
+        self._long: PreTrainedTokenizerBase | None = None
         self.vocab_size = len(tokenizer)
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        self._decode = _plain_decode(tokenizer)
+        self._decode = plain_decode(tokenizer)
         self._token_texts = _TokenTexts(self)
 
     @property
@@ -60,7 +64,7 @@ class TextCodec:
         _check_encodable(text)
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
@@ -70,7 +74,10 @@ class TextCodec:
             raise bad_request(
                 "this model's tokenizer has no chat template: use /v1/completions", param="messages"
             )
-        text = self._render(messages, tools, options)
+        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+            text = self._render(messages, tools, options)
+        else:
+            text = await asyncio.to_thread(self._render, messages, tools, options)
         return await self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -86,14 +93,21 @@ class TextCodec:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self._long_lock:
+            if self._long is None:
+                with self._lock:
+                    self._long = copy.deepcopy(self._tokenizer)
+            ids: list[int] = self._long.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
     def _render(
         self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
     ) -> str:
-        try:
-            with self._lock:
-                text = self._tokenizer.apply_chat_template(
-                    messages, tools=tools, chat_template=self._chat_template, tokenize=False, **options
-                )
+        try:  # without the lock: a template is Python, and nothing of the tokenizer's backend
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=self._chat_template, tokenize=False, **options
+            )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # Templates are programs that see the client's data; whatever they trip over is in that data.
             raise bad_request(
@@ -113,28 +127,6 @@ class _TokenTexts(dict[int, str]):
     def __missing__(self, token_id: int) -> str:
         text = self[token_id] = self._codec.decode([token_id], skip_special_tokens=False)
         return text
-
-
-def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
-    """The tokenizer's own decode; without transformers' wrapper, which costs several times the work, where that adds
-    nothing."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind: Any = type(tokenizer)
-    if (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and (kind.decode, kind._decode) == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
-        and not tokenizer.clean_up_tokenization_spaces
-    ):
-        backend: Any = tokenizer.backend_tokenizer
-        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
-
-    def decode(ids: list[int], skip: bool) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=skip)
-        assert isinstance(text, str)
-        return text
-
-    return decode
 
 
 class TextStream:
