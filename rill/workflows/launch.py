@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import ConfigError, PeerDiedError, PlanError
+from rill.errors import ConfigError, PeerDiedError, PlanError, RunError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
@@ -53,6 +53,8 @@ PRELOAD = (
 NEVER_S = 1e9
 """Workers wait for tasks and the controller for outcomes as long as the run lasts; the loop holds the deadline of a
 step."""
+MOVABLE = ("shm", "tcp", "disk")
+"""Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
 """Of the supervised steps before RL."""
 
@@ -65,6 +67,8 @@ class Launcher:
         self.folder = run
         self.cluster = cluster
         self.evals = checked_evals(config)
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+        """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
         """Groups that a checkpoint holds."""
         self.seating = Seating(cluster, colocate=config.cluster.colocate)
@@ -76,6 +80,7 @@ class Launcher:
         )
         self._observers = observers
         self._starting: list[WorkerGroup[Any]] = []
+        self._num_fleets = 0
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
             # Here, where a wrong path is one line and not a worker's traceback.
@@ -98,9 +103,30 @@ class Launcher:
             self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
         )
         self._starting.append(group)
+        self.groups[name] = group
         if is_trained:
             self.trained[name] = group
         return group
+
+    def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
+        """Put groups on other devices, between two steps; the names of those that were started again, and why they are
+        all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
+        here = [name for name in self.groups if name in placement]
+        moved = [name for name in here if self.seating.ids(name) != self.seating.ids_of(placement[name])]
+        if moved and self.sync.transport.type not in MOVABLE:
+            raise PlanError(
+                f"weights travel by {self.sync.transport.type}, which was set up for the devices that "
+                f"{', '.join(moved)} had at launch: groups stay, or set sync.transport = 'shm' or 'tcp'"
+            )
+        before = {name: ",".join(map(str, sorted(self.seating.ids(name)))) for name in moved}
+        for number, name in enumerate(moved):
+            try:
+                self._move(name, placement[name])
+            except RunError as error:  # this one is back already
+                for other in moved[:number]:
+                    self._move(other, before[other])
+                return moved[: number + 1], error
+        return moved, None
 
     def ready(self) -> None:
         """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
@@ -117,6 +143,10 @@ class Launcher:
                 for rank in group.lost():
                     group.relaunch(rank, timeout_s=timeout_s)
                 group.ready(timeout_s)
+
+    def _move(self, name: str, placement: str) -> None:
+        self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
+        self.seating.seat(name, placement)
 
     # --- the parts that every RL run has --------------------------------------------------------------------
 
@@ -197,8 +227,10 @@ class Launcher:
         if env is None:
             crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
             return Fleet(crew, None, None, actor, self.sync, loop)
-        requests = self.channel("requests", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
-        answers = tuple(self.channel(f"answers[{rank}]", timeout_s=NEVER_S) for rank in range(env.size))
+        self._num_fleets += 1  # after a move there is another, with channels of its own
+        nth = f"#{self._num_fleets}" if self._num_fleets > 1 else ""
+        requests = self.channel(f"requests{nth}", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
+        answers = tuple(self.channel(f"answers[{rank}]{nth}", timeout_s=NEVER_S) for rank in range(env.size))
         crew = Crew(rollout, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches)
         environments = Crew(
             env,
@@ -223,7 +255,7 @@ class Launcher:
 
     @property
     def threads(self) -> int:
-        return threads_of(self.config.cluster, self.cluster)
+        return threads_of(self.config.cluster, len(self.cluster.devices))
 
     def _warm_start(self, actor: WorkerGroup[ActorWorker]) -> None:
         """[sft], reported like any other step. Nothing when the recipe has none."""
@@ -291,9 +323,9 @@ def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:
         )
 
 
-def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
+def threads_of(config: ClusterConfig, num_devices: int) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
-    return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
+    return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
 
 
 def checked_evals(config: RLConfig) -> Mapping[str, EvalSetConfig]:

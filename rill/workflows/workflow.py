@@ -18,7 +18,9 @@ from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer
+from rill.workflows.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
+from rill.workflows.steering import Pilot, Steering
 
 
 class Workflow(ABC):
@@ -40,8 +42,9 @@ class Workflow(ABC):
     def step(self, flow: Flow) -> None:
         """One step, once per batch: calls that return at once."""
 
-    def run(self) -> None:
-        """Warm up or resume, train to the last step, leave the model in the run folder."""
+    def run(self, pilot: Pilot | None = None) -> None:
+        """Warm up or resume, train to the last step, leave the model in the run folder. `pilot`: who may change the
+        plan between steps; unset: a run that was given a plan follows it, and replans."""
         config = self.config
         timeout_s = config.loop.step_timeout_s
         with open_cluster(config.cluster, self.folder) as cluster:
@@ -68,13 +71,24 @@ class Workflow(ABC):
                     self.step,
                     controller,
                     checkpoints,
-                    self.observers,
+                    [*self.observers, lambda report: steering.observe(report)],
                     eval_every=config.eval.every,
                     has_evals=bool(launch.evals),
+                )
+                steering = Steering(
+                    run=self.folder,
+                    launch=launch,
+                    loop=loop,
+                    controller=controller,
+                    checkpoints=checkpoints,
+                    engines=self.rollout,
+                    actor=self.actor,
+                    pilot=pilot or Replanner.of(config, self.folder),
                 )
                 is_resumed = loop.restore()
                 controller.start(launch.flows).wait(timeout_s=timeout_s)
                 if not is_resumed and config.sft.steps:
                     loop.save()  # what the supervised steps made is not lost before the first checkpoint
                 loop.run()
+                steering.record()
             self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)
