@@ -1,45 +1,59 @@
-"""`rill plan`: which worker on which devices, in what chunks, predicted from a profile."""
+"""`rill plan`: which worker on which devices, in what chunks, predicted from a profile. And what `--plan` of `rill
+train` means: `choose`."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rill import __version__
 from rill.cli.console import say, say_json, say_table
-from rill.config.files import load_recipe
+from rill.config.files import RecipeValues, load_recipe
 from rill.config.recipes import list_recipes
+from rill.config.resolve import resolve
 from rill.errors import PlanError, UserError
 from rill.planning.cost import Pin, Problem
-from rill.planning.graph import Edge, Graph, Node, Sync, read_history
-from rill.planning.measured import profile_of_run
+from rill.planning.graph import Graph
 from rill.planning.picture import draw
 from rill.planning.plan import Plan, parse_ids, plan_values
 from rill.planning.profile import Profile, merge_all
-from rill.planning.search import Mode, alternatives, search
+from rill.planning.search import Found, Mode, alternatives, search
 from rill.telemetry.run import RUNS_FOLDER, Run
+
+if TYPE_CHECKING:
+    from rill.workflows.rl_config import RLConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-ORDER = ("env", "rollout", "reward", "reference", "teacher", "critic", "actor")
-"""Workers of rill's own workflows in the order of their data, for a recipe whose run left no call records."""
+NUM_ROUNDS = 2
+"""Times that `rill plan` measures every size; `rill train --plan` measures once."""
 
-Target = Annotated[str, typer.Argument(help="A run, a recipe, or a graph file.", metavar="RUN|RECIPE|GRAPH")]
+Target = Annotated[
+    str,
+    typer.Argument(help="A recipe, a run, or a graph file.", metavar="RECIPE|RUN|GRAPH", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the recipe, such as cluster.devices=4.")
+]
 Profiles = Annotated[
     list[str] | None,
     typer.Option(
-        "--profile", "-p", help="A profile's file, or a run to measure; several are merged. Default: the run."
+        "--profile", "-p", help="A profile's file; several are merged. Default: the recipe is measured."
     ),
 ]
 Devices = Annotated[
-    str, typer.Option("--devices", "-n", help='How many: "64", or by kind, "gpu=64,cpu=128".')
+    str,
+    typer.Option(
+        "--devices", "-n", help='How many: "64", or by kind, "gpu=64,cpu=128". Default: the recipe\'s.'
+    ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Items of a step, where the target does not say.")]
-Lag = Annotated[int, typer.Option(help="Steps that generation may be ahead of training.")]
+Batch = Annotated[int | None, typer.Option(help="Items of a step, where a graph file does not say.")]
+Lag = Annotated[int, typer.Option(help="Of a graph file: steps that generation may be ahead of training.")]
 OtherOk = Annotated[
     bool, typer.Option("--other-ok", help="Take a profile of another model, machine or version of rill.")
 ]
@@ -49,16 +63,17 @@ Root = Annotated[Path, typer.Option("--root", help="The folder that holds the ru
 @app.command()
 def plan(
     target: Target,
+    overrides: Overrides = None,
     profile: Profiles = None,
     devices: Devices = "",
     batch: Batch = None,
     lag: Lag = 0,
     mode: Annotated[Mode, typer.Option(help="Which plans to look at.")] = Mode.AUTO,
-    min_chunk: Annotated[int, typer.Option(help="Fewest items that may pass at a time: a group's size.")] = 1,
     pin: Annotated[
         list[str] | None, typer.Option(help='What is decided already: "actor=0-7", "rollout=gpu:16".')
     ] = None,
     other_ok: OtherOk = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is stored.")] = False,
     graph: Annotated[
         str | None, typer.Option(help="Draw the graph instead: text, dot or mermaid.", metavar="STYLE")
     ] = None,
@@ -71,39 +86,27 @@ def plan(
 
     \b
     Examples:
-      rill plan demo --devices 4                        from the figures of the run "demo"
-      rill plan demo --save-profile demo.profile.toml   what was measured, as a file
-      rill plan grpo.graph.toml -p h100.toml -n 64 -o plan.toml
+      rill plan demo cluster.devices=2                  measures the recipe for some seconds
+      rill plan demo -n 64 -o plan.toml                 the same, for a machine with 64 devices
+      rill train demo cluster.devices=2 --plan plan.toml
+      rill plan runs/demo                               from the figures of a run
+      rill plan grpo.graph.toml -p h100.toml -n 64
       rill plan demo --graph mermaid                    the workflow as a picture
     """
-    if graph is not None and not profile and _is_graph_file(target):
+    if graph is not None and not profile and is_graph_file(target):
         say(draw(Graph.load(target).collapsed(), graph))
         return
-    problem, used, notes = read_problem(
-        target,
-        profile,
-        devices,
-        batch,
-        lag,
-        is_other_ok=other_ok,
-        root=root,
-        min_chunk=min_chunk,
-        pins=pin or (),
-    )
+    asked = read_question(
+        target, overrides, profile, devices, batch, lag, is_other_ok=other_ok, is_fresh=fresh, root=root,
+        pins=pin or (), is_quiet=as_json,
+    )  # fmt: skip
     if save_profile is not None:
-        save_profile.write_text(used.dumps(), encoding="utf-8")
-        say(f"{save_profile}: the profile of {', '.join(used.workers)}")
+        save_profile.write_text(asked.profile.dumps(), encoding="utf-8")
+        say(f"{save_profile}: the profile of {', '.join(asked.profile.workers)}")
     if graph is not None:
-        say(draw(problem.graph, graph))
+        say(draw(asked.problem.graph, graph))
         return
-    best = search(problem, mode)
-    made = Plan.of(
-        problem,
-        best,
-        others=alternatives(problem, best) if mode is Mode.AUTO else (),
-        basis=used.basis(),
-        notes=notes,
-    )
+    made, _ = asked.answer(mode)
     if out is not None:
         out.write_text(made.dumps(), encoding="utf-8")
     if as_json:
@@ -112,8 +115,25 @@ def plan(
         _say_plan(made, out)
 
 
-def read_problem(
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What `rill plan`, `rill simulate` and `rill train --plan` start with."""
+
+    problem: Problem
+    profile: Profile
+    notes: Sequence[str] = ()
+    """What is amiss with the profile."""
+
+    def answer(self, mode: Mode) -> tuple[Plan, Found]:
+        best = search(self.problem, mode)
+        others = alternatives(self.problem, best) if mode is Mode.AUTO else ()
+        made = Plan.of(self.problem, best, others=others, basis=self.profile.basis(), notes=self.notes)
+        return made, best
+
+
+def read_question(
     target: str,
+    overrides: Sequence[str] | None,
     profiles: Sequence[str] | None,
     devices: str,
     batch: int | None,
@@ -121,26 +141,124 @@ def read_problem(
     *,
     is_other_ok: bool,
     root: Path,
-    min_chunk: int = 1,
+    is_fresh: bool = False,
     pins: Sequence[str] = (),
-) -> tuple[Problem, Profile, list[str]]:
-    """What `rill plan` and `rill simulate` start with: the problem, its profile, and what is amiss with that."""
-    run = None if _is_graph_file(target) else _find_run(target, root)
-    if not profiles and run is None:
-        raise UserError(f"{target} is no run in {root}/: give a profile (--profile FILE), or run it first")
-    used = merge_all(_profile(source, root) for source in (profiles or [target]))
-    graph, model = _graph_of(target, run, used, batch)
-    wanted = {"version": __version__} | ({"model": model} if model else {})
-    notes = used.check(wanted, is_other_ok=is_other_ok)
-    problem = Problem(
-        graph=graph,
-        workers=used.costs(),
-        pools=used.pools(_counts(devices, used)),
-        min_chunk=min_chunk,
-        lag=lag,
-        pins=dict(_pin(text) for text in pins),
-    )
-    return problem, used, notes
+    is_quiet: bool = False,
+) -> Question:
+    """From a graph file and profiles, or from a recipe or a run and what is measured of it."""
+    used = merge_all(Profile.load(source) for source in profiles) if profiles else None
+    if is_graph_file(target):
+        if used is None:
+            raise UserError(f"{target} is a graph: give a profile of its workers (--profile FILE)")
+        notes = used.check({"version": __version__}, is_other_ok=is_other_ok)
+        graph = Graph.load(target)
+        problem = Problem(
+            graph=(graph if batch is None else replace(graph, batch=batch)).collapsed(),
+            workers=used.costs(),
+            pools=used.pools(_counts(devices, used)),
+            lag=lag,
+        )
+        return Question(problem=_pinned(problem, pins), profile=used, notes=notes)
+    run = _find_run(target, root)
+    names = [recipe.name for recipe in list_recipes()]
+    if run is None and target not in names and not Path(target).is_file():
+        raise UserError(f"{target!r} is no recipe, run or graph file; the recipes are {', '.join(names)}")
+    values = load_recipe(target if run is None else run.config_path, overrides or ())
+    asked = of_recipe(
+        values, used=used, run=run, root=root, is_other_ok=is_other_ok, is_fresh=is_fresh,
+        num_devices=_counts(devices, used) if devices else None, num_rounds=NUM_ROUNDS, is_quiet=is_quiet,
+    )  # fmt: skip
+    return replace(asked, problem=_pinned(asked.problem, pins))
+
+
+def of_recipe(
+    values: RecipeValues,
+    *,
+    root: Path,
+    used: Profile | None = None,
+    run: Run | None = None,
+    num_devices: dict[str, int] | None = None,
+    num_rounds: int = 1,
+    is_other_ok: bool = False,
+    is_fresh: bool = False,
+    is_quiet: bool = False,
+) -> Question:
+    """Of a recipe: with the given profile, else that of its run, else what is stored or measured now."""
+    from rill.workflows.planned import devices_of, devices_on_paper, identity_of, problem_of, profile_of
+    from rill.workflows.profiling import find_profile
+
+    config = rl_config(values)
+    devices = devices_of(config)
+    notes: list[str] = []
+    if used is not None:
+        mine = identity_of(config, len(devices), "")
+        wanted = {name: getattr(mine, name) for name in ("version", "model")}
+        notes = used.check(wanted, is_other_ok=is_other_ok)
+    elif run is not None and not is_fresh:
+        used = profile_of(run, config, devices)
+    else:
+        used = find_profile(
+            config, values.provenance, devices, root=root, num_rounds=num_rounds, is_fresh=is_fresh,
+            say=(lambda _: None) if is_quiet else say,
+        )  # fmt: skip
+    if num_devices is not None:
+        devices = devices_on_paper(num_devices)
+    problem = problem_of(config, values.provenance if run is None else {}, used, devices)
+    if config.sft.steps and run is None:
+        notes.append("answers were measured before the supervised steps, and may be shorter after them")
+    return Question(problem=problem, profile=used, notes=notes)
+
+
+def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
+    """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
+    from rill.workflows.planned import check_follows, devices_of, put_into, words
+
+    config = rl_config(values)
+    if plan in tuple(Mode):
+        question = of_recipe(values, root=root)
+        made, found = question.answer(Mode(plan))
+        chosen = Chosen(plan=made, question=question, found=found)
+    elif Path(plan).is_file():
+        made = Plan.load(plan)
+        check_follows(made, config, devices_of(config))
+        chosen = Chosen(plan=made)
+    else:
+        raise UserError(
+            f"--plan {plan!r}: write {', '.join(Mode)}, or the file of a plan (rill plan … --out)"
+        )
+    kept = put_into(values.values, values.provenance, made, f"plan {plan}")
+    for line in [*words(made), *(f"  {line}" for line in kept)]:
+        say(line)
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A plan that a run is to follow."""
+
+    plan: Plan
+    question: Question | None = None
+    found: Found | None = None
+
+    def leave_in(self, folder: Path) -> None:
+        """Its files, beside the run's others: with the profile it rests on, the run replans."""
+        from rill.workflows.planned import leave_in
+
+        problem = self.question.problem if self.question else None
+        profile = self.question.profile if self.question else None
+        leave_in(folder, self.plan, problem=problem, found=self.found, profile=profile)
+
+
+def rl_config(values: RecipeValues) -> RLConfig:
+    from rill.workflows import recipe_schema
+    from rill.workflows.rl_config import RLConfig
+
+    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    if not isinstance(config, RLConfig):
+        raise UserError(
+            f"workflow {values.values['workflow']!r} has one group of workers: there is nothing to plan"
+        )
+    return config
 
 
 def _say_plan(made: Plan, out: Path | None) -> None:
@@ -177,7 +295,7 @@ def _say_plan(made: Plan, out: Path | None) -> None:
 # --- reading what the command was given -------------------------------------------------------------------
 
 
-def _is_graph_file(target: str) -> bool:
+def is_graph_file(target: str) -> bool:
     path = Path(target)
     if path.suffix != ".toml" or not path.is_file():
         return False
@@ -188,77 +306,32 @@ def _is_graph_file(target: str) -> bool:
 
 
 def _find_run(target: str, root: Path) -> Run | None:
+    """A folder under `root` only where no recipe has that name: `rill plan demo` is the recipe."""
+    if target in [recipe.name for recipe in list_recipes()]:
+        return None
     try:
         return Run.open(target, root=root)
     except UserError:
         return None
 
 
-def _profile(source: str, root: Path) -> Profile:
-    if Path(source).is_file():
-        return Profile.load(source)
-    return profile_of_run(Run.open(source, root=root))
-
-
-def _graph_of(target: str, run: Run | None, used: Profile, batch: int | None) -> tuple[Graph, str]:
-    """The graph without cycles, and the model that the target names ("" where it names none)."""
-    if _is_graph_file(target):
-        graph = Graph.load(target)
-        return (graph if batch is None else _with_batch(graph, batch)).collapsed(), ""
-    if run is not None:
-        if calls := read_history(run.path):
-            return Graph.from_calls(calls, batch=batch).collapsed(), profile_of_run(run).identity.model
-        values: Mapping[str, Any] = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
-        model = profile_of_run(run).identity.model
-    else:
-        names = [recipe.name for recipe in list_recipes()]
-        if target not in names and not Path(target).is_file():
-            raise UserError(f"{target!r} is no run, recipe or graph file; the recipes are {', '.join(names)}")
-        values, model = load_recipe(target).values, ""
-    return _chain(used, batch or _recipe_batch(values)), model
-
-
-def _chain(used: Profile, batch: int) -> Graph:
-    """rill's own workflows pass items from worker to worker in one order."""
-    known = {name: ORDER.index(name.split(".")[0]) for name in used.workers if name.split(".")[0] in ORDER}
-    names = sorted(known, key=known.__getitem__)
-    if not names:
-        raise UserError(
-            f"the profile's workers ({', '.join(used.workers)}) are of no workflow of rill's: give a graph file"
-        )
-    edges = tuple(Edge(source=a, target=b) for a, b in zip(names, names[1:]))
-    ends = {name.split(".")[0]: name for name in names}
-    syncs = (
-        (Sync(source=ends["actor"], target=ends["rollout"]),) if {"actor", "rollout"} <= ends.keys() else ()
-    )
-    return Graph(nodes=tuple(Node(name=name) for name in names), edges=edges, syncs=syncs, batch=batch)
-
-
-def _recipe_batch(values: Mapping[str, Any]) -> int:
-    groups = values.get("loop", {}).get("prompts_per_step")
-    size = values.get("rollout", {}).get("group_size")
-    if not groups or not size:
-        raise UserError("the recipe does not say how many samples a step has: give --batch")
-    return int(groups) * int(size)
-
-
-def _with_batch(graph: Graph, batch: int) -> Graph:
-    return Graph(nodes=graph.nodes, edges=graph.edges, syncs=graph.syncs, batch=batch)
-
-
-def _counts(devices: str, used: Profile) -> dict[str, int]:
-    kinds = used.kinds()
+def _counts(devices: str, used: Profile | None) -> dict[str, int]:
+    kinds = used.kinds() if used is not None else ["cpu"]
     if not devices:
         raise UserError('how many devices? Give --devices 8, or --devices "gpu=64,cpu=128"')
     counts = {}
     for part in devices.split(","):
-        kind, equals, number = part.strip().rpartition("=")
-        if not number.isdigit() or (not equals and len(kinds) > 1):
+        kind, equals, count = part.strip().rpartition("=")
+        if not count.isdigit() or (not equals and len(kinds) > 1):
             raise UserError(
                 f'--devices {devices!r}: write a number for each kind, such as "{",".join(f"{k}=8" for k in kinds)}"'
             )
-        counts[kind if equals else kinds[0]] = int(number)
+        counts[kind if equals else kinds[0]] = int(count)
     return counts
+
+
+def _pinned(problem: Problem, pins: Sequence[str]) -> Problem:
+    return replace(problem, pins={**problem.pins, **dict(_pin(text) for text in pins)})
 
 
 def _pin(text: str) -> tuple[str, Pin]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rill.cli.console import say, say_json, say_table
-from rill.cli.plan import Batch, Devices, Lag, OtherOk, Profiles, Root, Target, read_problem
+from rill.cli.plan import Batch, Devices, Lag, OtherOk, Overrides, Profiles, Root, Target, read_question
 from rill.errors import UserError
 from rill.planning.plan import Plan
 from rill.planning.price import price
@@ -24,6 +24,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command(name="simulate")
 def simulate_command(
     target: Target,
+    overrides: Overrides = None,
     profile: Profiles = None,
     devices: Devices = "",
     first: Annotated[int, typer.Option("--from", help="The smallest size; sizes double from there.")] = 0,
@@ -52,7 +53,10 @@ def simulate_command(
       rill simulate grpo.graph.toml -p h100.toml -n 1024 --svg scaling.svg
       rill simulate grpo.graph.toml -p h100.toml -n 256 --failures-per-hour 0.001 --slow 0.01:1.5
     """
-    problem, _, notes = read_problem(target, profile, devices, batch, lag, is_other_ok=other_ok, root=root)
+    asked = read_question(
+        target, overrides, profile, devices, batch, lag, is_other_ok=other_ok, root=root, is_quiet=as_json
+    )
+    problem, notes = asked.problem, asked.notes
     slow_share, slow_factor = _slow(slow)
     weather = Weather(
         failures_per_hour=failures_per_hour,

@@ -40,6 +40,14 @@ def train(
     name: Annotated[str, typer.Option("--name", help="The run's name. Default: the recipe's.")] = "",
     root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
     cluster: Annotated[str, typer.Option("--cluster", help="local or ray; short for cluster.type=…")] = "",
+    plan: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            help="Who runs where and in what chunks: auto, shared, split, hybrid, or a plan's file.",
+            metavar="auto|shared|split|hybrid|FILE",
+        ),
+    ] = "",
 ) -> None:
     """Train a model.
 
@@ -48,6 +56,7 @@ def train(
       rill train demo                               a first result in minutes
       rill train demo loop.steps=50 seed=3          with changes
       rill train demo --cluster ray                 the same on Ray
+      rill train demo cluster.devices=2 --plan auto   measure, plan, and train by the plan
       rill train --resume runs/demo                 continue from its last checkpoint
       rill train demo --resume auto                 start it, or continue what was begun: for job schedulers
     """
@@ -66,6 +75,8 @@ def train(
             return
         recipe = "" if resume else recipe
     if resume:
+        if plan:
+            raise UserError("--plan is for a new run: a resumed one goes on with the plan that it has")
         if recipe:
             changes = [recipe, *changes]  # with --resume there is no recipe, so the first word is a change
         found = Run.open(resume, root=root)
@@ -82,6 +93,11 @@ def train(
     check_known(values)
     for note in values.dropped:
         say(f"note: {note}")
+    chosen = None
+    if plan:
+        from rill.cli.plan import choose
+
+        chosen = choose(plan, values, root=root)
     with waiting("loading"):
         from rill.cli.driver import carry_out
         from rill.journal.changes import accept
@@ -108,7 +124,10 @@ def train(
                 say(line)
         carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
     else:
-        carry_out(config, Run.create(name or values.name, root=root, config_toml=config_toml), recipe)
+        run = Run.create(name or values.name, root=root, config_toml=config_toml)
+        if chosen is not None:
+            chosen.leave_in(run.path)
+        carry_out(config, run, recipe)
 
 
 def _begun(folder: Path) -> str:

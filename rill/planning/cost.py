@@ -66,6 +66,8 @@ class Option:
     """Divided over all devices of the worker: FSDP's weights, gradients and moments."""
     swap_s: float = 0.0
     """Offload and onload together."""
+    least: int = 1
+    """Fewest replicas that it is known to run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,7 @@ class Problem:
             if (pin.parallel or option.parallel) != option.parallel:
                 continue
             most = self.pools[pool].count // option.parallel
-            replicas = np.arange(1, most + 1)
+            replicas = np.arange(option.least, most + 1)
             count = pin.devices or len(pin.ids)
             if count:
                 replicas = replicas[replicas * option.parallel == count]
@@ -492,10 +494,11 @@ def why_no_stage(problem: Problem, node: Node) -> str:
             )
         smallest = min(options, key=lambda o: o.parallel)
         available = kinds[smallest.kind].count
-        if available < smallest.parallel:
+        needed = smallest.parallel * smallest.least
+        if available < needed:
             return (
-                f"{worker} needs {smallest.parallel} {smallest.kind} devices to a replica, there are {available}: "
-                f"add {smallest.parallel - available}"
+                f"{worker} needs {needed} {smallest.kind} devices ({smallest.parallel} to a replica, measured on "
+                f"{smallest.least} or more), there are {available}: add {needed - available}"
             )
         count = pin.devices or len(pin.ids)
         if count and not any(count % o.parallel == 0 and count <= kinds[o.kind].count for o in options):

@@ -142,8 +142,8 @@ class Frontier:
         return self.rows(_unbeaten(table))
 
 
-Combine: TypeAlias = Callable[[Floats, Floats], tuple[Floats, Bools]]
-"""Rows of two tables put together, pair by pair: the new rows, and which of them are possible."""
+Combine: TypeAlias = Callable[[Floats, Floats], tuple[Floats, Ints, Ints]]
+"""All possible pairs of rows of two tables: the new rows, and which row of each they are made of."""
 
 
 def product(source: Source, combine: Combine) -> Frontier:
@@ -153,13 +153,10 @@ def product(source: Source, combine: Combine) -> Frontier:
     found: list[Frontier] = []
     step = max(1, _MAX_PAIRS // max(1, len(right)))
     for start in range(0, len(left) if len(right) else 0, step):
-        some = np.arange(start, min(start + step, len(left)))
-        a, b = np.repeat(some, len(right)), np.tile(np.arange(len(right)), len(some))
-        table, is_possible = combine(left.table[a], right.table[b])
-        keep = np.flatnonzero(is_possible)
-        keep = keep[_unbeaten(table[keep])]
-        if len(keep):
-            found.append(Frontier.of(table[keep], source, a[keep], b[keep]))
+        table, a, b = combine(left.table[start : start + step], right.table)
+        if len(table):
+            keep = _unbeaten(table)
+            found.append(Frontier.of(table[keep], source, a[keep] + start, b[keep]))
     merged = Frontier.union(found, left.table.shape[1] - DEVICES)
     return merged.best() if len(found) > 1 else merged
 

@@ -1,7 +1,6 @@
-"""The workflow as a graph: nodes are worker methods, edges are channels, traced from what the runtime saw.
+"""The workflow as a graph: nodes are worker groups, edges are channels.
 
-`Graph.from_calls` reads the hub's history, one `CallRecord` for each call of a worker method (a run folder keeps them
-as `history.jsonl`, one JSON object a line); `Graph.load` reads the same graph from a file that a person can edit:
+`traced.graph_of` draws it from what the runtime saw; `Graph.load` reads the same from a file that a person can edit:
 
     batch = 512                                  # items of a step
     nodes = ["rollout", "reference", "actor"]
@@ -22,74 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from rill.config.toml import dumps
 from rill.errors import PlanError
-from rill.telemetry.jsonl import read_lines
 
-HISTORY_FILE = "history.jsonl"
 ARROW = " -> "
-
-
-# --- what the runtime tells us ----------------------------------------------------------------------------
-
-
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call took from, or put into, one channel."""
-
-    channel: str
-    items: int
-    bytes: int = 0
-    weight: float = 0.0
-    """Sum of the items' weights (tokens, where the workflow says so)."""
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of time for which a call held a device's lock."""
-
-    device: int
-    start_s: float
-    end_s: float
-
-
-class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of one worker method on one rank. Times are seconds of the run's clock."""
-
-    call: int
-    """The same on every rank that the call went to."""
-    group: str
-    method: str
-    rank: int
-    start_s: float
-    end_s: float
-    took: tuple[Traffic, ...] = ()
-    put: tuple[Traffic, ...] = ()
-    turns: tuple[Turn, ...] = ()
-    onload_s: float = 0.0
-    offload_s: float = 0.0
-    wait_s: float = 0.0
-    """Of end − start: waiting for items, for room in a channel or for a device."""
-
-    @property
-    def node(self) -> str:
-        return f"{self.group}.{self.method}"
-
-    @property
-    def busy_s(self) -> float:
-        return max(0.0, self.end_s - self.start_s - self.wait_s - self.onload_s - self.offload_s)
-
-
-def read_history(run_dir: Path | str) -> list[CallRecord]:
-    """The calls of a run folder; records of a version of rill that wrote others are an error, not skipped."""
-    path = Path(run_dir) / HISTORY_FILE
-    try:
-        return [msgspec.convert(line, CallRecord) for line in read_lines(path)]
-    except msgspec.ValidationError as error:
-        raise PlanError(f"{path} holds no call records of this version of rill: {error}") from None
-
-
-# --- the graph --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,38 +78,6 @@ class Graph:
                 raise PlanError(f"an edge names {end!r}; the nodes are {', '.join(names)}")
 
     @classmethod
-    def from_calls(cls, calls: Iterable[CallRecord], *, batch: int | None = None) -> Graph:
-        """Who took what from channels that whom had filled. Channels that only the driver fills or empties make no
-        edge. `batch`: items of a step; unset: the most that one call, over its ranks, put into a channel."""
-        calls = list(calls)
-        producers: dict[str, dict[str, list[Traffic]]] = {}
-        consumers: dict[str, dict[str, None]] = {}
-        held: dict[str, set[int]] = {}
-        put_by_call: dict[tuple[int, str], int] = {}
-        for call in calls:
-            held.setdefault(call.node, set()).update(turn.device for turn in call.turns)
-            for traffic in call.put:
-                producers.setdefault(traffic.channel, {}).setdefault(call.node, []).append(traffic)
-                key = (call.call, traffic.channel)
-                put_by_call[key] = put_by_call.get(key, 0) + traffic.items
-            for traffic in call.took:
-                consumers.setdefault(traffic.channel, {})[call.node] = None
-        edges: dict[tuple[str, str], float] = {}
-        for channel, sources in producers.items():
-            for source, puts in sources.items():
-                size = sum(put.bytes for put in puts) / max(1, sum(put.items for put in puts))
-                for target in consumers.get(channel, {}):
-                    edges[source, target] = edges.get((source, target), 0.0) + size
-        linked = {end for pair in edges for end in pair}
-        return cls(
-            nodes=tuple(
-                Node(name=name, devices=tuple(sorted(ids))) for name, ids in held.items() if name in linked or ids
-            ),
-            edges=tuple(Edge(source=s, target=t, bytes_per_item=size) for (s, t), size in edges.items()),
-            batch=batch or max(put_by_call.values(), default=1),
-        )  # fmt: skip
-
-    @classmethod
     def load(cls, path: Path | str) -> Graph:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -200,16 +102,14 @@ class Graph:
             batch=int(values.get("batch", 1)),
         )
 
-    def dumps(self) -> str:
-        return dumps(
-            {
-                "batch": self.batch,
-                "nodes": [node.name for node in self.nodes],
-                "edges": {f"{e.source}{ARROW}{e.target}": e.bytes_per_item for e in self.edges},
-                "syncs": {f"{s.source}{ARROW}{s.target}": s.bytes for s in self.syncs},
-            },
-            {"batch": "items of a step", "edges": "bytes of one item", "syncs": "bytes, once a step"},
-        )
+    def values(self) -> dict[str, Any]:
+        """What `from_values` reads."""
+        return {
+            "batch": self.batch,
+            "nodes": [node.name for node in self.nodes],
+            "edges": {f"{e.source}{ARROW}{e.target}": e.bytes_per_item for e in self.edges},
+            "syncs": {f"{s.source}{ARROW}{s.target}": s.bytes for s in self.syncs},
+        }
 
     def collapsed(self) -> Graph:
         """The graph without cycles: each becomes one node, "a+b", with its members; nodes in the edges' order."""

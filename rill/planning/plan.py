@@ -43,6 +43,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kind: str
     parallel: int = 1
     """Devices to a replica."""
+    pinned: bool = False
+    """Its devices were given, not found."""
     shares_with: tuple[str, ...] = ()
     swaps: bool = False
     """Leaves the device's memory when its turn ends."""
@@ -267,6 +269,7 @@ def _placed(
                 devices=ids_text(ids[seat.worker]),
                 kind=seat.kind,
                 parallel=seat.parallel,
+                pinned=seat.worker in problem.pins,
                 shares_with=tuple(sharing),
                 swaps=stage.nodes[0] in swapping,
                 chunk=stage.chunk,

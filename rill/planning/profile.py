@@ -42,6 +42,7 @@ from rill.config.toml import dumps
 from rill.errors import PlanError
 from rill.planning.cost import Option, Pool, WorkerCost
 from rill.planning.fit import Curve, constant, fit
+from rill.planning.graph import Graph
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,9 +50,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     machine: str
     version: str
     source: str = ""
+    workload: str = ""
+    """Of a recipe: a digest of what its times depend on besides the model (engine, lengths, batch, trainer)."""
 
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    count: int = 0
+    """Devices that it was measured with. 0: not known."""
     memory_bytes: float = float("inf")
     link_bytes_per_s: float = float("inf")
     local_bytes_per_s: float = float("inf")
@@ -72,6 +77,8 @@ class Points(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tail_s: float = 0.0
     step_s: float = 0.0
     sharded_bytes: float = 0.0
+    least: int = 1
+    """Fewest replicas that it is known to run on."""
 
 
 class WorkerProfile(
@@ -88,6 +95,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     identity: Identity
     workers: dict[str, WorkerProfile]
     devices: dict[str, DeviceKind] = {}
+    switch_s: float = 0.0
+    """What it took to put all groups on other devices."""
+    graph: dict[str, Any] = {}
+    """Of the workflow it was measured with, as `Graph.values` gives it. Empty: not known."""
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:
@@ -106,7 +117,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def merge(self, other: Profile) -> Profile:
         """The points of both. They must be of the same model, machine and version."""
-        for field in ("model", "machine", "version"):
+        for field in ("model", "machine", "version", "workload"):
             mine, its = getattr(self.identity, field), getattr(other.identity, field)
             if mine != its:
                 raise PlanError(f"profiles of another {field} cannot be merged: {mine!r} and {its!r}")
@@ -115,7 +126,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             workers[name] = _merged_worker(workers[name], worker) if name in workers else worker
         sources = [s for s in (self.identity.source, other.identity.source) if s]
         identity = msgspec.structs.replace(self.identity, source=", ".join(dict.fromkeys(sources)))
-        return Profile(identity=identity, workers=workers, devices={**self.devices, **other.devices})
+        return Profile(
+            identity=identity,
+            workers=workers,
+            devices={**self.devices, **other.devices},
+            switch_s=max(self.switch_s, other.switch_s),
+            graph=self.graph or other.graph,
+        )
 
     def check(self, wanted: Mapping[str, str], *, is_other_ok: bool = False) -> list[str]:
         """What of this profile is of another model, machine or version than `wanted` says. An error, or, where that is
@@ -131,6 +148,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         return differences
 
+    def traced_graph(self) -> Graph | None:
+        return Graph.from_values(self.graph, "the profile's graph") if self.graph else None
+
     def costs(self) -> dict[str, WorkerCost]:
         """Curves through the points, for the search."""
         return {name: _worker_cost(worker) for name, worker in self.workers.items()}
@@ -142,7 +162,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"no worker was measured on {', '.join(unknown)}: the profile knows {', '.join(sorted(measured))}"
             )
         return tuple(
-            Pool(kind=kind, count=count, **msgspec.structs.asdict(self.devices.get(kind, DeviceKind())))
+            Pool(kind=kind, **msgspec.structs.asdict(self.devices.get(kind, DeviceKind())) | {"count": count})
             for kind, count in counts.items()
         )
 
@@ -200,6 +220,7 @@ def _merged_worker(mine: WorkerProfile, its: WorkerProfile) -> WorkerProfile:
             items=old.items + points.items,
             replicas=old.replicas + points.replicas,
             seconds=old.seconds + points.seconds,
+            least=min(old.least, points.least),
             memory_bytes=old.memory_bytes + points.memory_bytes if both_know_memory else (),
         )
     lengths = shortened(mine.lengths + its.lengths)
@@ -227,6 +248,7 @@ def _option(points: Points) -> Option:
         step_s=points.step_s,
         memory_bytes=fit(points.items, points.memory_bytes) if points.memory_bytes else constant(0.0),
         sharded_bytes=points.sharded_bytes,
+        least=points.least,
         swap_s=points.onload_s + points.offload_s,
     )
 

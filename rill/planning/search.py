@@ -46,6 +46,7 @@ from rill.planning.frontier import (
     Bools,
     Floats,
     Frontier,
+    Ints,
     Op,
     Source,
     product,
@@ -208,6 +209,7 @@ class _Search:
         self._memo: dict[tuple[int, int], Frontier] = {}
         self._operands: dict[tuple[int, int, Op], Frontier] = {}
         self._chains: dict[int, tuple[float, float]] = {}
+        self._known_cuts: dict[int, list[int]] = {}
         self._stages = stages
         self._streaming = sum(
             1 << i
@@ -231,7 +233,7 @@ class _Search:
         ways: list[Frontier] = []
         if part & (part - 1) == 0:
             ways.append(self._stage(part, chunk))
-        for source_side in self.graph.cuts(part):
+        for source_side in self._cuts(part):
             ways += self._combined(source_side, part & ~source_side, chunk)
         ways += self._finer(part, chunk)
         ways = [way for way in ways if len(way)]
@@ -251,7 +253,7 @@ class _Search:
             table[:, MIX] = np.where(is_apart, _SPLITS, _SHARES)
         if self._never_fits or self._always_fits:
             table[:, MEMORY] = 0.0  # the answer is known: no need of a column
-        ways = replace(ways, table=table).rows(self._below_bound(part, chunk, table))
+        ways = replace(ways, table=table).rows(self._is_below(part, chunk, table))
         if self._num_choices is not None and len(ways) > self._num_choices:
             ways = ways.rows(np.unique(np.geomspace(1, len(ways), self._num_choices).astype(np.int64)) - 1)
         return ways
@@ -281,29 +283,39 @@ class _Search:
         right = self._operand(second, chunk, op)
         if not len(left) or not len(right):
             return right.rows(slice(0))
-        limits = self.problem.limits
+        limits, part = self.problem.limits, first | second
 
-        def combine(s: Floats, t: Floats) -> tuple[Floats, Bools]:
-            table = np.maximum(s, t)
-            if op is not Op.PARALLEL:
-                table[:, LATENCY] = s[:, LATENCY] + t[:, LATENCY]
-            table[:, LATENCY] += added_s
-            if op in _SPLIT:
-                table[:, DEVICES:] = s[:, DEVICES:] + t[:, DEVICES:]
-                table[:, INTERVAL] = np.maximum(table[:, INTERVAL], slowest_s)
-            elif op is Op.TURNS:
-                table[:, LATENCY] += s[:, SWAP] + t[:, SWAP]
-                table[:, INTERVAL], table[:, SWAP] = table[:, LATENCY], 0.0
+        def combine(s: Floats, t: Floats) -> tuple[Floats, Ints, Ints]:
+            """Times and devices of all pairs first: few of them lead below the bound, and only those become rows."""
+            join = np.add if op is not Op.PARALLEL else np.maximum
+            latency = join.outer(s[:, LATENCY], t[:, LATENCY]) + added_s
+            if op is Op.TURNS:
+                latency += np.add.outer(s[:, SWAP], t[:, SWAP])
+            if op in _SHARE or (chunk == self.graph.batch and self.problem.lag == 0):
+                interval = latency  # nothing follows a whole batch in a synchronous step
             else:
-                table[:, INTERVAL] = table[:, LATENCY]
-                table[:, MEMORY] = s[:, MEMORY] + t[:, MEMORY]
-                table[:, SWAP] = s[:, SWAP] + t[:, SWAP]
+                interval = np.maximum(np.maximum.outer(s[:, INTERVAL], t[:, INTERVAL]), slowest_s)
+            together = np.add if op in _SPLIT else np.maximum
+            devices = [together.outer(s[:, c], t[:, c]) for c in range(DEVICES, s.shape[1])]
+            possible = self._below_bound(part, chunk, latency, interval, sum(devices[1:], devices[0]))
+            for held, limit in zip(devices, limits):
+                possible &= held <= limit
+            if op is Op.TOGETHER:
+                possible &= np.add.outer(s[:, MEMORY], t[:, MEMORY]) <= 1.0
+            a, b = np.nonzero(possible)
+            table = np.maximum(s[a], t[b])
+            table[:, LATENCY], table[:, INTERVAL] = latency[a, b], interval[a, b]
+            for number, held in enumerate(devices):
+                table[:, DEVICES + number] = held[a, b]
+            if op is Op.TURNS:
+                table[:, SWAP] = 0.0
+            elif op is Op.TOGETHER:
+                table[:, MEMORY] = s[a, MEMORY] + t[b, MEMORY]
+                table[:, SWAP] = s[a, SWAP] + t[b, SWAP]
             if self.mode is Mode.HYBRID:
-                bits = s[:, MIX].astype(np.int64) | t[:, MIX].astype(np.int64)
+                bits = s[a, MIX].astype(np.int64) | t[b, MIX].astype(np.int64)
                 table[:, MIX] = bits | (_SPLITS if op in _SPLIT else _SHARES)
-            self._settle(chunk, table)
-            fits = np.all(table[:, DEVICES:] <= limits, axis=1) & (table[:, MEMORY] <= 1.0)
-            return table, fits & self._below_bound(first | second, chunk, table)
+            return table, a, b
 
         return product(Source(op, left, right, (first, second), chunk), combine)
 
@@ -324,32 +336,39 @@ class _Search:
                 table = inner.table.copy()
                 table[:, LATENCY] += (k - 1) * inner.interval
                 table[:, INTERVAL] *= k
-                self._settle(chunk, table)
+                if chunk == self.graph.batch and self.problem.lag == 0:
+                    table[:, INTERVAL] = table[:, LATENCY]
                 made = Frontier.of(table, Source(Op.FINER, inner, None, (part, 0), smaller))
-                yield made.rows(self._below_bound(part, chunk, table))
-
-    def _settle(self, chunk: int, table: Floats) -> None:
-        """Nothing follows a whole batch in a synchronous step: the interval is of no use there."""
-        if chunk == self.graph.batch and self.problem.lag == 0:
-            table[:, INTERVAL] = table[:, LATENCY]
+                yield made.rows(self._is_below(part, chunk, table))
 
     # --- what cannot lead to a step below the bound ---
 
-    def _below_bound(self, part: int, chunk: int, table: Floats) -> Bools:
+    def _is_below(self, part: int, chunk: int, table: Floats) -> Bools:
+        devices = table[:, DEVICES:].sum(axis=1)
+        return self._below_bound(part, chunk, table[:, LATENCY], table[:, INTERVAL], devices)
+
+    def _below_bound(
+        self, part: int, chunk: int, latency: Floats, interval: Floats, devices: Floats
+    ) -> Bools:
         """Three lower bounds of any step that contains such a way. Devices: it holds its own while k chunks pass, the
         other workers need at least their least device-seconds, and all devices together have N · step. Latency: k
         chunks must pass here and one through whatever comes before and after; and one must pass here while one of
         those works through the whole batch."""
         if not np.isfinite(self.bound_s):
-            return np.ones(len(table), np.bool_)
+            return np.ones(latency.shape, np.bool_)
         k = self.graph.batch / chunk
-        latency, interval = table[:, LATENCY], table[:, INTERVAL]
         rest = sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1)
-        held = table[:, DEVICES:].sum(axis=1) * (np.minimum(latency, interval) + (k - 1) * interval)
         chain, chain_and_batch = self._outside(part)
-        passed = latency + np.maximum((k - 1) * interval + chain, chain_and_batch)
-        longest = np.maximum((held + rest) / self.problem.num_devices, passed / (self.problem.lag + 1))
-        result: Bools = longest <= self.bound_s
+        limit_s = self.bound_s * (self.problem.lag + 1)
+        result: Bools = latency <= limit_s - chain_and_batch
+        if interval is latency:
+            result &= latency <= (limit_s - chain) / k
+            result &= devices * latency <= (self.bound_s * self.problem.num_devices - rest) / k
+        else:
+            later = (k - 1) * interval
+            result &= latency + later <= limit_s - chain
+            held = devices * (np.minimum(latency, interval) + later)
+            result &= held <= self.bound_s * self.problem.num_devices - rest
         return result
 
     def _outside(self, part: int) -> tuple[float, float]:
@@ -408,6 +427,19 @@ class _Search:
         return len(least) > 1 and least[0] + least[1] > 1.0, sum(most) <= 1.0
 
     # --- cuts ---
+
+    def _cuts(self, part: int) -> list[int]:
+        """One of the two cuts between sides that do not feed each other: the other costs the same."""
+        if part not in self._known_cuts:
+            lowest = part & -part
+            parents = self.graph.parents
+            self._known_cuts[part] = [
+                side
+                for side in self.graph.cuts(part)
+                if side & lowest
+                or any(parents[i] & side for i in range(len(parents)) if (part & ~side) >> i & 1)
+            ]
+        return self._known_cuts[part]
 
     def _crossing(self, first: int, second: int, chunk: int) -> tuple[list[float], float, float]:
         """Seconds that a cut adds: of each edge, for a chunk; of the weights, for a step, if the sides are apart and

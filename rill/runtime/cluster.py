@@ -144,10 +144,11 @@ class Cluster:
         """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
         self.context.hub.call("locks", "take_turns", list(groups), HUB_WAIT_S)
 
-    def history(self) -> list[CallRecord]:
-        """What the last calls of all workers took, put, held and waited for: the planner's material."""
+    def history(self, since_s: float = 0.0) -> list[CallRecord]:
+        """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
+        those that ended after this time.time()."""
         records: list[CallRecord] = self.context.hub.query(
-            "history", "calls", None, HUB_WAIT_S, list[CallRecord]
+            "history", "calls", since_s, HUB_WAIT_S, list[CallRecord]
         )
         return records
 

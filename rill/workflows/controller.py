@@ -161,6 +161,12 @@ class Controller(Worker):
             self._edges = {name: (edge, 0) for name, (edge, _) in self._edges.items()}
             self._advance()
 
+    def resize(self, num_prompts: int) -> None:
+        """Between two steps: the batches from now on. A profile looks at several."""
+        with self._changed:
+            self.config = self.config.model_copy(update={"prompts_per_step": num_prompts})
+            self.groups.limits = limits_of(self.config)
+
     def finish(self) -> int:
         """Admit no more and let the episodes' loops end once they have finished what they hold; the epoch it was."""
         epoch = self._epoch

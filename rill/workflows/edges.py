@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
+from rill.telemetry import trace
 from rill.training.balance import CostModel
 from rill.types import Sample
 from rill.workflows.records import BY_TOKENS, Chunk
@@ -82,10 +83,24 @@ class Edge:
                 peer.put(chunk)
             waiting.append(Part(chunk, keys, taken, world))
             if chunk.is_last or not self.is_whole:
-                yield from waiting
+                yield from self._traced(worker, waiting)
                 waiting = []
             if chunk.is_last:
                 return
+
+    def _traced(self, worker: Worker, parts: Sequence[Part]) -> Iterator[Part]:
+        """Each within a span that lasts until the worker asks for the next: the planner's points, and the lines that
+        the timeline draws from worker to worker."""
+        for part in parts:
+            chunk = part.chunk
+            with trace.span(
+                "chunk",
+                lane=f"{worker.group_name}[{worker.rank}]",
+                of=self.name,
+                chunk=f"{chunk.step}.{chunk.number}",
+                groups=len(chunk.indices_G),
+            ):
+                yield part
 
 
 class Part:

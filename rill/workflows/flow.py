@@ -58,8 +58,14 @@ class Seating:
         self._devices: dict[str, frozenset[int]] = {}
 
     def seat(self, group: str, placement: str) -> None:
+        self._devices[group] = self.ids_of(placement)
+
+    def ids(self, group: str) -> frozenset[int]:
+        return self._devices[group]
+
+    def ids_of(self, placement: str) -> frozenset[int]:
         seats = resolve(placement, self._cluster.devices)
-        self._devices[group] = frozenset(d.id for seat in seats for d in seat.devices)
+        return frozenset(d.id for seat in seats for d in seat.devices)
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +94,7 @@ class Flow:
         self.fleet = fleet
         self.version = PolicyVersion(0)
         """That the step starts from: 1 is the trainer's first; 0 is what engines load by themselves."""
-        self._config = config
+        self.config = config
         self._loop = loop
         self._controller = controller
         self._seating = seating
@@ -96,6 +102,9 @@ class Flow:
         self._channel = channel
         self._edges: dict[str, tuple[Edge, Channel]] = {}
         self._num_shares: dict[str, int] = {}
+        self._lines: dict[str, tuple[WorkerGroup[Any], Stream]] = {}
+        """What each edge was made for."""
+        self._num_wirings = 0
         self._selected: Handle | None = None
         self._trainer: WorkerGroup[Any]
         self._update: Handle | None = None
@@ -138,6 +147,14 @@ class Flow:
         self.version = version
         self._calls, self._selected, self._update = [], None, None
 
+    def rewire(self, config: FlowConfig) -> None:
+        """Between two steps: other chunks, or the same ones to groups that are on other devices now."""
+        self.config = config
+        self._num_shares.clear()
+        self._num_wirings += 1
+        for name, (group, batch) in self._lines.items():
+            self._edges[name] = (self._connected(name, group, batch), self._edges[name][1])
+
     def batch(self, poll_s: float) -> Batch:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
         call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
@@ -175,21 +192,27 @@ class Flow:
     def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Edge, Channel]:
         name = f"{group.name}.{method}"
         if name not in self._edges:
-            if (
-                group.name not in self._num_shares
-            ):  # asked before its first line: later it may wait behind that one
-                self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
-            edge = Edge(
-                name=name,
-                samples=batch.samples,
-                announced=tuple(self._channel(f"{name}[{rank}]") for rank in range(group.size)),
-                num_shares=self._num_shares[group.name],
-                granularity=self._config.granularity_of(group.name, self._loop.prompts_per_step),
-                is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
-            )
-            self._edges[name] = (edge, self._channel(f"{name} samples"))
-            answer(self._controller.connect(edge), self._loop.step_timeout_s)
+            self._lines[name] = (group, batch)
+            self._edges[name] = (self._connected(name, group, batch), self._channel(f"{name} samples"))
         return self._edges[name]
+
+    def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Edge:
+        """An edge that the controller knows of."""
+        nth = f"#{self._num_wirings}" if self._num_wirings else ""
+        if (
+            group.name not in self._num_shares
+        ):  # asked before its first line: later it may wait behind that one
+            self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
+        edge = Edge(
+            name=name,
+            samples=batch.samples,
+            announced=tuple(self._channel(f"{name}[{rank}]{nth}") for rank in range(group.size)),
+            num_shares=self._num_shares[group.name],
+            granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
+            is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
+        )
+        answer(self._controller.connect(edge), self._loop.step_timeout_s)
+        return edge
 
 
 def mean_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import ConfigError, PeerDiedError, PlanError
+from rill.errors import ConfigError, PeerDiedError, PlanError, RunError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
@@ -56,6 +56,8 @@ NEVER_S = 1e9
 step."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
+MOVABLE = ("shm", "tcp", "disk")
+"""Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
 """Of the supervised steps before RL."""
 
@@ -68,6 +70,8 @@ class Launcher:
         self.folder = run
         self.cluster = cluster
         self.evals = checked_evals(config)
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+        """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
         """Groups that a checkpoint holds."""
         self.seating = Seating(cluster, colocate=config.cluster.colocate)
@@ -79,9 +83,9 @@ class Launcher:
         )
         self._observers = observers
         self._starting: list[WorkerGroup[Any]] = []
-        self._groups: list[WorkerGroup[Any]] = []
         self.is_ready = False
         """Whether everything that was started has been."""
+        self._num_fleets = 0
         self._is_warm = bool(whole_checkpoints(run))
         if config.model.path and config.cluster.type == "local":
             # Here, where a wrong path is one line and not a worker's traceback.
@@ -108,6 +112,26 @@ class Launcher:
             self.trained[name] = group
         return group
 
+    def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
+        """Put groups on other devices, between two steps; the names of those that were started again, and why they are
+        all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
+        here = [name for name in self.groups if name in placement]
+        moved = [name for name in here if self.seating.ids(name) != self.seating.ids_of(placement[name])]
+        if moved and self.sync.transport.type not in MOVABLE:
+            raise PlanError(
+                f"weights travel by {self.sync.transport.type}, which was set up for the devices that "
+                f"{', '.join(moved)} had at launch: groups stay, or set sync.transport = 'shm' or 'tcp'"
+            )
+        before = {name: ",".join(map(str, sorted(self.seating.ids(name)))) for name in moved}
+        for number, name in enumerate(moved):
+            try:
+                self._move(name, placement[name])
+            except RunError as error:  # this one is back already
+                for other in moved[:number]:
+                    self._move(other, before[other])
+                return moved[: number + 1], error
+        return moved, None
+
     def ready(self) -> None:
         """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
         trainer's ranks wait for each other, and the run ends with the first that is lost."""
@@ -129,11 +153,15 @@ class Launcher:
         """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            groups = [group for group in self._groups if group.name not in FLEET]
+            groups = [group for group in self.groups.values() if group.name not in FLEET]
             found = [f"{group.name}[{rank}]" for group in groups for rank in group.lost()]
             if found or time.monotonic() > deadline_s:
                 return found
             time.sleep(0.1)
+
+    def _move(self, name: str, placement: str) -> None:
+        self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
+        self.seating.seat(name, placement)
 
     # --- the parts that every RL run has --------------------------------------------------------------------
 
@@ -218,8 +246,10 @@ class Launcher:
         if env is None:
             crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
             return Fleet(crew, None, None, actor, self.sync, loop)
-        requests = self.channel("requests", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
-        answers = tuple(self.channel(f"answers[{rank}]", timeout_s=NEVER_S) for rank in range(env.size))
+        self._num_fleets += 1  # after a move there is another, with channels of its own
+        nth = f"#{self._num_fleets}" if self._num_fleets > 1 else ""
+        requests = self.channel(f"requests{nth}", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
+        answers = tuple(self.channel(f"answers[{rank}]{nth}", timeout_s=NEVER_S) for rank in range(env.size))
         crew = Crew(rollout, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches)
         environments = Crew(
             env,
@@ -244,11 +274,11 @@ class Launcher:
 
     def _begin(self, group: WorkerGroup[Any]) -> None:
         self._starting.append(group)
-        self._groups.append(group)
+        self.groups[group.name] = group
 
     @property
     def threads(self) -> int:
-        return threads_of(self.config.cluster, self.cluster)
+        return threads_of(self.config.cluster, len(self.cluster.devices))
 
     def _warm_start(self, actor: WorkerGroup[ActorWorker]) -> None:
         """[sft], reported like any other step. Nothing when the recipe has none."""
@@ -316,9 +346,9 @@ def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:
         )
 
 
-def threads_of(config: ClusterConfig, cluster: Cluster) -> int:
+def threads_of(config: ClusterConfig, num_devices: int) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
-    return config.threads or max(1, (os.cpu_count() or 1) // max(1, len(cluster.devices)))
+    return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
 
 
 def checked_evals(config: RLConfig) -> Mapping[str, EvalSetConfig]:

@@ -179,7 +179,7 @@ class SupervisedWorkflow:
                 cluster,
                 name=config.workflow,
                 placement=config.placement,
-                threads=threads_of(config.cluster, cluster),
+                threads=threads_of(config.cluster, len(cluster.devices)),
                 config=config.trainer,
                 data=config.data,
                 loader=config.loader,

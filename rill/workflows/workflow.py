@@ -20,7 +20,9 @@ from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
+from rill.workflows.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
+from rill.workflows.steering import Pilot, Steering
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +49,19 @@ class Workflow(ABC):
     def step(self, flow: Flow) -> None:
         """One step, once per batch: calls that return at once."""
 
-    def run(self) -> None:
+    def run(self, pilot: Pilot | None = None) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder.
 
         A session is a cluster with all groups. Where one ends because a process is lost that cannot be replaced in it
         (a trainer's rank, whose peers wait for it in the middle of a step; a scorer; the controller), the next goes on
         from the last checkpoint, and from the token log: nothing is sampled twice, and the trainer takes the batches
         that it had taken.
+
+        `pilot`: who may change the plan between steps; unset: a run that was given a plan follows it, and replans.
         """
         for restarts_left in reversed(range(self.config.loop.max_relaunches + 1)):
             try:
-                self._session()
+                self._session(pilot)
                 return
             except RillError as error:
                 if not self._lost or restarts_left == 0:
@@ -77,19 +81,19 @@ class Workflow(ABC):
         for observer in self.observers:
             observer(report)
 
-    def _session(self) -> None:
+    def _session(self, pilot: Pilot | None) -> None:
         config = self.config
         self._lost: list[str] = []
         with open_cluster(config.cluster, self.folder) as cluster:
             launch = Launcher(config, self.folder, self.observers, cluster)
             try:
-                self._train(launch)
+                self._train(launch, pilot)
             except RillError as error:
                 if may_follow_a_death(error, launch.is_ready):
                     self._lost = launch.lost(DEATH_S)
                 raise
 
-    def _train(self, launch: Launcher) -> None:
+    def _train(self, launch: Launcher, pilot: Pilot | None) -> None:
         config = self.config
         timeout_s = config.loop.step_timeout_s
         controller = launch.controller()
@@ -119,15 +123,26 @@ class Workflow(ABC):
                 self.step,
                 controller,
                 checkpoints,
-                self.observers,
+                [*self.observers, lambda report: steering.observe(report)],
                 eval_every=config.eval.every,
                 has_evals=bool(launch.evals),
+            )
+            steering = Steering(
+                run=self.folder,
+                launch=launch,
+                loop=loop,
+                controller=controller,
+                checkpoints=checkpoints,
+                engines=self.rollout,
+                actor=self.actor,
+                pilot=pilot or Replanner.of(config, self.folder),
             )
             is_resumed = loop.restore()
             controller.start(launch.flows).wait(timeout_s=timeout_s)
             if not is_resumed and config.sft.steps:
                 loop.save()  # what the supervised steps made is not lost before the first checkpoint
             loop.run()
+            steering.record()
         self.actor.export(str(self.folder.path.resolve() / "model")).wait(timeout_s=timeout_s)
 
 

@@ -102,21 +102,26 @@ def test_a_profile_of_another_version_is_refused_or_marked() -> None:
     ("arguments", "words"),
     [
         (["g.toml", "-p", "p.toml"], "how many devices"),
-        (["g.toml", "-n", "2"], "give a profile"),
+        (["g.toml", "-n", "2"], "is a graph: give a profile"),
         (["g.toml", "-p", "p.toml", "-n", "tpu=2"], "no worker was measured on tpu"),
         (["g.toml", "-p", "p.toml", "-n", "0"], "at least one device"),
         (["g.toml", "-p", "p.toml", "-n", "2", "--pin", "actor=0-3"], "pinned to 4 devices"),
-        (["nothing", "-p", "p.toml", "-n", "2"], "no run, recipe or graph file"),
+        (["nothing", "-p", "p.toml", "-n", "2"], "no recipe, run or graph file"),
     ],
 )
 def test_bad_input_is_explained(arguments: list[str], words: str) -> None:
     assert words in run("plan", *arguments, exit_code=2)
 
 
-def test_a_recipe_takes_its_batch_and_the_profiles_workers() -> None:
-    Path("recipes").mkdir()
-    Path("recipes/mine.toml").write_text("[loop]\nprompts_per_step = 4\n[rollout]\ngroup_size = 8\n")
-    assert json.loads(run("plan", "mine", "-p", "p.toml", "-n", "4", "--json"))["batch"] == 32
+def test_a_recipe_is_planned_from_a_profile_that_knows_its_graph_and_one_without_says_so() -> None:
+    recipe = str(Path(__file__).parents[1] / "e2e" / "tiny.toml")
+    graph = '[graph]\nbatch = 64\nnodes = ["rollout", "actor"]\n[graph.edges]\n"rollout -> actor" = 1000.0\n'
+    Path("traced.toml").write_text(graph + PROFILE)
+    values = json.loads(run("plan", recipe, "-p", "traced.toml", "-n", "gpu=4", "--other-ok", "--json"))
+    assert values["batch"] == 4  # the recipe's prompts
+    pinned = run("plan", recipe, "placement.actor=0", "-p", "traced.toml", "-n", "4", "--other-ok", "--json")
+    assert json.loads(pinned)["workers"]["actor"]["devices"] == "0"
+    assert "[graph]" in run("plan", recipe, "-p", "p.toml", "-n", "gpu=4", "--other-ok", exit_code=2)
 
 
 def test_scaling_is_simulated_and_drawn() -> None:

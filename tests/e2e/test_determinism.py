@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rill.errors import RunError
 from rill.journal.checkpoints import step_of, whole_checkpoints
+from rill.planning.traced import read_history
 from rill.telemetry.run import Run
+from rill.workflows.config import FlowConfig
 from rill.workflows.loop import StepReport
+from rill.workflows.steering import Steering
 from tests.e2e.test_sft import assert_near
 from tests.e2e.tiny import CORRECTED, EXACT, INVARIANT, PPO, fingerprint, resume, start
 
@@ -17,11 +21,24 @@ TWO_ENGINES = ("cluster.devices=3", "placement.rollout=0-1", "placement.actor=2"
 ADAPTIVE = ("algorithm.kl.coefficient=0.05", "algorithm.kl.controller.type=adaptive")
 
 
-def test_two_engines_beside_the_trainer_give_the_same_weights_as_one_shared_device(
+class Mover:
+    """A pilot that puts everybody on one device after the third step."""
+
+    def after_step(self, steering: Steering, report: StepReport) -> None:
+        if report.step == 3:
+            steering.switch({"rollout": "1", "actor": "1"}, FlowConfig())
+
+
+def test_two_engines_beside_the_trainer_that_move_to_one_shared_device_give_the_same_weights(
     whole: Run, tmp_path: Path
 ) -> None:
-    split = start(tmp_path, "split", *EXACT, *TWO_ENGINES)
+    split = start(tmp_path, "split", *EXACT, *TWO_ENGINES, pilot=Mover())
     assert fingerprint(split) == fingerprint(whole)
+    calls = read_history(split.path)
+    assert {(call.group, *turn.devices) for call in calls for turn in call.turns} >= {
+        ("rollout", 0), ("rollout", 1), ("actor", 2), ("actor", 1)
+    }  # fmt: skip
+    assert json.loads((split.path / "flow.json").read_text())["edges"]
 
 
 @pytest.mark.slow

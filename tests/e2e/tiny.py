@@ -13,6 +13,7 @@ from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import Observer
 from rill.workflows.rl_config import RLConfig
+from rill.workflows.steering import Pilot
 
 RECIPE = Path(__file__).with_name("tiny.toml")
 STEPS = 8
@@ -34,11 +35,13 @@ def resolved(recipe: Path, overrides: Sequence[str]) -> RLConfig:
     return config
 
 
-def start(root: Path, name: str, *overrides: str, observers: Sequence[Observer] = ()) -> Run:
+def start(
+    root: Path, name: str, *overrides: str, observers: Sequence[Observer] = (), pilot: Pilot | None = None
+) -> Run:
     config = resolved(RECIPE, overrides)
     run = Run.create(name, root=root, config_toml=dump_config(config))
     with run.running():
-        WORKFLOWS.load(config.workflow)(config, run, observers).run()
+        WORKFLOWS.load(config.workflow)(config, run, observers).run(pilot)
     return run
 
 

@@ -69,7 +69,9 @@ class History:
         return {"tell": Handler(CallRecord, self._tell)}
 
     def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"calls": lambda _: list(self._records)}
+        return {
+            "calls": lambda since_s: [record for record in self._records if record.ended_s > (since_s or 0.0)]
+        }
 
     def _tell(self, client: str, seq: int, record: CallRecord) -> Any:
         self._records.append(record)

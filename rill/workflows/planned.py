@@ -1,0 +1,270 @@
+"""A recipe and its plan: what the search may decide for a recipe, and what a plan writes into it.
+
+A plan is carried out by recipe values alone, `placement.*` and `flow.edges` (and `cluster.colocate`, where everybody
+stays in memory), so the run's own config.toml says what it did and a resumed run needs no plan. What the recipe, or the
+command line, sets itself is pinned: the search works around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rill import __version__
+from rill.algorithms import Algorithm, Scope
+from rill.config.resolve import DEFAULT, source_of
+from rill.config.toml import dumps, key_lines
+from rill.errors import PlanError
+from rill.planning.cost import Pin, Problem
+from rill.planning.fit import constant
+from rill.planning.graph import ARROW
+from rill.planning.plan import Plan
+from rill.planning.profile import Identity, Profile
+from rill.planning.search import Found
+from rill.planning.simulator import simulate
+from rill.planning.traced import graph_of, profiled_workers, read_history
+from rill.runtime.device.device import Device, local_devices, number
+from rill.runtime.device.placement import resolve
+from rill.telemetry.run import Run, write_atomically
+from rill.workflows.launch import threads_of
+from rill.workflows.rl_config import RLConfig
+
+PLAN_TOML, PROFILE_TOML, PLAN_JSON = "plan.toml", "profile.toml", "plan.json"
+FOLDED = {"env": "rollout"}
+"""Environment processes go where the engines are: a plan does not place them."""
+FULL_BYTES = 1.0
+"""Of a device whose memory was not measured: one worker fills it, so that those who share it take turns."""
+
+
+# --- what a profile belongs to ----------------------------------------------------------------------------
+
+
+def identity_of(config: RLConfig, num_devices: int, source: str) -> Identity:
+    """Of the recipe on this machine."""
+    model = config.model
+    name = model.path or "-".join(
+        str(model.shape.get(key)) for key in ("model_type", "num_hidden_layers", "hidden_size")
+    )
+    threads = threads_of(config.cluster, num_devices)
+    machine = f"{platform.machine()}, {os.cpu_count()} cpus, {threads} threads a worker"
+    return Identity(
+        model=name, machine=machine, version=__version__, source=source, workload=workload_of(config)
+    )
+
+
+def workload_of(config: RLConfig) -> str:
+    """A digest of what times depend on: all of the recipe but where, how long and under what seed it runs."""
+    values = config.model_dump(mode="json")
+    for key in ("placement", "flow", "seed", "sinks", "eval", "sft", "workflow", "loader", "sync"):
+        values.pop(key, None)
+    loop, cluster = values.pop("loop"), values.pop("cluster")
+    values["prompts"], values["cluster"] = loop["prompts_per_step"], [cluster["type"], cluster["colocate"]]
+    text = json.dumps(_without_seeds(values), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _without_seeds(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _without_seeds(value) for key, value in values.items() if key != "seed"}
+    return values
+
+
+def devices_of(config: RLConfig) -> tuple[Device, ...]:
+    """The devices of this machine that the recipe uses."""
+    return number(local_devices(config.cluster.devices or "auto"))
+
+
+def devices_on_paper(counts: Mapping[str, int]) -> tuple[Device, ...]:
+    return number([Device(kind=kind, index=n) for kind, count in counts.items() for n in range(count)])
+
+
+def profile_of(run: Run, config: RLConfig, devices: Sequence[Device]) -> Profile:
+    """From a run of the recipe, with the graph as it was traced."""
+    records = read_history(run.path)
+    if not records:
+        raise PlanError(f"{run.path} has no history.jsonl: let it take a step or more")
+    kind = devices[0].kind
+    graph = graph_of(records, batch=config.loop.prompts_per_step, folded=FOLDED)
+    workers = profiled_workers(run, records, kind=kind, folded=FOLDED)
+    return Profile(
+        identity=identity_of(config, len(devices), str(run.path)),
+        workers={node.name: workers[node.name] for node in graph.nodes if node.name in workers},
+        graph=graph.values(),
+    )
+
+
+# --- what may be decided ----------------------------------------------------------------------------------
+
+
+def problem_of(
+    config: RLConfig,
+    provenance: Mapping[str, str],
+    profile: Profile,
+    devices: Sequence[Device],
+) -> Problem:
+    """All plans that the recipe leaves open, for these devices."""
+    if (graph := profile.traced_graph()) is None:
+        raise PlanError("the profile does not say who passes what to whom (its [graph]): measure the recipe")
+    if not devices:
+        raise PlanError("a plan needs at least one device: got none (give --devices 1 or more)")
+    batch = config.loop.prompts_per_step
+    costs, pools = profile.costs(), profile.pools(Counter(device.kind for device in devices))
+    has_memory = any(p.memory_bytes for w in profile.workers.values() for p in w.options.values())
+    if config.cluster.colocate or not has_memory:
+        used = constant(0.0 if config.cluster.colocate else FULL_BYTES)
+        pools = tuple(replace(pool, memory_bytes=FULL_BYTES) for pool in pools)
+        costs = {
+            name: replace(cost, options=tuple(replace(o, memory_bytes=used) for o in cost.options))
+            for name, cost in costs.items()
+        }
+    return Problem(
+        graph=replace(graph, batch=batch).collapsed(),
+        workers=costs,
+        pools=pools,
+        chunks=_chunks(config, batch),
+        lag=config.loop.max_lag,
+        pins={
+            name: Pin(ids=tuple(d.id for seat in resolve(placed, devices) for d in seat.devices))
+            for name in costs
+            if (placed := pinned_placement(config, provenance, name)) is not None
+        },
+    )
+
+
+def pinned_placement(config: RLConfig, provenance: Mapping[str, str], group: str) -> str | None:
+    """Where the recipe itself puts a group; None: it leaves that open."""
+    placed: str | None = getattr(config.placement, group, None)
+    return placed if source_of(f"placement.{group}", provenance) != DEFAULT else None
+
+
+def _chunks(config: RLConfig, batch: int) -> tuple[int, ...]:
+    """Unset: all. What needs a whole batch before it begins gains nothing from chunks."""
+    if chunk := config.flow.granularity:  # the recipe's own: a plan writes edges
+        return (batch, chunk) if batch % chunk == 0 else (batch,)
+    if config.num_updates > 1 or Algorithm(config.algorithm).scope is Scope.BATCH:
+        return (batch,)
+    return ()
+
+
+# --- what a plan writes -----------------------------------------------------------------------------------
+
+
+def values_of(plan: Plan) -> dict[str, Any]:
+    """The recipe values that carry a plan out, by dotted key."""
+    values: dict[str, Any] = {f"placement.{name}": placed.devices for name, placed in plan.workers.items()}
+    edges: dict[str, int] = {}
+    for arrow, chunk in plan.edges.items():
+        target = arrow.partition(ARROW)[2]
+        edges[target] = min(chunk, edges.get(target, chunk))
+    values["flow.edges"] = {name: chunk for name, chunk in edges.items() if chunk < plan.batch}
+    return values
+
+
+def put_into(values: dict[str, Any], provenance: dict[str, str], plan: Plan, source: str) -> list[str]:
+    """Write a plan into a recipe's values, before they are resolved; what the recipe says itself stays, in words."""
+    kept = []
+    for key, value in values_of(plan).items():
+        table, name = key.split(".")
+        given = provenance.get(key) or next(
+            (provenance[k] for k in provenance if key == "flow.edges" and k.startswith("flow.")), None
+        )
+        if given is not None:
+            kept.append(f"{key} is the recipe's own ({given})")
+            continue
+        values.setdefault(table, {})[name] = value
+        provenance[key] = source
+    return kept
+
+
+def rewrite_config(path: Path, plan: Plan, source: str) -> None:
+    """Write a plan into a run's config.toml, so that a resumed run goes on with it."""
+    text = path.read_text(encoding="utf-8")
+    lines, values = text.split("\n"), tomllib.loads(text)
+    comments = {key: lines[n - 1].rpartition("# ")[2] for key, n in key_lines(text).items()}
+    for key, value in values_of(plan).items():
+        table, name = key.split(".")
+        values.setdefault(table, {})[name] = value
+        comments[key] = source
+    write_atomically(path, dumps(values, comments))
+
+
+def check_follows(plan: Plan, config: RLConfig, devices: Sequence[Device]) -> None:
+    """That a plan from a file is one for this recipe and this machine."""
+    known = type(config.placement).model_fields
+    if unknown := [name for name in plan.workers if name not in known]:
+        raise PlanError(
+            f"the plan places {', '.join(unknown)}; the recipe's groups are {', '.join(known)}: it is another recipe's"
+        )
+    if sum(plan.devices.values()) > len(devices):
+        raise PlanError(
+            f"the plan is for {sum(plan.devices.values())} devices, there are {len(devices)}: make one for these "
+            f"(rill plan RECIPE), or set cluster.devices = {sum(plan.devices.values())}"
+        )
+    for what, mine, its in (
+        ("prompts a step", config.loop.prompts_per_step, plan.batch),
+        ("versions of lag", config.loop.max_lag, plan.lag),
+    ):
+        if mine != its:
+            raise PlanError(f"the plan is for {its} {what}, the recipe has {mine}: make another plan")
+
+
+def leave_in(
+    folder: Path, plan: Plan, *, problem: Problem | None = None, found: Found | None = None,
+    profile: Profile | None = None, why: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """The plan's files of a run folder: the plan, what it rests on, and what the dashboard shows of it."""
+    write_atomically(folder / PLAN_TOML, plan.dumps())
+    if profile is not None:
+        write_atomically(folder / PROFILE_TOML, profile.dumps())
+    shown: dict[str, Any] = {
+        "chosen": f"{plan.mode}: {plan.structure}",
+        "why": [*why, *(f"{n} rests on {p.basis}" for n, p in plan.workers.items() if p.basis), *plan.notes],
+    }
+    if plan.step_s:
+        shown["predicted_step_s"] = plan.step_s
+    shown["alternatives"] = [{"name": mode, "why": reason} for mode, reason in plan.rejected.items()]
+    if problem is not None and found is not None:
+        shown["lanes"] = _lanes(problem, found, plan)
+    write_atomically(folder / PLAN_JSON, msgspec.json.encode(shown).decode())
+
+
+def _lanes(problem: Problem, found: Found, plan: Plan) -> list[dict[str, Any]]:
+    """A predicted step, lane by lane as the timeline names them: the second, once the pipeline is filled."""
+    done = simulate(problem, found.tree, steps=2)
+    begin_s = done.step_s[0]
+    members = {node.name: node.members or (node.name,) for node in problem.graph.nodes}
+    return [
+        {
+            "lane": f"device {device}",
+            "name": worker,
+            "start_s": round(span.start_s - begin_s, 6),
+            "end_s": round(span.end_s - begin_s, 6),
+        }
+        for span in done.spans
+        if span.step == 1
+        for worker in members[span.node]
+        for device in plan.workers[worker].ids
+    ]
+
+
+def words(plan: Plan) -> list[str]:
+    """Why this plan, for the terminal."""
+    lines = [f"plan           {plan.mode}: {plan.structure}"]
+    for name, placed in plan.workers.items():
+        shares = f", shared with {', '.join(placed.shares_with)}" if placed.shares_with else ""
+        chunk = f", {placed.chunk} prompts at a time" if placed.chunk < plan.batch else ""
+        lines.append(f"  {name:<12} devices {placed.devices}{shares}{chunk}, {placed.seconds:.3g} s a step")
+    if plan.step_s:
+        lines.append(f"  predicted    {plan.step_s:.3g} s a step (± {plan.spread:.0%})")
+    lines += [f"  not {mode}: {reason}" for mode, reason in plan.rejected.items()]
+    return lines + [f"  mind: {note}" for note in plan.notes]

@@ -1,0 +1,192 @@
+"""The profiler: a recipe run for a few short steps, at several batch sizes and on several numbers of devices.
+
+One launch on all devices, everybody sharing them, so that each worker is measured alone; then the same on fewer,
+down to one. Sizes that do not come up (a trainer that does not fit) end the row: the search does not go below what was
+seen to run. The supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again
+by what they belong to: the model, the machine, the version of rill, and the recipe's own values.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rill.config.resolve import dump_config
+from rill.errors import PlanError, RillError, RunError
+from rill.planning.profile import DeviceKind, Profile
+from rill.runtime.device.device import Device
+from rill.telemetry import trace
+from rill.telemetry.run import Run, write_atomically
+from rill.workflows import WORKFLOWS
+from rill.workflows.loop import StepReport
+from rill.workflows.planned import identity_of, pinned_placement, profile_of
+from rill.workflows.rl_config import RLConfig
+from rill.workflows.steering import Steering
+
+log = logging.getLogger(__name__)
+
+PROFILES = "profiles"
+"""Beside the runs."""
+SETTLE_S = 0.5
+"""Until the last calls of a step have told what they did."""
+
+
+def find_profile(
+    config: RLConfig,
+    provenance: Mapping[str, str],
+    devices: Sequence[Device],
+    *,
+    root: Path,
+    num_rounds: int = 1,
+    is_fresh: bool = False,
+    say: Callable[[str], None] = log.info,
+) -> Profile:
+    """The stored profile of this recipe on this machine, or a new one, which is stored. `is_fresh`: measure again."""
+    identity = identity_of(config, len(devices), "")
+    folder = root / PROFILES
+    stem = f"{config.workflow}-{identity.workload}-{len(devices)}x{devices[0].kind}"
+    file = folder / f"{stem}.toml"
+    if file.exists() and not is_fresh:
+        stored = Profile.load(file)
+        wanted = {name: getattr(identity, name) for name in ("model", "machine", "version")}
+        try:
+            stored.check(wanted)
+        except PlanError as error:
+            say(f"{file} is not of this machine and version, so it is measured again ({error})")
+        else:
+            say(f"profile        {file}")
+            return stored
+    say(f"profile        measuring {', '.join(_row(config, devices, num_rounds))}")
+    began_s = time.monotonic()
+    profile = measure(config, provenance, devices, num_rounds=num_rounds)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, profile.dumps())
+    say(f"profile        {file}, in {time.monotonic() - began_s:.0f} s")
+    return profile
+
+
+def measure(
+    config: RLConfig, provenance: Mapping[str, str], devices: Sequence[Device], *, num_rounds: int = 1
+) -> Profile:
+    """Run the recipe for a few short steps and give what they took."""
+    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
+    rows = _Rows(config, provenance, trials)
+    short = _short(config, rows.placement(trials[0].num_devices), len(trials))
+    with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
+        run = Run.create("profile", root=scratch, config_toml=dump_config(config))
+        trace.configure(run.path, "driver")
+        try:
+            with run.running():
+                WORKFLOWS.load(config.workflow)(short, run, ()).run(pilot=rows)
+        except _Enough:
+            pass
+        except RillError as error:
+            if rows.num_rows == 0:
+                raise
+            log.warning(
+                "the profile ends with %d devices, on fewer it failed: %s", rows.fewest, str(error)[:200]
+            )
+        finally:
+            trace.shutdown()
+        profile = profile_of(run, config, devices)
+    count = {devices[0].kind: DeviceKind(count=len(devices))}
+    identity = identity_of(
+        config, len(devices), f"{len(trials)} steps on {rows.fewest} to {len(devices)} devices"
+    )
+    return msgspec.structs.replace(profile, identity=identity, devices=count, switch_s=rows.switch_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One step of a profile."""
+
+    num_devices: int
+    num_prompts: int
+
+
+def schedule(batch: int, num_devices: int, num_rounds: int) -> list[Trial]:
+    """All devices first, then fewer; on each, a step to warm up and then every size."""
+    counts = sorted({1, num_devices, *([round(num_devices**0.5)] if num_devices > 4 else [])}, reverse=True)
+    trials = []
+    for count in counts:
+        sizes = sorted({max(count, batch // k) for k in (4, 2, 1) if max(count, batch // k) <= batch})
+        trials += [Trial(count, size) for size in (sizes[0], *(sizes * num_rounds))]
+    return trials
+
+
+class _Enough(Exception):
+    pass
+
+
+@dataclass
+class _Rows:
+    """The pilot of a profile: sets up each step before it is taken."""
+
+    config: RLConfig
+    provenance: Mapping[str, str]
+    trials: Sequence[Trial]
+    num_rows: int = 0
+    """Numbers of devices that are measured."""
+    fewest: int = 0
+    switch_s: float = 0.0
+    _last: Trial | None = field(default=None)
+
+    def after_step(self, steering: Steering, report: StepReport) -> None:
+        trial = self.trials[report.step] if report.step < len(self.trials) else None
+        if trial is None or (self._last is not None and trial.num_devices != self._last.num_devices):
+            assert self._last is not None, "there is a step before the last"
+            self.num_rows, self.fewest = self.num_rows + 1, self._last.num_devices
+            time.sleep(SETTLE_S)
+            steering.record()
+        if trial is None:
+            raise _Enough
+        if self._last is not None and trial.num_devices != self._last.num_devices:
+            try:
+                seconds = steering.switch(
+                    self.placement(trial.num_devices), steering.launch.config.flow, keeps_state=False
+                )
+            except RunError as error:
+                log.warning("nothing is measured on %d devices: %s", trial.num_devices, str(error)[:200])
+                raise _Enough from error
+            self.switch_s = max(self.switch_s, seconds)
+        steering.resize(trial.num_prompts)
+        self._last = trial
+
+    def placement(self, num_devices: int) -> dict[str, str]:
+        """Everybody on so many devices but those that the recipe places itself."""
+        groups = [name for name, placed in self.config.placement if placed is not None]
+        ids = f"0-{num_devices - 1}" if num_devices > 1 else "0"
+        return {name: pinned_placement(self.config, self.provenance, name) or ids for name in groups}
+
+
+def _short(config: RLConfig, placement: Mapping[str, str], num_steps: int) -> RLConfig:
+    """The recipe for a few steps: synchronous, without what comes before, beside and after them."""
+    filters = config.algorithm.filters.model_copy(
+        update={"drop_equal_rewards": False, "min_mean_reward": None, "max_mean_reward": None}
+    )
+    changes: dict[str, Any] = {
+        "loop": {"steps": num_steps, "max_lag": 0, "overprovision": 0.0, "checkpoint_every": 0},
+        "eval": {"every": 0, "num_prompts": 0, "sets": ()},
+        "sft": {"steps": 0},
+        "flow": {"granularity": 0, "edges": {}},
+        "placement": dict(placement),
+        "algorithm": {"filters": filters},
+    }
+    tables = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    return config.model_copy(update={**tables, "sinks": ()})
+
+
+def _row(config: RLConfig, devices: Sequence[Device], num_rounds: int) -> list[str]:
+    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
+    counts = dict.fromkeys(trial.num_devices for trial in trials)
+    return [
+        f"{sum(t.num_devices == count for t in trials)} short steps on {count} device{'s' if count > 1 else ''}"
+        for count in counts
+    ]

@@ -1,0 +1,109 @@
+"""What may be changed while a workflow runs, between two of its steps: devices, chunks, the size of a batch.
+
+    step ─▶ report ─▶ pilot.after_step(steering) ─▶ step …
+                          └─ switch: engines rest ─▶ checkpoint ─▶ groups that must go move ─▶ load ─▶ publish ─▶ edges
+
+A pilot decides (replanning.py, profiling.py), the steering does. The driver, the controller and groups that stay are
+not touched; a switch loses nothing, since it passes a checkpoint. Beside it the steering keeps the run's history on
+disk, which the planner and the dashboard read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rill.journal.checkpoints import RunCheckpoints
+from rill.planning.traced import write_history
+from rill.runtime.group import WorkerGroup
+from rill.runtime.hub.history import CallRecord
+from rill.telemetry import trace
+from rill.telemetry.run import Run
+from rill.types import PolicyVersion
+from rill.workflows.actor import ActorWorker
+from rill.workflows.config import FlowConfig
+from rill.workflows.controller import Controller
+from rill.workflows.fleet import Engines, answer
+from rill.workflows.launch import Launcher
+from rill.workflows.loop import Loop, StepReport
+
+
+class Pilot(Protocol):
+    def after_step(self, steering: Steering, report: StepReport) -> None:
+        """Called between two steps, and once before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    run: Run
+    launch: Launcher
+    loop: Loop
+    controller: WorkerGroup[Controller]
+    checkpoints: RunCheckpoints
+    engines: Engines
+    actor: WorkerGroup[ActorWorker]
+    pilot: Pilot | None = None
+
+    def observe(self, report: StepReport) -> None:
+        """The loop's last observer. The history is written after 1, 2, 4, 8 … steps."""
+        if report.phase != "step":
+            return
+        if report.step and report.step & (report.step - 1) == 0:
+            self.record()
+        if self.pilot is not None:
+            self.pilot.after_step(self, report)
+
+    def record(self) -> None:
+        write_history(self.run, self.history())
+
+    def history(self, since_s: float = 0.0) -> list[CallRecord]:
+        return self.launch.cluster.history(since_s)
+
+    def resize(self, num_prompts: int) -> None:
+        """Prompts of a batch, from the next step on."""
+        self._rest()
+        self._ask_controller("resize", num_prompts)
+
+    def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
+        """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
+        was learnt so far is of no interest. Raises what kept a group from its new devices, once all are back."""
+        began_s = time.monotonic()
+        with trace.span("switch", lane="loop", step=self.loop.step):
+            self._rest()
+            if keeps_state:
+                self.loop.save()
+                self.checkpoints.settle()
+            moved, error = self.launch.move(placement)
+            if keeps_state:
+                self._load(moved)
+            if moved:
+                fleet = self.launch.fleet(self.engines, self.actor)
+                self.loop.flow.fleet = fleet
+                fleet.publish(PolicyVersion(self.loop.step + 1))
+            self.loop.flow.rewire(self.loop.flow.config if error else flow)
+        if error is not None:
+            raise error
+        return time.monotonic() - began_s
+
+    def _load(self, moved: list[str]) -> None:
+        folder = self.run.checkpoints_dir / f"step-{self.loop.step:06d}"
+        timeout_s = self.loop.config.step_timeout_s
+        trained = {name: group for name, group in self.launch.trained.items() if name in moved}
+        for handle in [group.load(str(folder / name)) for name, group in trained.items()]:
+            handle.wait(timeout_s=timeout_s)
+
+    def _rest(self) -> None:
+        """Nothing is being sampled, and the controller has put the last batch away."""
+        fleet = self.loop.flow.fleet
+        if fleet.is_open:
+            fleet.stop(self._ask_controller("finish"))
+            fleet.end_epoch()
+        self._ask_controller("trained", self.loop.step)
+
+    def _ask_controller(self, method: str, *arguments: int) -> int:
+        found: int = answer(
+            self.controller.call(method, *arguments), timeout_s=2 * self.loop.config.step_timeout_s
+        )
+        return found
