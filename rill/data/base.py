@@ -37,6 +37,7 @@ DATASETS = Registry(
         "generated": "rill.data.generated:GeneratedDataset",
         "stream": "rill.data.generated:GeneratedStream",
         "mixture": "rill.data.mixture:MixtureDataset",
+        "verifiers": "rill.envs.verifiers.tasks:VerifiersTasks",
     },
 )
 

@@ -16,6 +16,7 @@ from rill.inference.server import (
     routes_admin,
     routes_chat,
     routes_completions,
+    routes_dialects,
     routes_models,
     routes_tokens,
 )
@@ -109,7 +110,14 @@ def create_app(
         redoc_url=None,
     )
     install_error_handlers(app)
-    for module in (routes_completions, routes_chat, routes_tokens, routes_models, routes_admin):
+    for module in (
+        routes_completions,
+        routes_chat,
+        routes_dialects,
+        routes_tokens,
+        routes_models,
+        routes_admin,
+    ):
         app.include_router(module.routes)
     app.add_middleware(BodyLimit, max_body_bytes=config.max_body_bytes)
     app.add_middleware(CountResponses, owner=app)
