@@ -39,6 +39,7 @@ DATASETS = Registry(
         "stream": "rill.data.generated:GeneratedStream",
         "mixture": "rill.data.mixture:MixtureDataset",
         "initial_states": "rill.data.initial_states:InitialStates",
+        "verifiers": "rill.envs.verifiers.tasks:VerifiersTasks",
     },
 )
 

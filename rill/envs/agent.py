@@ -68,6 +68,7 @@ class Setting:
     counts: Counts = field(default_factory=Counts)
     running: asyncio.Task[Any] | None = None
     """The environment's run()."""
+    agents: Agents | None = None
     interrupted: BaseException | None = None
 
     def interrupt(self, error: BaseException) -> None:
@@ -83,9 +84,14 @@ class Agents(Mapping[str, "Agent"]):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        setting.agents = self
         self._agents: dict[str, Agent] = {}
         self.session: Any = None
         """What Environment.session gave."""
+        self.metrics: dict[str, float] = {}
+        """What the environment counts for itself; shown as rollout/<name>."""
+        self.route: Callable[[str, Mapping[str, str]], Agent | None] = self._by_model
+        """Who answers a request to a base_url, by its `model` and its headers. None: the agent whose address it is."""
 
     @property
     def episode_id(self) -> str:
@@ -104,6 +110,15 @@ class Agents(Mapping[str, "Agent"]):
     def first(self) -> Agent:
         """Who the reward of the episode is meant for: the policy, or whoever was there first."""
         return self.policy if "policy" in self._agents or not self._agents else next(iter(self.values()))
+
+    def known(self, name: str) -> Agent | None:
+        """An agent that was mentioned before."""
+        return self._agents.get(name)
+
+    def _by_model(self, model: str, headers: Mapping[str, str]) -> Agent | None:
+        """A program may have several agents behind one address: it asks for them as models."""
+        is_named = model in self._agents or model in self.setting.environment.config.agents
+        return self[model] if is_named else None
 
     def __getitem__(self, name: str) -> Agent:
         agent = self._agents.get(name)
@@ -126,6 +141,8 @@ class Agent:
     def __init__(self, name: str, config: AgentConfig, setting: Setting) -> None:
         self.name = name
         self.config = config
+        self.is_trained = config.is_trained
+        """Off: what it says is no sample. An environment may decide so until the end."""
         self.tree = TokenTree()
         self.setting = setting
         self._encoder = setting.environment.encoder
@@ -273,9 +290,7 @@ class Agent:
         return replace(sampling, **changes)
 
     def _reply(self, node: Node, completion: Completion, message: Message, is_trained: bool) -> Reply:
-        sampled = self.tree.sample(
-            node, completion, message.content, is_trained=is_trained and self.config.is_trained
-        )
+        sampled = self.tree.sample(node, completion, message.content, is_trained=is_trained)
         return Reply(self.setting, self.name, self.tree, sampled, message)
 
     # --- conversations ------------------------------------------------------------------------------------
@@ -336,8 +351,9 @@ class Agent:
             self._syntax, {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
         )
         content, calls = stream.feed(raw, is_last=True)
-        is_malformed = not calls and self._syntax.open in raw
-        self.setting.counts.malformed_calls += is_malformed
+        counts = self.setting.counts
+        counts.tool_calls += len(calls)
+        counts.malformed_calls += not calls and self._syntax.open in raw
         for special in self._encoder.tokenizer.all_special_tokens:
             if special in content:
                 content = content.replace(special, "")

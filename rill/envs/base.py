@@ -45,6 +45,7 @@ ENVIRONMENTS = Registry(
         "mcp": "rill.envs.mcp:McpEnvironment",
         "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
         "textarena": "rill.envs.textarena:TextArenaEnvironment",
+        "verifiers": "rill.envs.verifiers.environment:VerifiersEnvironment",
     },
 )
 

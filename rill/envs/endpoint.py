@@ -1,10 +1,14 @@
-"""Agents behind HTTP: a program that speaks OpenAI's chat API is trained without a change, through `agent.base_url`.
+"""Agents behind HTTP: a program that speaks OpenAI's or Anthropic's API is trained without a change, through
+`agent.base_url`.
 
-    program ── POST {base_url}/chat/completions ──▶ agent.say() ──▶ the agent's tree ──▶ samples
+    program ── POST {base_url}/chat/completions │ responses │ messages ──▶ agent.say() ──▶ the agent's tree ──▶ samples
 
 One small server to an event loop, started when the first agent is asked for its address. An address belongs to one
 agent of one episode and ends with it. Conversations are found again by their messages (tokens.py), so a client may send
 them in any canonical form, branch, and run calls beside one another; what was sampled is never encoded again.
+
+An answer is known when the policy has ended it: a stream sends it in one piece. A client that waits long for a stream
+is sent comments, so that its connection lives.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rill.data.dialects import ANTHROPIC, CHAT, RESPONSES, Answer, AnswerStream, Dialect
 from rill.envs.agent import Agent, EpisodeOver, TurnTimeout
 from rill.envs.reply import Reply
 from rill.envs.rewards.per_loop import PerLoop
@@ -30,6 +37,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 REFUSED = ("functions", "function_call", "response_format", "logit_bias", "top_logprobs")
 """Fields that would change the answer and cannot be honoured."""
+PATIENCE_S = 10.0
+"""How long a client hears nothing of a stream. Until then, what goes wrong is an HTTP status, which clients know."""
 
 
 class HttpEndpoint:
@@ -45,6 +54,20 @@ class HttpEndpoint:
         self._servers().close(agent)
 
 
+@dataclass(slots=True)
+class _Session:
+    agent: Agent
+    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Conversations by the id of the response that ended them: Responses clients may name one as their past."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal(Exception):
+    status: int
+    message: str
+    code: str
+
+
 class _Server:
     """Of one event loop; lives as long as it does."""
 
@@ -53,61 +76,127 @@ class _Server:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        self._agents: dict[str, Agent] = {}
+        self._sessions: dict[str, _Session] = {}
         self._socket = socket.create_server((HOST, 0), backlog=1024)
-        app = Starlette(
-            routes=[
-                Route("/sessions/{key}/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/sessions/{key}/v1/models", self.models, methods=["GET"]),
-            ]
-        )
-        config = uvicorn.Config(app, log_level="error", lifespan="off", access_log=False)
+        home = "/sessions/{key}/v1"
+        routes = [
+            Route(f"{home}{dialect.path}", partial(self.answer, dialect), methods=["POST"])
+            for dialect in (CHAT, RESPONSES, ANTHROPIC)
+        ]
+        # Anthropic's clients add the /v1 themselves.
+        routes.append(Route(f"{home}/v1{ANTHROPIC.path}", partial(self.answer, ANTHROPIC), methods=["POST"]))
+        routes.append(Route(f"{home}/models", self.models, methods=["GET"]))
+        config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", access_log=False)
         server = uvicorn.Server(config)
         server.config.load()
         self._serving = asyncio.ensure_future(_serve(server, self._socket))
 
     def open(self, agent: Agent) -> str:
         key = secrets.token_urlsafe(16)
-        self._agents[key] = agent
+        self._sessions[key] = _Session(agent)
         return f"http://{HOST}:{self._socket.getsockname()[1]}/sessions/{key}/v1"
 
     def close(self, agent: Agent) -> None:
-        for key in [key for key, known in self._agents.items() if known is agent]:
-            del self._agents[key]
+        for key in [key for key, session in self._sessions.items() if session.agent is agent]:
+            del self._sessions[key]
 
     async def models(self, request: Request) -> Response:
-        agent = self._agents.get(request.path_params["key"])
-        if agent is None:
-            return _error(404, "this episode is over", "session_not_found")
-        return _json({"object": "list", "data": [{"id": agent.name, "object": "model", "owned_by": "rill"}]})
+        session = self._sessions.get(request.path_params["key"])
+        if session is None:
+            return _json(CHAT.error("this episode is over", "session_not_found"), 404)
+        model = {"id": session.agent.name, "object": "model", "created": 0, "owned_by": "rill"}
+        return _json({"object": "list", "data": [model]})
 
-    async def chat(self, request: Request) -> Response:
-        agent = self._agents.get(request.path_params["key"])
-        if agent is None:
-            return _error(404, "this episode is over", "session_not_found")
+    async def answer(self, dialect: Dialect, request: Request) -> Response:
+        session = self._sessions.get(request.path_params["key"])
+        if session is None:
+            return _json(dialect.error("this episode is over", "session_not_found"), 404)
         try:
             body = json.loads(await request.body())
-            messages, tools, sampling = read_body(body)
+            past = _past(session, body) if dialect is RESPONSES else []
+            chat = dialect.to_chat(body)
+            asked = read_body(chat)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return _error(400, f"the request cannot be read: {error}", "invalid_request_error")
-        try:
-            reply = await agent.say(messages, tools, **sampling)
-        except EpisodeOver as over:
-            agent.setting.counts.is_cut_off = True
-            return _error(400, f"the episode's budget is used up: {over}", "context_length_exceeded")
-        except TurnTimeout as late:
-            return _error(504, str(late), "timeout")
-        except UserError as error:
-            return _error(400, str(error), "invalid_request_error")
-        except (asyncio.CancelledError, RunError) as error:  # put back, or a failed engine
-            agent.setting.interrupt(error)
-            return _error(503, "the episode was interrupted", "interrupted")
-        answer = as_completion(agent.name, reply)
-        if not body.get("stream"):
-            return _json(answer)
-        from starlette.responses import StreamingResponse
+            return _json(
+                dialect.error(f"the request cannot be read: {error}", "invalid_request_error"), status=400
+            )
+        agents = session.agent.setting.agents
+        assert agents is not None
+        agent = agents.route(str(chat.get("model") or ""), request.headers) or session.agent
+        if past:
+            start = int(bool(body.get("instructions")))
+            asked.messages[start:start] = past
+        said = asyncio.ensure_future(_say(session, agent, asked))
+        if not chat.get("stream"):
+            return await _whole(dialect, said)
+        shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
+        return await _streamed(partial(dialect.stream, shows_usage=shows_usage), dialect, agent, said)
 
-        return StreamingResponse(_chunks(answer), media_type="text/event-stream")
+
+def _past(session: _Session, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conversation that `previous_response_id` names."""
+    name = body.pop("previous_response_id", None)
+    if name is None:
+        return []
+    if name not in session.responses:
+        raise ValueError(f"previous_response_id: there is no response {name!r} in this episode")
+    return session.responses[name]
+
+
+async def _say(session: _Session, agent: Agent, asked: Asked) -> Answer:
+    """Raises _Refusal."""
+    try:
+        reply = await agent.say(asked.messages, asked.tools, **asked.sampling)
+    except EpisodeOver as over:
+        agent.setting.counts.is_cut_off = True
+        raise _Refusal(400, f"the episode's budget is used up: {over}", "context_length_exceeded") from None
+    except TurnTimeout as late:
+        raise _Refusal(504, str(late), "timeout") from None
+    except UserError as error:
+        raise _Refusal(400, str(error), "invalid_request_error") from None
+    except (asyncio.CancelledError, RunError) as error:  # put back, or a failed engine
+        agent.setting.interrupt(error)
+        raise _Refusal(503, "the episode was interrupted", "interrupted") from None
+    answer = as_answer(agent.name, reply)
+    said = {"role": "assistant", "content": reply.text, "tool_calls": list(answer.calls)}
+    session.responses[f"resp_{answer.id}"] = [
+        m for m in asked.messages if m.get("role") not in ("system", "developer")
+    ] + [said]
+    return answer
+
+
+async def _whole(dialect: Dialect, said: asyncio.Future[Answer]) -> Response:
+    try:
+        return _json(dialect.whole(await said))
+    except _Refusal as refusal:
+        return _json(dialect.error(refusal.message, refusal.code), refusal.status)
+
+
+async def _streamed(
+    stream_of: Callable[[Answer], AnswerStream], dialect: Dialect, agent: Agent, said: asyncio.Future[Answer]
+) -> Response:
+    await asyncio.wait({said}, timeout=PATIENCE_S)
+    if said.done() and isinstance(refusal := said.exception(), _Refusal):
+        return _json(dialect.error(refusal.message, refusal.code), refusal.status)
+    from starlette.responses import StreamingResponse
+
+    return StreamingResponse(_events(stream_of, agent, said), media_type="text/event-stream")
+
+
+async def _events(
+    stream_of: Callable[[Answer], AnswerStream], agent: Agent, said: asyncio.Future[Answer]
+) -> AsyncIterator[bytes]:
+    while not said.done():
+        yield b": the answer is on its way\n\n"
+        await asyncio.wait({said}, timeout=PATIENCE_S)
+    try:
+        answer = said.result()
+    except _Refusal as refusal:
+        unsaid = Answer(id=secrets.token_hex(8), model=agent.name, created=int(time.time()))
+        yield stream_of(unsaid).error(refusal.message, refusal.code)
+        return
+    stream = stream_of(answer)
+    yield stream.begin() + stream.feed(answer.content, answer.calls) + stream.end(answer)
 
 
 async def _serve(server: Any, listening: socket.socket) -> None:
@@ -117,8 +206,18 @@ async def _serve(server: Any, listening: socket.socket) -> None:
     await server.main_loop()
 
 
-def read_body(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Messages, tools and what differs from the run's sampling. Raises ValueError for what cannot be honoured."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a chat body asks of an agent."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    sampling: dict[str, Any]
+    """What differs from the run's sampling."""
+
+
+def read_body(body: Mapping[str, Any]) -> Asked:
+    """Raises ValueError for what cannot be honoured. Temperature and the like are the run's: they are not read."""
     wrong = [name for name in REFUSED if body.get(name) not in (None, {"type": "text"}, {}, 0)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: not supported by this agent")
@@ -132,51 +231,26 @@ def read_body(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str
         sampling["max_new_tokens"] = int(limit)
     if (stop := body.get("stop")) is not None:
         sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    tools = body.get("tools") or []
-    return messages, [] if body.get("tool_choice") == "none" else tools, sampling
+    tools = [] if body.get("tool_choice") == "none" else list(body.get("tools") or ())
+    return Asked(messages=list(messages), tools=tools, sampling=sampling)
 
 
-def as_completion(model: str, reply: Reply) -> dict[str, Any]:
-    """As OpenAI has it, with the token ids and log-probabilities of the answer."""
-    calls = [dict(call) for call in reply.message.tool_calls]
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if calls else "")}
-    if calls:
-        message["tool_calls"] = calls
+def as_answer(model: str, reply: Reply) -> Answer:
+    calls = tuple(dict(call) for call in reply.message.tool_calls)
     reason = "length" if reply.stop_reason is StopReason.LENGTH else "tool_calls" if calls else "stop"
-    num_prompt, num_said = len(reply.prompt_ids), len(reply.token_ids)
-    return {
-        "id": f"chatcmpl-{reply.node.digest}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_said,
-            "total_tokens": num_prompt + num_said,
-        },
-    }
-
-
-async def _chunks(answer: dict[str, Any]) -> AsyncIterator[str]:
-    """The whole answer as a stream of one piece: it is known only when it has ended."""
-    choice = answer["choices"][0]
-    message = dict(choice["message"])
-    if "tool_calls" in message:
-        message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
-    common = {**answer, "object": "chat.completion.chunk"}
-    del common["usage"]
-    for delta, reason in ((message, None), ({}, choice["finish_reason"])):
-        chunk = {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-        yield f"data: {json.dumps(chunk)}\n\n"
-    yield "data: [DONE]\n\n"
+    return Answer(
+        id=reply.node.digest,
+        model=model,
+        created=int(time.time()),
+        content=reply.text,
+        calls=calls,
+        finish_reason=reason,
+        num_prompt_tokens=len(reply.prompt_ids),
+        num_completion_tokens=len(reply.token_ids),
+    )
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:
     from starlette.responses import JSONResponse
 
     return JSONResponse(content, status_code=status)
-
-
-def _error(status: int, message: str, code: str) -> Response:
-    return _json({"error": {"message": message, "type": code, "code": code}}, status)

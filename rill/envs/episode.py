@@ -284,13 +284,13 @@ def _rewarded(agents: Agents, samples: dict[str, list[Trajectory]], outcome: _Ou
     whole: list[Trajectory] = []
     for name, given in samples.items():
         agent = agents[name]
-        if not agent.config.is_trained and len(samples) > 1:
+        if not agent.is_trained and len(samples) > 1:
             continue
         changes: dict[str, Any] = {"reward_parts": outcome.parts} if agent is agents.first else {}
         if outcome.failure is not None:
             changes.update(error=outcome.error, stop_reason=StopReason.ERROR)
         for sample in agent.tree.rewarded(given, **changes):
-            if outcome.failure is not None:
+            if outcome.failure is not None or not agent.is_trained:
                 sample.loss_mask[:] = False  # its own array; kept as data, never trained on
             whole.append(sample)
     return whole
@@ -309,7 +309,7 @@ def _metrics(agents: Agents, samples: dict[str, list[Trajectory]], seconds: floa
         metrics["tool_errors"] = float(counts.tool_errors)
         metrics["malformed_calls"] = float(counts.malformed_calls)
         metrics["no_tool_call"] = float(counts.tool_calls == 0)
-    return metrics
+    return {**agents.metrics, **metrics}
 
 
 def _log(episode_id: str, error: str) -> None:

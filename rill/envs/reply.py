@@ -70,6 +70,7 @@ class Reply:
         """Call a tool for this reply; its result as the model reads it. Errors are results too."""
         tool = as_tool(tool)
         self._num_calls += 1
+        self._setting.counts.tool_calls += 1
         return await self._run(tool, tool.name, json.dumps(arguments, default=str), f"#{self._num_calls}")
 
     async def call_tool(self, call: Mapping[str, Any], box: Mapping[str, Tool]) -> Message:
@@ -84,7 +85,6 @@ class Reply:
         counts, log = self._setting.counts, self._setting.log
         limits = self._setting.environment.config.limits
         key = f"tool/{self._agent}/{self.node.digest}/{ordinal}"
-        counts.tool_calls += 1
         event = log.lookup(key)
         if event == BEGUN:
             result, is_ok = f"{ERROR}the result of {name} was lost; it is not called twice", False

@@ -69,6 +69,102 @@ async def test_openais_own_client_plays_a_tool_task_with_exact_tokens() -> None:
     assert sample.loss_mask.sum() == sum(t.end - t.start for t in sample.turns if t.role == "assistant")
 
 
+async def test_openais_responses_are_one_exact_sample_whether_sent_whole_or_by_the_last_id() -> None:
+    openai = pytest.importorskip("openai")
+    tools = [{"type": "function", **PRICE["function"]}]
+
+    async def run(task: Prompt, agents: Agents) -> float:
+        async with openai.AsyncOpenAI(
+            base_url=agents.policy.base_url, api_key="none", max_retries=0
+        ) as client:
+            items: list[Any] = [{"role": "user", "content": "What is tea?"}]
+            first = await client.responses.create(model="x", instructions="Ask.", input=items, tools=tools)
+            (call,) = first.output
+            items += [
+                call.model_dump(exclude_none=True),
+                {"type": "function_call_output", "call_id": call.call_id, "output": "42"},
+            ]
+            stream = await client.responses.create(
+                model="x", instructions="Ask.", input=items, tools=tools, stream=True
+            )
+            *_, last = [event async for event in stream]
+            assert last.type == "response.completed" and last.response.output_text == "It costs 42."
+            again = await client.responses.create(
+                model="x",
+                instructions="Ask.",
+                input="Sure?",
+                tools=tools,
+                previous_response_id=last.response.id,
+            )
+            return float(again.output_text == "Yes.")
+
+    policy = hermes(CALL, "It costs 42.", "Yes.")
+    episode = await episode_of(run, policy)
+    (sample,) = episode.samples
+    assert episode.reward == 1.0, episode.error
+    assert policy.seen[2] == sample.token_ids[: len(policy.seen[2])].tolist(), "nothing is encoded again"
+    assert episode.metrics["rewritten"] == 0 and episode.metrics["tool_calls"] == 1
+
+
+async def test_anthropics_own_client_plays_a_tool_task_with_exact_tokens() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    tools = [{"name": "price", "input_schema": {"type": "object", "properties": {}}}]
+
+    async def run(task: Prompt, agents: Agents) -> float:
+        async with anthropic.AsyncAnthropic(
+            base_url=agents.policy.base_url, api_key="none", max_retries=0
+        ) as client:
+            asked: dict[str, Any] = {"model": "x", "max_tokens": 99, "system": "Ask.", "tools": tools}
+            messages: list[Any] = [{"role": "user", "content": "What is tea?"}]
+            first = await client.messages.create(messages=messages, **asked)
+            assert first.stop_reason == "tool_use" and first.content[0].input == {"item": "tea", "n": 1}
+            result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "42"}
+            messages += [
+                {"role": "assistant", "content": first.content},
+                {"role": "user", "content": [result]},
+            ]
+            async with client.messages.stream(messages=messages, **asked) as stream:
+                final = await stream.get_final_message()
+            return float(final.content[0].text == "It costs 42." and final.stop_reason == "end_turn")
+
+    policy = hermes(CALL, "It costs 42.")
+    episode = await episode_of(run, policy)
+    (sample,) = episode.samples
+    assert episode.reward == 1.0, episode.error
+    assert policy.seen[1] == sample.token_ids[: len(policy.seen[1])].tolist(), "nothing is encoded again"
+
+
+async def test_a_program_with_several_agents_asks_for_them_as_models() -> None:
+    async def run(task: Prompt, agents: Agents) -> float:
+        for model in ("judge", "whatever"):
+            await post(agents.policy.base_url, model=model, messages=[{"role": "user", "content": "a"}])
+        agents["judge"].reward(0.5)
+        return 1.0
+
+    episode = await episode_of(run, hermes("x", "yy"), agents={"judge": {"temperature": 0.5}})
+    assert {s.agent: s.num_sampled for s in episode.samples} == {"judge": 2, "policy": 3}
+    assert episode.rewards == {"policy": 1.0, "judge": 0.5}
+
+
+async def test_whoever_waits_long_for_a_stream_is_kept_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rill.envs.endpoint.PATIENCE_S", 0.05)
+
+    class Slow(Scripted):
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await super().generate(*args, **options)
+
+    async def run(task: Prompt, agents: Agents) -> float:
+        ask: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+        answer = await post(agents.policy.base_url, **ask)
+        assert answer.text.startswith(": ") and answer.text.endswith("data: [DONE]\n\n")
+        late = await post(agents.policy.base_url, **ask)
+        return float("context_length_exceeded" in late.text and late.status_code == 400)
+
+    policy = Slow("x", tokenizer=tokenizer_for(HERMES), ends="<|im_end|>")
+    assert (await episode_of(run, policy, limits={"max_turns": 1})).reward == 1.0
+
+
 async def test_two_episodes_do_not_meet_and_an_address_ends_with_its_episode() -> None:
     urls: list[str] = []
 

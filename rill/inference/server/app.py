@@ -16,6 +16,7 @@ from rill.inference.server import (
     routes_admin,
     routes_chat,
     routes_completions,
+    routes_dialects,
     routes_embeddings,
     routes_models,
     routes_tokens,
@@ -69,6 +70,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 ROUTES = (
     routes_completions,
     routes_chat,
+    routes_dialects,
     routes_tokens,
     routes_embeddings,
     routes_models,
