@@ -45,7 +45,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize(("query", "fits"), FILTERS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("query", "fits"), FILTERS, ids=[f"filter {n}" for n in range(len(FILTERS))])
 def test_a_filter_finds_what_a_look_at_every_line_finds(big: Run, query: Query, fits: Any) -> None:
     assert rollouts_of(big).find(query)["total"] == sum(1 for one in lines(big) if fits(one))
 
