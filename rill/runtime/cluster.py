@@ -155,7 +155,7 @@ class Cluster:
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
         """Start a group's processes; `Worker.launch` is the usual way here, and waits until they are ready."""
         self._supervisor.launch(cls, options)
-        return WorkerGroup(cls, options.name, self._supervisor, self._supervisor)
+        return WorkerGroup(cls, options.name, self._supervisor)
 
     # --- nodes that come and go ---------------------------------------------------------------------------
 

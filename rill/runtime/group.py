@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rill.errors import StuckError, UserError
 from rill.registry import unknown_name_message
@@ -93,26 +93,14 @@ class Move:
         return self.state_s + self.stop_s + self.start_s + self.restore_s
 
 
-class Members(Protocol):
-    """Who is in a group, for those who call it."""
-
-    @property
-    def context(self) -> RuntimeContext: ...
-    def roster(self, group: str) -> Roster: ...
-    def ranks(self, group: str) -> tuple[int, ...]: ...
-    def lost(self, group: str) -> list[int]: ...
-    def diagnose(self, message: str, timeout_s: float) -> StuckError: ...
-
-
 class WorkerGroup(Generic[W_co]):
     """The driver's view of a group."""
 
-    def __init__(self, cls: type[W_co], name: str, members: Members, owner: Supervisor | None = None) -> None:
-        """`owner` alone can change the group; None in a process that was given it."""
+    def __init__(self, cls: type[W_co], name: str, members: Supervisor | _GivenMembers) -> None:
+        """`members`: who is in it; the supervisor of the cluster that launched it can also change it."""
         self.name = name
         self._cls = cls
         self._members = members
-        self._launched_by = owner
         self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
 
     @property
@@ -140,8 +128,8 @@ class WorkerGroup(Generic[W_co]):
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
         `relaunch` the ranks that are `lost()`, or `close` the group."""
-        if self._launched_by is not None:  # a group can only be given away once it is ready
-            self._launched_by.wait_ready(self.name, timeout_s)
+        if not isinstance(self._members, _GivenMembers):  # a group can only be given away once it is ready
+            self._members.wait_ready(self.name, timeout_s)
 
     def lost(self) -> list[int]:
         """The ranks whose process has ended or whose `__init__` failed: `relaunch` or `remove` them."""
@@ -213,9 +201,9 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def _owner(self) -> Supervisor:
-        if self._launched_by is None:
+        if isinstance(self._members, _GivenMembers):
             raise UserError(f"only the driver, which launched {self.name}, can change or close it")
-        return self._launched_by
+        return self._members
 
     def _check_method(self, method: str) -> None:
         if method not in self._methods:

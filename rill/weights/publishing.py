@@ -116,7 +116,7 @@ class Engines:
         with self._lock:
             self._group.rollout = rollout
             if self._manifest is not None:
-                self._sync.catch_up(self._group.names[rank], self.manifest_for_one())
+                self._sync.catch_up(self._group.name_of(rank), self.manifest_for_one())
 
     def manifest_for_one(self) -> SealedManifest:
         manifest = self._manifest
@@ -127,22 +127,25 @@ class Engines:
 
 
 class EngineGroup:
-    """rill.weights.sync.PullTargets: the rollout group."""
+    """rill.weights.sync.PullTargets: the rollout group, with the ranks that it has at the moment."""
 
     def __init__(self, rollout: WorkerGroup[Any], interrupt: bool) -> None:
         self.rollout = rollout
-        self.names: Sequence[str] = [f"{rollout.name}[{rank}]" for rank in range(rollout.size)]
         self._interrupt = interrupt
 
+    @property
+    def names(self) -> Sequence[str]:
+        return [self.name_of(rank) for rank in self.rollout.ranks]
+
+    def name_of(self, rank: int) -> str:
+        return f"{self.rollout.name}[{rank}]"
+
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> GroupPulls:
-        if len(names) == len(self.names):
-            return GroupPulls(self.names, self.rollout.update(manifest, self._interrupt))
-        wanted = set(names)
-        ranks = [rank for rank, name in enumerate(self.names) if name in wanted]
-        if not ranks:
+        wanted = {rank: name for rank in self.rollout.ranks if (name := self.name_of(rank)) in names}
+        if not wanted:
             return GroupPulls([], None)
-        handle = self.rollout.on(*ranks).update(manifest, self._interrupt)
-        return GroupPulls([self.names[rank] for rank in ranks], handle)
+        handle = self.rollout.on(*wanted).update(manifest, self._interrupt)
+        return GroupPulls(list(wanted.values()), handle)
 
 
 class GroupPulls:

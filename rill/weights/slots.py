@@ -7,7 +7,8 @@ and after it uses a bucket:
     publisher   stamp ← none │ write buckets │ stamp ← version        (slot = publishes mod 2)
     receiver    stamp = version? │ map, verify, hand on │ stamp = version still?
 
-So a reader that is overtaken by two publishes learns of it, and never hands on bytes of two versions.
+So a reader that is overtaken by two publishes learns of it, and never hands on bytes of two versions. Stamps are files
+that are opened, read or written and closed: system calls, which no processor reorders with the copies between them.
 
 A publisher that was killed cannot clean up after itself: its folder is a scratch folder of the runtime, which goes with
 the cluster's session, or is swept by the next that is opened in its place; receivers of its cluster hear of its death

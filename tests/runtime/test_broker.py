@@ -22,7 +22,7 @@ from rill.runtime.hub.messages import (
     Puts,
     Settle,
 )
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.transfer.segments import Ref
 from tests.runtime.hub_fakes import FakeHub, done, ids_of, put, puts, take, values_of
 
 DRIVER = "driver[0]#0"

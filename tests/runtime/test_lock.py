@@ -524,7 +524,7 @@ def test_figure_5_on_shared_devices_takes_turns(cluster: Cluster, tmp_path: Path
     run_figure_5(cluster, rollout, actor, actor_first=actor_first)
     for history in rollout.history().wait() + actor.history().wait():
         assert history[:2] == ["onload", "offload"] or history == ["onload"]
-        assert 3 <= history.count("onload") <= 5
+        assert 3 <= history.count("onload") <= 8  # a late rank costs a switch
     rollout.close()
     actor.close()
 

@@ -41,7 +41,7 @@ def inbox(tmp_path: Path) -> Iterator[Inbox]:
 
 
 def post_from(folder: Path, name: str, key: SessionKey | None, endpoint: str) -> None:
-    sender = Mailbox(f"ipc://{folder}/{name}", key=key)
+    sender = Mailbox(f"ipc://{folder}/{name}", tcp_host="127.0.0.1" if key else None, key=key)
     sender.post(endpoint, [b"kind", name.encode()])
     sender.close()
 

@@ -28,7 +28,7 @@ from rill.runtime.hub.messages import (
 )
 from rill.runtime.hub.service import DEFERRED, Handler, ServiceError, group_of, name_of
 from rill.runtime.hub.view import BrokerView
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.transfer.segments import Ref
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine

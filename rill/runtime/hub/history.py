@@ -63,7 +63,6 @@ class History:
 
     def __init__(self) -> None:
         self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
-        self.num_told = 0
 
     def handlers(self) -> Mapping[str, Handler]:
         return {"tell": Handler(CallRecord, self._tell)}
@@ -75,5 +74,4 @@ class History:
 
     def _tell(self, client: str, seq: int, record: CallRecord) -> Any:
         self._records.append(record)
-        self.num_told += 1
         return DEFERRED

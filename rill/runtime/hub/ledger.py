@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.transfer.segments import Ref
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine

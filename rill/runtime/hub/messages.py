@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rill.runtime.transfer.ref import Ref
+from rill.runtime.transfer.segments import Ref
 
 
 class _Message(msgspec.Struct, array_like=True, gc=False):

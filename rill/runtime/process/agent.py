@@ -81,13 +81,8 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(0)
 
 
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _prctl_name(name: str) -> None:
-    """What `ps` and `top` show for this process; the kernel keeps 15 characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def bootstrap(entry: str, fd: int, sys_path: list[str]) -> list[str]:
@@ -201,7 +196,9 @@ class Agent:
             self.control.close()
             os.close(self.wake_read)
             os.close(self.wake_write)
-            _prctl_name(request.key)
+            _prctl(
+                _PR_SET_NAME, request.key.encode()[:15]
+            )  # what `ps` and `top` show; the kernel keeps 15 characters
             module, _, function = request.entry.partition(":")
             getattr(importlib.import_module(module), function)(request.payload)
             exit_code = 0

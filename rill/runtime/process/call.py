@@ -104,6 +104,7 @@ class Calls:
     def __init__(self, mailbox: Mailbox, caller: WorkerAddress) -> None:
         self._mailbox = mailbox
         self._caller = caller
+        self._identity = caller.identity
         self.unpack: Callable[[Frames], Any] = _refuse
         """How results are read: set when the process's doors open."""
         self._ids = itertools.count(1)
@@ -114,17 +115,17 @@ class Calls:
 
     def call(self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False) -> None:
         """Call `method` on the targets of `handle`, which gets the outcomes."""
-        call_id, caller = next(self._ids), self._caller
-        with self._lock:
+        call_id, caller, identity = next(self._ids), self._caller, self._identity
+        with self._lock:  # who dies from now on finds the handle
             self._pending[call_id] = handle
-            gone = {t.identity: self._dead[t.identity] for t in handle.targets if t.identity in self._dead}
+        dead = self._dead
         for index, target in enumerate(handle.targets):
-            if gone and target.identity in gone:
-                error = PeerDiedError(f"{target.name} is gone: {gone[target.identity]}")
+            if dead and target.identity in dead:
+                error = PeerDiedError(f"{target.name} is gone: {dead[target.identity]}")
                 handle.fill(index, Reply.lost(error))
                 continue
             reply_to = caller.endpoint_from(target.node_id)
-            call = Call(call_id, index, method, concurrent, reply_to, caller.identity, caller.node_id)
+            call = Call(call_id, index, method, concurrent, reply_to, identity, caller.node_id)
             self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
         self._drop_if_done(call_id, handle)
 

@@ -112,9 +112,9 @@ class Mailbox:
         self.context.term()
 
     def _peer(self, endpoint: str) -> _Peer | None:
-        """None: it is gone, or this mailbox is closed."""
+        """None: it is gone, it has no address here, or this mailbox is closed."""
         with self._peers_lock:
-            if self._closed or endpoint in self._gone:
+            if self._closed or not endpoint or endpoint in self._gone:
                 return None
             if endpoint not in self._peers:
                 is_near = endpoint.startswith("ipc:")

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
-from rill.runtime.transfer.ref import Ref
-from rill.runtime.transfer.segments import FULL_WAIT_S
+from rill.runtime.transfer.segments import FULL_WAIT_S, Ref
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext

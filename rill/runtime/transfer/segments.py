@@ -1,4 +1,4 @@
-"""The files behind the payload store: their names, their sizes, and who deletes them.
+"""The files behind the payload store: their names, their sizes, who deletes them, and how a place in one is named.
 
 A segment is a file in the session's shared-memory folder, named "<owner identity>.<n>", mapped by its owner and by
 whoever reads it. Files outlive their owner because payloads must: they are deleted by the owner when its pool shrinks,
@@ -13,11 +13,43 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+ALIGNMENT = 64
+"""The header and every buffer begin at a multiple of this inside their slot."""
 FULL_WAIT_S = 600.0
 """How long a full shared memory is waited for where nothing else is said."""
 SLAB_BYTES = 4 * 1024 * 1024
 LARGEST_SLAB_SLOT = 1024 * 1024
 _SMALLEST_SLOT = 8 * 1024
+
+
+def aligned(num_bytes: int) -> int:
+    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+class Ref(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a payload lies, and what travels in its place: its header, then its buffers, in one slot of a segment."""
+
+    node_id: str
+    owner: str
+    """The identity of the process that wrote it and owns the memory."""
+    segment: str
+    offset: int
+    """Of the slot in the segment; segment and offset name the slot."""
+    header_bytes: int
+    sizes: tuple[int, ...]
+    """Bytes of each buffer."""
+
+    @property
+    def slot(self) -> tuple[str, int]:
+        """What `Store.free` takes."""
+        return self.segment, self.offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole payload as it lies in its slot."""
+        return aligned(self.header_bytes) + sum(map(aligned, self.sizes))
 
 
 def slot_size(num_bytes: int) -> int:

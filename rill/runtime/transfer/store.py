@@ -29,12 +29,13 @@ import numpy as np
 
 from rill.errors import PeerDiedError, RunError, StuckError
 from rill.runtime.transfer.memory_copy import copy_bytes
-from rill.runtime.transfer.ref import Ref, aligned
 from rill.runtime.transfer.segments import (
     FULL_WAIT_S,
     LARGEST_SLAB_SLOT,
     SLAB_BYTES,
+    Ref,
     Segment,
+    aligned,
     capacity_bytes,
     slot_size,
 )

@@ -1,0 +1,50 @@
+"""The engines of a run, as the publishing rank sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rill.runtime.address import WorkerAddress
+from rill.runtime.handle import Handle, Reply
+from rill.types import PolicyVersion
+from rill.weights.manifest import SealedManifest
+from rill.weights.publishing import EngineGroup
+from rill.weights.sync import Pulled, WeightSync, WeightSyncConfig
+
+
+class Fleet:
+    """As much of a group of engines as a sync needs: ranks that come and go, and take what they are given at once."""
+
+    name = "rollout"
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+        self.asked: list[tuple[int, ...]] = []
+
+    def on(self, *ranks: int) -> Any:
+        assert set(ranks) <= set(self.ranks)
+        self.asked.append(ranks)
+        return self
+
+    def update(self, manifest: SealedManifest, interrupt: bool) -> Handle:
+        ranks = self.asked[-1]
+        handle = Handle("rollout.update", [WorkerAddress("rollout", rank, "n", 1, "") for rank in ranks])
+        for index in range(len(ranks)):
+            handle.fill(index, Reply(False, 0.0, {}, lambda: Pulled(manifest.version, None, "")))
+        return handle
+
+
+def manifest(version: int) -> SealedManifest:
+    return SealedManifest(PolicyVersion(version), 0, False, b"", b"")
+
+
+def test_engines_that_join_and_leave_are_followed_by_their_ids() -> None:
+    fleet = Fleet(0, 1)
+    engines = EngineGroup(fleet, interrupt=False)  # type: ignore[arg-type]
+    sync = WeightSync(None, engines, WeightSyncConfig(min_in_service=0))  # type: ignore[arg-type]
+    assert sync.distribute(manifest(1)).in_service == ("rollout[0]", "rollout[1]")
+    fleet.ranks = (1, 4)
+    assert sync.distribute(manifest(2)).in_service == ("rollout[1]", "rollout[4]")
+    sync.catch_up("rollout[4]", manifest(2))
+    assert fleet.asked == [(0, 1), (1, 4), (4,)]
+    assert set(sync.states()) == {"rollout[1]", "rollout[4]"}
