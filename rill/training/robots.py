@@ -93,6 +93,7 @@ class RobotTrainer:
         self.algorithm = algorithm
         self.world = World.join(rendezvous, torch.device(device))
         self.device = torch.device(device)
+        torch.manual_seed(seed)  # what a flow is taught with
         self.policy = policy.to(self.device)
         self.optimizer = torch.optim.Adam(
             policy.parameters(), lr=config.learning_rate, eps=1e-5, weight_decay=config.weight_decay
@@ -295,7 +296,7 @@ class RobotTrainer:
         total = loss.policy - self.algorithm.entropy * loss.entropy / size * (num_ratios / num_actions_all)
         if self.algorithm.estimator is Estimator.GAE:
             total = total + self.algorithm.value_coefficient * loss.value * (num_ratios / num_chunks)
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         norm = self._apply(counts[0])
         scale = float(num_ratios / num_chunks), float(num_ratios / num_actions_all / size)
         told = torch.stack(

@@ -40,7 +40,7 @@ from rill.types import PolicyVersion, Sample
 from rill.workflows.config import EvalSetConfig, LoopConfig
 from rill.workflows.edges import Edge
 from rill.workflows.episodes import Flows
-from rill.workflows.evaluation import read_prompts, summarise_rewards
+from rill.workflows.evaluation import read_prompts, summarise_rewards, summarise_tasks
 from rill.workflows.records import TRAIN, Chunk, Outcome, Task
 from rill.workflows.staleness import Entry, Limits, Since, Staleness, State
 
@@ -188,7 +188,9 @@ class Controller(Worker):
             found = self._evaluated
         metrics: dict[str, float] = {}
         for name, outcomes in found.items():
-            metrics |= summarise_rewards([outcomes[n].rewards for n in sorted(outcomes)], name)
+            rewards = {n: outcomes[n].rewards for n in sorted(outcomes)}
+            metrics |= summarise_rewards(list(rewards.values()), name)
+            metrics |= summarise_tasks(rewards, [prompt.task for prompt in self.evals[name][1]], name)
         return metrics
 
     # --- files --------------------------------------------------------------------------------------------
