@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,15 +28,19 @@ from rill.algorithms.embodied import (
     group_advantages,
     ppo_loss,
 )
-from rill.config import Config
+from rill.config import PartConfig
 from rill.errors import CheckpointError, InvalidSampleError, TrainingError
 from rill.models.robots.base import Evaluated, Policy
 from rill.models.robots.inputs import Inputs, read
+from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
 from rill.training.parallel import Rendezvous, World
 from rill.types import EmbodiedTrajectory, Floats, Observation
 
+ROBOT_TRAINERS = Registry(
+    "robot trainer", {"ppo": "rill.training.robots:RobotTrainer", "sac": "rill.training.sac:SACTrainer"}
+)
 STATE_FILE, COUNTS_FILE = "trainer.pt", "trainer.json"
 EVALUATED_ROWS = 4096
 """Chunks that are on the device at once while old log-probabilities are computed."""
@@ -66,9 +71,10 @@ class Rows:
 
 
 class RobotTrainer:
-    class Config(Config):
+    class Config(PartConfig):
         """[trainer]"""
 
+        type: Literal["ppo"] = "ppo"
         learning_rate: float = Field(default=3e-4, gt=0)
         num_epochs: int = Field(default=4, ge=1)
         """Passes over a batch."""

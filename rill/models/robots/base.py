@@ -39,6 +39,7 @@ POLICIES = Registry(
     {
         "tokens": "rill.models.robots.tokens:TokenPolicy",
         "gaussian": "rill.models.robots.gaussian:GaussianPolicy",
+        "squashed": "rill.models.robots.squashed:SquashedPolicy",
         "flow": "rill.models.robots.flow:FlowPolicy",
     },
 )

@@ -14,6 +14,7 @@ from rill.models.robots.base import load_policy
 from rill.models.robots.flow import FlowPolicy
 from rill.models.robots.gaussian import GaussianPolicy
 from rill.models.robots.inputs import read, words_of
+from rill.models.robots.squashed import SquashedPolicy
 from rill.models.robots.tokens import TokenPolicy
 from rill.types import Observation, RobotSpec
 
@@ -26,6 +27,7 @@ POLICIES = {
     "tokens, images": (TokenPolicy.Config(**SMALL), SEEING),
     "transformer": (TokenPolicy.Config(body="transformer", **SMALL), SEEING),
     "gaussian": (GaussianPolicy.Config(chunk=3, **SMALL), STATE),
+    "squashed": (SquashedPolicy.Config(**SMALL), STATE),
     "flow, sde": (FlowPolicy.Config(chunk=3, **SMALL), STATE),
     "flow, learned noise": (FlowPolicy.Config(chunk=3, noise="learned", **SMALL), STATE),
 }
