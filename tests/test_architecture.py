@@ -74,6 +74,9 @@ PACKAGE_OF = {
     "reasoning_gym": "reasoning-gym",
     "pytest_asyncio": "pytest-asyncio",
     "PIL": "pillow",
+    "gym_pusht": "gym-pusht",
+    "libero": "hf-libero",
+    "mani_skill": "mani-skill",
 }
 """Import names that differ from the name of their package."""
 
@@ -86,6 +89,8 @@ COMES_WITH = {
     "triton": "torch",
     "torch.utils.tensorboard": "tensorboard",
     "click": "typer",
+    "mujoco.mjx": "mujoco-mjx",
+    "jax": "mujoco-mjx",
 }
 """Libraries that a declared dependency brings along."""
 

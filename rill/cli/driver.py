@@ -199,6 +199,8 @@ def _summarise(
     model = run.path / "model"
     name = run.name if run.path.parent == Path(RUNS_FOLDER) else run.path  # a name is looked for there only
     use = f"rill chat {name}, rill eval {name}, rill serve {name}"
+    if config.workflow == "embodied":
+        use = f"in another recipe policy_path={model}"
     if config.workflow == "reward_model":  # it scores answers and writes none
         use = f"in an RL recipe reward_model.model.path={model}"
     if not progress.has_reports:

@@ -45,6 +45,7 @@ CURVES: tuple[Figure, ...] = (
     ("sft/loss", "loss", "{:.4f}"),
     ("reward_model/loss", "loss", "{:.4f}"),
     ("dpo/loss", "loss", "{:.4f}"),
+    ("bc/loss", "loss", "{:.4f}"),
     ("eval/loss", "held-out loss", "{:.4f}"),
 )
 """Drawn over the whole run."""
@@ -58,6 +59,7 @@ PHASES: tuple[Figure, ...] = (
 
 STATES: tuple[Figure, ...] = (
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("throughput/actions_per_s", "actions/s", "{:,.0f}"),
     ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("reward_model/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("dpo/train_tokens_per_s", "tokens/s", "{:,.0f}"),

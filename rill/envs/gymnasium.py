@@ -55,14 +55,20 @@ class GymnasiumEnvironment(Environment):
         await play(GymGame(self.config), task, agents, seed=seed, max_turns=self.config.max_turns)
 
 
+def gymnasium_library() -> Any:
+    """The one door to gymnasium; rill.envs.robots.gym comes through it too."""
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise MissingExtraError('gymnasium is not installed: pip install "rill[envs]"') from error
+    return gymnasium
+
+
 class GymGame:
     """rill.envs.games.Game over one gymnasium environment."""
 
     def __init__(self, config: GymnasiumEnvironment.Config) -> None:
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise MissingExtraError('gymnasium is not installed: pip install "rill[envs]"') from error
+        gymnasium = gymnasium_library()
         self._config = config
         options: dict[str, Any] = {"render_mode": "ansi"} if config.observation == "render" else {}
         self._env: Any = gymnasium.make(config.id, **options, **config.arguments)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,15 +28,19 @@ from rill.algorithms.embodied import (
     group_advantages,
     ppo_loss,
 )
-from rill.config import Config
+from rill.config import PartConfig
 from rill.errors import CheckpointError, InvalidSampleError, TrainingError
 from rill.models.robots.base import Evaluated, Policy
 from rill.models.robots.inputs import Inputs, read
+from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
 from rill.training.parallel import Rendezvous, World
 from rill.types import EmbodiedTrajectory, Floats, Observation
 
+ROBOT_TRAINERS = Registry(
+    "robot trainer", {"ppo": "rill.training.robots:RobotTrainer", "sac": "rill.training.sac:SACTrainer"}
+)
 STATE_FILE, COUNTS_FILE = "trainer.pt", "trainer.json"
 EVALUATED_ROWS = 4096
 """Chunks that are on the device at once while old log-probabilities are computed."""
@@ -66,9 +71,10 @@ class Rows:
 
 
 class RobotTrainer:
-    class Config(Config):
+    class Config(PartConfig):
         """[trainer]"""
 
+        type: Literal["ppo"] = "ppo"
         learning_rate: float = Field(default=3e-4, gt=0)
         num_epochs: int = Field(default=4, ge=1)
         """Passes over a batch."""
@@ -93,6 +99,7 @@ class RobotTrainer:
         self.algorithm = algorithm
         self.world = World.join(rendezvous, torch.device(device))
         self.device = torch.device(device)
+        torch.manual_seed(seed)  # what a flow is taught with
         self.policy = policy.to(self.device)
         self.optimizer = torch.optim.Adam(
             policy.parameters(), lr=config.learning_rate, eps=1e-5, weight_decay=config.weight_decay
@@ -295,7 +302,7 @@ class RobotTrainer:
         total = loss.policy - self.algorithm.entropy * loss.entropy / size * (num_ratios / num_actions_all)
         if self.algorithm.estimator is Estimator.GAE:
             total = total + self.algorithm.value_coefficient * loss.value * (num_ratios / num_chunks)
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         norm = self._apply(counts[0])
         scale = float(num_ratios / num_chunks), float(num_ratios / num_actions_all / size)
         told = torch.stack(

@@ -44,7 +44,7 @@ from rill.types import PolicyVersion
 from rill.workflows.config import EvalSetConfig, LoopConfig
 from rill.workflows.edges import Edge
 from rill.workflows.episodes import Flows
-from rill.workflows.evaluation import read_prompts, summarise_rewards
+from rill.workflows.evaluation import read_prompts, summarise_rewards, summarise_tasks
 from rill.workflows.records import TRAIN, Chunk, Outcome, Task
 from rill.workflows.staleness import Limits, Since, Staleness, State
 
@@ -204,7 +204,9 @@ class Controller(Worker):
             check_some_succeeded([outcome for outcomes in found.values() for outcome in outcomes.values()])
         metrics: dict[str, float] = {}
         for name, outcomes in found.items():
-            metrics |= summarise_rewards([outcomes[n].rewards for n in sorted(outcomes)], name)
+            rewards = {n: outcomes[n].rewards for n in sorted(outcomes)}
+            metrics |= summarise_rewards(list(rewards.values()), name)
+            metrics |= summarise_tasks(rewards, [prompt.task for prompt in self.evals[name][1]], name)
         return metrics
 
     # --- files --------------------------------------------------------------------------------------------

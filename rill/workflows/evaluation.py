@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,4 +37,17 @@ def summarise_rewards(rows: Sequence[Sequence[float]], name: str = HELD_OUT) -> 
         what = f"{place}/accuracy" if k == 1 else f"{place}/pass@{k}"
         metrics[what] = estimate.mean
         metrics[f"{what}_low"], metrics[f"{what}_high"] = estimate.low, estimate.high
+    return metrics
+
+
+def summarise_tasks(
+    rewards: Mapping[int, Sequence[float]], tasks: Sequence[str], name: str = HELD_OUT
+) -> dict[str, float]:
+    """The same by task, where an evaluation has prompts of several. `rewards`: by the prompt's place in `tasks`."""
+    place = "eval" if name == HELD_OUT else f"eval/{name}"
+    metrics: dict[str, float] = {}
+    named = dict.fromkeys(task for task in tasks if task)
+    for task in named if len(named) > 1 else ():
+        found = summarise_rewards([row for n, row in rewards.items() if tasks[n] == task])
+        metrics |= {f"{place}/{task}/{key.removeprefix('eval/')}": value for key, value in found.items()}
     return metrics

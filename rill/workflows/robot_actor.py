@@ -21,7 +21,7 @@ from rill.errors import DataError
 from rill.models.robots.inputs import read
 from rill.runtime.context import current
 from rill.runtime.worker import concurrent
-from rill.training.robots import Demonstration, RobotTrainer
+from rill.training.robots import ROBOT_TRAINERS, Demonstration, RobotTrainer
 from rill.types import EmbodiedTrajectory, InitialState, PolicyVersion
 from rill.weights import Canary, CanaryProof, SealedManifest, open_publisher, take_part
 from rill.weights.publishing import PublishingWorker
@@ -40,13 +40,13 @@ class RobotActor(PublishingWorker):
     def __init__(
         self,
         *,
-        config: RobotTrainer.Config,
+        config: PartConfig,
         algorithm: EmbodiedAlgorithmConfig,
         source: PolicySource,
         sync: SyncConfig,
         seed: int,
     ) -> None:
-        self.trainer = RobotTrainer(
+        self.trainer: RobotTrainer = ROBOT_TRAINERS.load(config.type)(
             config,
             algorithm,
             source.open(),

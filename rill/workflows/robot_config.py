@@ -13,7 +13,7 @@ from rill.data.loader import LoaderConfig
 from rill.envs.robots.base import SIMULATORS
 from rill.models.robots.base import POLICIES
 from rill.telemetry.guards import Action, Guard
-from rill.training.robots import RobotTrainer
+from rill.training.robots import ROBOT_TRAINERS, RobotTrainer
 from rill.workflows.config import (
     ClusterConfig,
     EvalConfig,
@@ -82,7 +82,8 @@ class RobotConfig(RecipeConfig):
     loader: LoaderConfig = LoaderConfig()
     rollout: RobotRolloutConfig = RobotRolloutConfig()
     algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
-    trainer: RobotTrainer.Config = Field(default_factory=RobotTrainer.Config)
+    trainer: Annotated[PartConfig, OneOf(ROBOT_TRAINERS)] = Field(default_factory=RobotTrainer.Config)
+    """"ppo" (GRPO with algorithm.estimator = "group") or "sac"."""
     imitation: ImitationConfig = ImitationConfig()
     loop: LoopConfig = LoopConfig()
     flow: FlowConfig = FlowConfig()

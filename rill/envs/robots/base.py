@@ -11,15 +11,14 @@ imports its library when it is opened, and says what to install where it is abse
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from rill.config import PartConfig
-from rill.errors import ConfigError, MissingExtraError
+from rill.errors import ConfigError
 from rill.registry import Registry
 from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
 
@@ -84,14 +83,6 @@ class Simulator(ABC):
 def open_simulator(config: PartConfig) -> Simulator:
     simulator: Simulator = SIMULATORS.load(config.type)(config)
     return simulator
-
-
-def library(name: str, install: str) -> Any:
-    """An adapter's library, imported now."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(f"{name.partition('.')[0]} is not installed: {install} ({error})") from error
 
 
 def seed_of(start: InitialState) -> int:

@@ -39,7 +39,8 @@ POLICIES = Registry(
     {
         "tokens": "rill.models.robots.tokens:TokenPolicy",
         "gaussian": "rill.models.robots.gaussian:GaussianPolicy",
-        "pi0": "rill.models.robots.pi0:Pi0Policy",
+        "squashed": "rill.models.robots.squashed:SquashedPolicy",
+        "flow": "rill.models.robots.flow:FlowPolicy",
     },
 )
 

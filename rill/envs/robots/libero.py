@@ -1,0 +1,107 @@
+"""LIBERO's suites of household tasks, with cameras.
+
+    [simulator]
+    type = "libero"                             pip install "rill[libero]"; its assets come from the hub
+    suite = "libero_spatial"
+
+A task is named by its number in the suite; the state id picks one of the initial states that LIBERO ships with it, so
+that results can be compared with others'. Needs OpenGL off screen (EGL or OSMesa).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from rill.envs.robots.base import Simulator, SimulatorConfig, Step, check_task
+from rill.envs.robots.gym import resized
+from rill.errors import MissingExtraError
+from rill.types import Floats, InitialState, Observation, Pixels, RobotSpec
+
+CAMERAS = {"agentview": "agentview_image", "wrist": "robot0_eye_in_hand_image"}
+SETTLE_STEPS = 10
+"""The scene falls into place before the policy sees it."""
+STILL = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
+
+
+class LiberoSimulator(Simulator):
+    class Config(SimulatorConfig):
+        type: Literal["libero"] = "libero"
+        suite: str = "libero_spatial"
+        max_steps: int = Field(default=300, ge=1)
+        """Actions of an episode."""
+        image_size: int = Field(default=128, ge=16)
+        """Pixels of a camera's side."""
+
+    def __init__(self, config: Config) -> None:
+        try:
+            from libero.libero import benchmark, get_libero_path
+            from libero.libero.envs import OffScreenRenderEnv
+        except ImportError as error:
+            raise MissingExtraError('LIBERO is not installed: pip install "rill[libero]"') from error
+        self._config = config
+        self._open = OffScreenRenderEnv
+        self._folder = Path(get_libero_path("bddl_files"))
+        self._suite: Any = benchmark.get_benchmark_dict()[config.suite]()
+        self._env: Any = None
+        self._task = -1
+        self._num_steps = 0
+        self._last: Any = None
+        self.spec = RobotSpec(
+            state_size=9,
+            action_size=7,
+            cameras=tuple(CAMERAS),
+            image_size=config.image_size,
+            tasks=tuple(str(n) for n in range(self._suite.n_tasks)),
+        )
+
+    def reset(self, start: InitialState) -> Observation:
+        check_task(start, self.spec)
+        self._choose(int(start.task))
+        states = self._suite.get_task_init_states(self._task)
+        self._env.reset()
+        self._last = self._env.set_init_state(states[start.state_id % len(states)])
+        for _ in range(SETTLE_STEPS):
+            self._last, _, _, _ = self._env.step(STILL)
+        self._num_steps = 0
+        return self._seen()
+
+    def step(self, action_A: Floats) -> Step:
+        self._last, _, done, _ = self._env.step(np.clip(action_A, -1.0, 1.0))
+        self._num_steps += 1
+        truncated = not done and self._num_steps >= self._config.max_steps
+        return Step(self._seen(), float(done), bool(done), truncated, bool(done))
+
+    def render(self, size: int) -> Pixels:
+        return resized(self._last[CAMERAS["agentview"]][::-1], size)
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _choose(self, task: int) -> None:
+        """One scene is open at a time: each holds an OpenGL context."""
+        if task == self._task and self._env is not None:
+            return
+        self.close()
+        self._task = task
+        chosen, size = self._suite.get_task(task), self._config.image_size
+        self._env = self._open(
+            bddl_file_name=str(self._folder / chosen.problem_folder / chosen.bddl_file),
+            camera_heights=size,
+            camera_widths=size,
+        )
+        self._env.seed(0)
+
+    def _seen(self) -> Observation:
+        last = self._last
+        state = np.concatenate([last["robot0_eef_pos"], last["robot0_eef_quat"], last["robot0_gripper_qpos"]])
+        return Observation(
+            state=state.astype(np.float32),
+            images={name: np.ascontiguousarray(last[key][::-1]) for name, key in CAMERAS.items()},
+            instruction=str(self._suite.get_task(self._task).language),
+        )

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mujoco")
+
+from rill.envs.robots.arm import CAMERA, ArmSimulator
+from rill.types import InitialState
+
+
+@pytest.fixture(scope="module")
+def arm() -> ArmSimulator:
+    return ArmSimulator(ArmSimulator.Config(image_size=32))
+
+
+def play_expert(arm: ArmSimulator, start: InitialState) -> tuple[bool, int]:
+    arm.reset(start)
+    for count in range(1, 100):
+        step = arm.step(arm.expert())
+        if step.terminated or step.truncated:
+            return step.success, count
+    raise AssertionError("an episode that does not end")
+
+
+def test_the_expert_touches_the_block_it_is_told_to(arm: ArmSimulator) -> None:
+    ended = [play_expert(arm, InitialState("arm", task, n)) for n in range(8) for task in ("red", "blue")]
+    assert all(success for success, _ in ended)
+
+
+def test_touching_the_other_block_ends_the_episode_without_a_reward(arm: ArmSimulator) -> None:
+    arm.reset(InitialState("arm", "red", 5))
+    arm._task = "blue"  # the expert is told otherwise than the judge
+    step = None
+    for _ in range(16):
+        action = arm.expert()
+        arm._task = "red"
+        step = arm.step(action)
+        arm._task = "blue"
+        if step.terminated:
+            break
+    assert step is not None and step.terminated and not step.success and step.reward == 0.0
+
+
+def test_both_tasks_of_a_state_see_the_same_scene_and_another_instruction(arm: ArmSimulator) -> None:
+    red, blue = (arm.reset(InitialState("arm", task, 3)) for task in ("red", "blue"))
+    assert np.array_equal(red.state, blue.state)
+    assert (red.instruction, blue.instruction) == ("touch the red block", "touch the blue block")
+
+
+def test_pictures_by_rays_are_the_same_every_time_and_show_both_blocks(arm: ArmSimulator) -> None:
+    first, again = (arm.reset(InitialState("arm", "red", 3)).images[CAMERA] for _ in range(2))
+    assert np.array_equal(first, again) and first.shape == (32, 32, 3)
+    pixels = arm.render(96).astype(int)
+    is_red = (pixels[..., 0] > pixels[..., 1] + 60) & (pixels[..., 0] > pixels[..., 2] + 60)
+    is_blue = (pixels[..., 2] > pixels[..., 0] + 60) & (pixels[..., 2] > pixels[..., 1] + 40)
+    assert is_red.sum() > 5 and is_blue.sum() > 5

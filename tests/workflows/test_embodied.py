@@ -1,0 +1,141 @@
+"""The whole of an embodied run, small: simulators in processes, the cycle, training, evaluation, films, the page."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rill.algorithms.embodied import EmbodiedAlgorithmConfig
+from rill.cli.driver import carry_out
+from rill.config.files import load_recipe
+from rill.envs.robots.bank import Played
+from rill.envs.robots.recording import Recording
+from rill.models.robots.base import load_policy
+from rill.telemetry.metrics import read_metrics
+from rill.telemetry.run import Run
+from rill.types import InitialState, Prompt
+from rill.workflows.embodied import Embodied
+from rill.workflows.loop import StepReport
+from rill.workflows.records import Task
+from rill.workflows.robot_outcome import finished
+
+POINT = "tests.envs.robots.fakes:PointSimulator"
+
+
+def recipe(**changes: Any) -> Embodied.Config:
+    values: dict[str, Any] = {
+        "workflow": "embodied",
+        "simulator": {"type": POINT},
+        "policy": {"type": "tokens", "chunk": 2, "bins": 5, "width": 32, "depth": 1},
+        "data": {"type": "initial_states", "tasks": ["left", "right"], "num_states": 400},
+        "rollout": {"num_envs": 8, "stages": 2, "film_size": 24},
+        "algorithm": {"gamma": 0.95},
+        "trainer": {"learning_rate": 1e-2, "num_epochs": 3, "num_mini_batches": 2},
+        "imitation": {"steps": 10, "demos": 4},
+        "loop": {"steps": 6, "prompts_per_step": 32, "step_timeout_s": 100},
+        "eval": {"num_prompts": 12, "every": 0},
+        "cluster": {"devices": 2},
+    }
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        values[table] = {**values[table], name: value} if name else value
+    return Embodied.Config(**values)
+
+
+def run_of(config: Embodied.Config, run: Run) -> list[StepReport]:
+    reports: list[StepReport] = []
+    with run.running():
+        Embodied(config, run, [reports.append]).run()
+    return [report for report in reports if report.phase == "step"]
+
+
+def weights_of(run: Run) -> bytes:
+    return (run.path / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_robot_learns_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run.create("robot", root=tmp_path, config_toml="")
+    carry_out(recipe(), run)
+    first, *_, last = (row.values for row in read_metrics(run.path) if row.step > 0)
+    assert last["success/mean"] > first["success/mean"] + 0.2 and last["eval/accuracy"] >= 0.75
+    assert {"eval/left/accuracy_low", "eval/right/accuracy_high"} <= last.keys()
+    assert last["mismatch/abs_mean"] == 0.0 and last["lag/max"] == 0.0
+    assert 0.0 < last["rollout/simulating"] < 1.0
+    films = sorted((run.path / "media").glob("*.gif"))
+    assert len(films) == 4 and all(film.read_bytes()[:3] == b"GIF" for film in films)
+    page = (run.path / "report.html").read_text()
+    assert base64.b64encode(films[0].read_bytes()).decode() in page and "go left" in page
+    assert load_policy(run.path / "model").spec.state_size == 2
+
+
+def test_grpo_ahead_on_split_devices_counts_episodes_of_crashed_simulators_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    config = recipe(
+        simulator__crash_every=9,
+        algorithm={"estimator": "group", "max_success": 0.95},
+        rollout__group_size=4,
+        loop={"steps": 3, "prompts_per_step": 8, "max_lag": 1, "step_timeout_s": 100},
+        placement={"env": "0", "rollout": "0", "actor": "1"},
+        eval={"num_prompts": 0},
+    )
+    reports = run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+    trained = [report.metrics for report in reports if "grad_norm" in report.metrics]
+    assert len(trained) == 3 and max(metrics["lag/max"] for metrics in trained) <= 1.0
+    lost = sum(m["rollout/errors"] + m.get("groups/dropped_failed", 0.0) for m in trained)
+    assert lost > 0.0, "states 0, 9, 18, … end their process"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout__num_envs": 1}, "2 stages"),
+        ({"algorithm__estimator": "group"}, "set rollout.group_size to 8"),
+        ({"loop__overprovision": 0.5}, "cannot be"),
+        ({"data": {"type": "arithmetic"}}, "'initial_states'"),
+    ],
+)
+def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        recipe(**changes)
+
+
+def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
+    task = Task(index=0, prompt=Prompt(id="p"), num_samples=2)
+    start = InitialState("point", "left", 0)
+    lost = Recording("g00000000/0", "g00000000", start, Played.failed("the process died")).trajectory()
+    outcome, kept = finished(EmbodiedAlgorithmConfig(), task, [lost], simulating=0.5)
+    assert kept == [] and outcome.dropped == "failed" and outcome.metrics["rollout/errors"] == 1.0
+    scored, _ = finished(EmbodiedAlgorithmConfig(), replace(task, purpose="held_out"), [lost], simulating=0.5)
+    assert math.isnan(scored.rewards[0])
+
+
+@pytest.mark.slow
+def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_path: Path) -> None:
+    runs = [Run.create("robot", root=tmp_path, config_toml="") for _ in range(3)]
+    run_of(recipe(), runs[0])
+    split = {"env": "0", "rollout": "0", "actor": "1"}
+    run_of(recipe(rollout__stages=1, rollout__num_envs=5, placement=split), runs[1])
+    assert weights_of(runs[0]) == weights_of(runs[1])
+    run_of(recipe(loop__steps=3), runs[2])
+    run_of(recipe(), runs[2])
+    assert weights_of(runs[0]) == weights_of(runs[2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns_to_touch_the_named_block(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    values = load_recipe(Path(__file__).parents[2] / "recipes" / "robot.toml", [f"seed={seed}"])
+    reports = run_of(Embodied.Config(**values.values), Run.create("robot", root=tmp_path, config_toml=""))
+    evaluated = [report.metrics["eval/accuracy"] for report in reports if "eval/accuracy" in report.metrics]
+    assert evaluated[0] <= 0.3 and evaluated[-1] >= 0.9
