@@ -175,23 +175,17 @@ class LogReader:
 def joined(attempts: list[_Attempt]) -> LoggedSequence:
     """Attempts at one sequence, in the order in which they began. One that stands behind tokens which nobody wrote down
     is left out."""
-    tokens: list[Any] = []
-    logprobs: list[Any] = []
-    versions: list[Any] = []
+    tokens, logprobs, versions = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
     last: _Attempt | None = None
     for attempt in attempts:
-        base = attempt.opened.base
+        base, entries, end = attempt.opened.base, attempt.entries, attempt.finished
         if base > len(tokens):
             continue
-        tokens, logprobs, versions = tokens[:base], logprobs[:base], versions[:base]
-        for entry in attempt.entries:
-            tokens += entry.token_ids.tolist()
-            logprobs += entry.logprobs.tolist()
-            versions += [entry.version] * len(entry.token_ids)
-        if attempt.finished is not None:
-            tokens += attempt.finished.token_ids.tolist()
-            logprobs += attempt.finished.logprobs.tolist()
-            versions += attempt.finished.versions.tolist()
+        rest = () if end is None else (end,)
+        tokens = np.concatenate([tokens[:base], *(part.token_ids for part in (*entries, *rest))])
+        logprobs = np.concatenate([logprobs[:base], *(part.logprobs for part in (*entries, *rest))])
+        made_by = [np.full(len(entry.token_ids), entry.version, np.int32) for entry in entries]
+        versions = np.concatenate([versions[:base], *made_by, *(part.versions for part in rest)])
         last = attempt
     finished = None if last is None else last.finished
     if finished is not None and last is not None:
@@ -201,9 +195,9 @@ def joined(attempts: list[_Attempt]) -> LoggedSequence:
         else:  # a stop string may have taken the end of what was sampled back
             tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
     return LoggedSequence(
-        token_ids=np.array(tokens, np.int32),
-        logprobs=np.array(logprobs, np.float32),
-        versions=np.array(versions, np.int32),
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=versions,
         reason=None if finished is None else finished.reason,
         stop_text=None if finished is None else finished.stop_text,
         experts_TLK=None if last is None or last.opened.base else last.experts,
