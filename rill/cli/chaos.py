@@ -29,6 +29,7 @@ import typer
 
 from rill.cli.console import complain, say
 from rill.errors import UserError
+from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -38,6 +39,8 @@ KINDS = {"kill": 8, "stop": 4, "slow": 2, "disconnect": 2, "driver": 1, "disk": 
 """With how often each is chosen."""
 SMALL_DISK_BYTES = 1 << 30
 """Only a file system of at most this size is filled."""
+WHILE_IT_RECOVERS = 0.1
+"""How likely a fault is while no step was taken since the last: without an end to them the run would never move."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
 EXACT = "rollout.engine.batch_invariant=true"
 
@@ -110,18 +113,24 @@ class Trained:
     """`rill train` in a process of its own, as a user would start it."""
 
     def __init__(self, recipe: str, changes: list[str], root: Path, name: str) -> None:
+        number = 1
+        while (root / (name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+        name = name if number == 1 else f"{name}-{number}"
         self._root = root
         self._name = name
         self._log = Path(root) / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._log.unlink(missing_ok=True)
-        shutil.rmtree(root / name, ignore_errors=True)
         self.everybody: dict[int, psutil.Process] = {}
         """That was ever seen of it."""
         self._start([recipe, *changes, "--name", name, "--root", str(root)])
 
     def resume(self) -> None:
-        self._start(["--resume", str(self._root / self._name)])
+        self._start(["--resume", str(self.path)])
+
+    @property
+    def path(self) -> Path:
+        return self._root / self._name
 
     def run(self) -> Run:
         return Run.open(self._name, root=self._root)
@@ -158,6 +167,7 @@ class Harness:
         self._rng = rng
         self._kinds = kinds
         self._every_s = every_s
+        self._size = 0
 
     def run(self, num_faults: int, timeout_s: float) -> list[Fault]:
         started_s = time.monotonic()
@@ -170,7 +180,8 @@ class Harness:
                 if self._hurt.process.wait(wait_s) == 0:
                     return done
             except subprocess.TimeoutExpired:
-                if len(done) < num_faults and (fault := self._inflict(started_s)) is not None:
+                is_due = self._has_moved() or self._rng.random() < WHILE_IT_RECOVERS
+                if len(done) < num_faults and is_due and (fault := self._inflict(started_s)) is not None:
                     done.append(fault)
                 continue
             if not done or done[-1].kind != "driver":
@@ -181,6 +192,13 @@ class Harness:
         complain(f"the run has not ended after {timeout_s:.0f} s:\n{self._hurt.said()}")
         self._hurt.process.kill()
         return done
+
+    def _has_moved(self) -> bool:
+        """Whether a step was taken since this was last asked."""
+        path = self._hurt.path / METRICS_FILE
+        size = path.stat().st_size if path.exists() else 0
+        before, self._size = self._size, size
+        return size > before
 
     def _inflict(self, started_s: float) -> Fault | None:
         """One fault; None where there is nobody to hurt yet."""
@@ -195,7 +213,7 @@ class Harness:
             target = "driver"
             self._hurt.process.kill()
         elif kind == "disk":
-            target = str(self._hurt.run().path)
+            target = str(self._hurt.path)
             self._fill_disk(lasts_s)
         elif kind == "disconnect":
             target = "hub"  # everybody is cut off at once, until it is back
@@ -217,7 +235,7 @@ class Harness:
             time.sleep(0.02)
 
     def _fill_disk(self, lasts_s: float) -> None:
-        ballast = self._hurt.run().path / "ballast"
+        ballast = self._hurt.path / "ballast"
         try:
             with ballast.open("wb") as file, contextlib.suppress(OSError):
                 while True:

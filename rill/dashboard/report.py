@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rill.dashboard.timeline import Timeline
 from rill.errors import UserError
 from rill.telemetry.run import Run, write_atomically
 
+CARD_FILE = "run_card.md"
 MAX_SPANS = 20_000
 MAX_GROUPS = 400
 MAX_ROLLOUT_BYTES = 12 * 1024 * 1024
@@ -33,13 +34,20 @@ MAX_MEDIA_BYTES = 4 * 1024 * 1024
 
 
 def write_report(run: Run, out: Path | None = None) -> Path:
-    """The path of the page; by default `report.html` in the run folder."""
+    """The path of the page; by default `report.html` in the run folder, and the run card beside it."""
     target = out if out is not None else run.path / "report.html"
     data = collect(run)
     if not data["metrics"]["steps"] and not data["timeline"]["lanes"]:
         raise UserError(f"{run.path} has neither metrics nor a trace yet: nothing to report")
     write_atomically(target, page_with(data))
+    if out is None:
+        write_atomically(run.path / CARD_FILE, card_text(run.name, data["overview"]["card"]))
     return target
+
+
+def card_text(name: str, card: Sequence[Mapping[str, str]]) -> str:
+    """The run card as a file to hand on with a result."""
+    return f"# Run card: {name}\n" + "".join(f"\n**{row['question']}**\n{row['answer']}\n" for row in card)
 
 
 def collect(run: Run) -> dict[str, Any]:

@@ -232,6 +232,12 @@ def whole_checkpoints(run: Run) -> list[Path]:
     return sorted(path.parent for path in run.checkpoints_dir.glob(f"step-*/{MANIFEST}"))
 
 
+def needed_now(run_dir: Path) -> Callable[[str], bool] | None:
+    """As `needed_groups`, of a run that goes on from its newest checkpoint."""
+    found = whole_checkpoints(Run(run_dir))
+    return needed_groups(found[-1]) if found else None
+
+
 def checksums(folder: Path) -> dict[str, str]:
     """SHA-256 of the files under `folder` by relative path. Where a part has a manifest that names its own files, of
     that alone: weights are not read again."""
@@ -253,7 +259,7 @@ def damage_of(folder: Path, *, deep: bool = False) -> str:
         try:
             content = (folder / name).read_bytes()
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name} cannot be read: {error.strerror}"
         if hashlib.sha256(content).hexdigest() != checksum:
             return f"{name} is damaged: its checksum is not the one in {MANIFEST}"
         if deep and Path(name).name == MANIFEST and (problem := damage_by_manifest((folder / name).parent)):
@@ -268,7 +274,7 @@ def damage_by_manifest(folder: Path) -> str:
             with (folder / name).open("rb") as file:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name} cannot be read: {error.strerror}"
         if checksum != about["sha256"]:
             return f"{name} is damaged: its checksum is not the one in its manifest"
     return ""

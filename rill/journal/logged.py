@@ -21,6 +21,7 @@ import numpy as np
 from rill.inference.base import Completion, Delta, Request
 from rill.inference.continued import Decode, continued, joined
 from rill.inference.gate import EngineGate
+from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LoggedSequence, LogReader, group_of
 from rill.journal.records import Finished
 from rill.journal.token_log import TokenLog
@@ -35,7 +36,8 @@ class LoggedEngine:
         self._log = log
         self._delay_s = delay_s
         self._decode = decode
-        self._reader = LogReader(log.folder.parent)
+        run_dir = log.folder.parent
+        self._reader = LogReader(run_dir, partial(needed_now, run_dir))
         self._running: dict[str, _Running] = {}
         """By request id."""
 

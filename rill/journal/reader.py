@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from rill.journal.records import Entry, Event, Experts, Finished, Opened, Segmen
 from rill.journal.token_log import FOLDER, SUFFIX
 from rill.types import Floats, Ints, StopReason, TokenIds
 
+Needed = Callable[[str], bool]
+"""Whether a group is."""
 CONTROLLER = "controller"
 BATCH = "batch"
 
@@ -79,15 +81,15 @@ class _Writer:
     def damages(self) -> list[str]:
         return [f"{segment.path.name}: {segment.damage}" for segment in self._segments if segment.damage]
 
-    def read(self) -> None:
-        """What was written since the last time."""
+    def read(self, is_needed: Needed) -> None:
+        """What was written since the last time, of groups that are needed."""
         for segment in self._segments:
             for record in segment.read():
-                self._take(record)
+                self._take(record, is_needed)
 
-    def _take(self, record: Any) -> None:
+    def _take(self, record: Any, is_needed: Needed) -> None:
         match record:
-            case Opened():
+            case Opened() if is_needed(group_of(record.id)):
                 attempt = _Attempt(record)
                 self._by_number[record.number] = attempt
                 self.attempts.setdefault(record.id, []).append(attempt)
@@ -96,20 +98,25 @@ class _Writer:
                 self._by_number[record.number].finished = record
             case Experts() if record.number in self._by_number:
                 self._by_number[record.number].experts = record.experts_TLK
-            case Event():
+            case Event() if is_needed(group_of(record.of)):
                 self.events.setdefault(record.of, []).append(record)
                 self.ids.setdefault(group_of(record.of), set()).add(record.of)
             case list():
                 for entry in record:
                     if (found := self._by_number.get(entry.number)) is not None:
-                        found.entries.append(entry)
+                        copied = entry._replace(
+                            token_ids=entry.token_ids.copy(), logprobs=entry.logprobs.copy()
+                        )  # a view would keep the whole file in memory
+                        found.entries.append(copied)
 
 
 class LogReader:
     """All token logs of a run. Not thread-safe: one to a thread."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, find_needed: Callable[[], Needed | None] = lambda: None) -> None:
+        """`find_needed`: asked when files are read, for what need not be kept in memory. None: everything is kept."""
         self.folder = run_dir / FOLDER
+        self._find_needed = find_needed
         self._writers: dict[str, _Writer] = {}
         self._known: set[str] = set()
 
@@ -119,16 +126,17 @@ class LogReader:
         for writer in self._writers.values():
             if not writer.is_gone and not is_held(writer.newest):
                 writer.is_gone = True
-                writer.read()
+                writer.read(self._find_needed() or _everything)
         return any(writer.is_gone and group in writer.ids for writer in self._writers.values())
 
     def read_all(self) -> None:
         """Everything that is written by now, of the living too."""
         self._list()
+        is_needed = self._find_needed() or _everything
         for writer in self._writers.values():
             if not writer.is_gone:
                 writer.is_gone = not is_held(writer.newest)
-                writer.read()
+                writer.read(is_needed)
 
     def sequence(self, sequence_id: str) -> LoggedSequence | None:
         """As far as `read_all` has read; None where nothing of it is known."""
@@ -175,23 +183,17 @@ class LogReader:
 def joined(attempts: list[_Attempt]) -> LoggedSequence:
     """Attempts at one sequence, in the order in which they began. One that stands behind tokens which nobody wrote down
     is left out."""
-    tokens: list[Any] = []
-    logprobs: list[Any] = []
-    versions: list[Any] = []
+    tokens, logprobs, versions = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
     last: _Attempt | None = None
     for attempt in attempts:
-        base = attempt.opened.base
+        base, entries, end = attempt.opened.base, attempt.entries, attempt.finished
         if base > len(tokens):
             continue
-        tokens, logprobs, versions = tokens[:base], logprobs[:base], versions[:base]
-        for entry in attempt.entries:
-            tokens += entry.token_ids.tolist()
-            logprobs += entry.logprobs.tolist()
-            versions += [entry.version] * len(entry.token_ids)
-        if attempt.finished is not None:
-            tokens += attempt.finished.token_ids.tolist()
-            logprobs += attempt.finished.logprobs.tolist()
-            versions += attempt.finished.versions.tolist()
+        rest = () if end is None else (end,)
+        tokens = np.concatenate([tokens[:base], *(part.token_ids for part in (*entries, *rest))])
+        logprobs = np.concatenate([logprobs[:base], *(part.logprobs for part in (*entries, *rest))])
+        made_by = [np.full(len(entry.token_ids), entry.version, np.int32) for entry in entries]
+        versions = np.concatenate([versions[:base], *made_by, *(part.versions for part in rest)])
         last = attempt
     finished = None if last is None else last.finished
     if finished is not None and last is not None:
@@ -201,13 +203,17 @@ def joined(attempts: list[_Attempt]) -> LoggedSequence:
         else:  # a stop string may have taken the end of what was sampled back
             tokens, logprobs, versions = tokens[:num_whole], logprobs[:num_whole], versions[:num_whole]
     return LoggedSequence(
-        token_ids=np.array(tokens, np.int32),
-        logprobs=np.array(logprobs, np.float32),
-        versions=np.array(versions, np.int32),
+        token_ids=tokens,
+        logprobs=logprobs,
+        versions=versions,
         reason=None if finished is None else finished.reason,
         stop_text=None if finished is None else finished.stop_text,
         experts_TLK=None if last is None or last.opened.base else last.experts,
     )
+
+
+def _everything(group: str) -> bool:
+    return True
 
 
 def is_held(path: Path) -> bool:

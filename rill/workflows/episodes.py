@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from rill.envs.base import Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.envs.events import MISSING
 from rill.inference.base import Completion
+from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
@@ -90,7 +92,7 @@ class Episodes:
         self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
         self.journal = TokenLog(run_dir, process, settings.journal) if settings.journal.enabled else None
         """Of this process; an engine in it writes to the same."""
-        self._before = LogReader(run_dir)
+        self._before = LogReader(run_dir, partial(needed_now, run_dir))
 
     def close(self) -> None:
         if self.journal is not None:

@@ -28,6 +28,7 @@ run may have another batch size. Every admitted group is trained on once or drop
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import PromptSource
 from rill.errors import RunError
 from rill.workflows.records import Outcome, Task
+
+log = logging.getLogger(__name__)
 
 
 class State(StrEnum):
@@ -174,8 +177,21 @@ class Staleness:
         """The groups that may join now, in order."""
         if before := self.chosen_before.get(self.version):
             missing = before[self.num(State.BATCHED) :]
-            return list(itertools.takewhile(lambda index: index in self._groups[State.KEPT], missing))
+            chosen = list(itertools.takewhile(lambda index: index in self._groups[State.KEPT], missing))
+            if chosen or self._will_come(missing):
+                return chosen
+            log.warning(
+                "the batch of step %d cannot be chosen as it was: the run goes on with another", self.version
+            )
+            self.chosen_before = {}
         return self._oldest_first() if self.limits.in_admission_order else self._first_come()
+
+    def _will_come(self, indices: Sequence[int]) -> bool:
+        """Whether these groups are under way, kept, or still to be admitted. A filter may drop one that it kept, where
+        a reward answers otherwise the second time."""
+        known = {index for groups in self._groups.values() for index in groups}
+        is_moving = self.num(State.RUNNING) > 0 or self.room > 0
+        return is_moving and all(index in known or index >= self._next_index for index in indices)
 
     def _oldest_first(self) -> list[int]:
         """A group that was admitted earlier may still be running: it is waited for unless a filter drops it."""

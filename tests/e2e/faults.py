@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Literal
 
+from rill.algorithms import Algorithm
 from rill.envs.agent import Agents
 from rill.envs.single_turn import SingleTurn
-from rill.types import Prompt, Trajectory
+from rill.types import Group, Prompt, Trajectory
+from rill.workflows.episodes import FinishedGroup
+from rill.workflows.grpo import GRPO, finish_group
+from rill.workflows.launch import Launcher
 
 HANGS_FOR_S = 3600.0
 
@@ -39,3 +44,21 @@ async def hanging(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     if text[:1].lower() < "n":
         await asyncio.sleep(HANGS_FOR_S)
     return float(len(text) % 2)
+
+
+def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:
+    """As GRPO's, but the samples go on under the id of another group."""
+    verdict, samples = finish_group(algorithm, group, greedy)
+    return FinishedGroup(
+        verdict, [replace(s, trajectory=replace(s.trajectory, group_id="g99")) for s in samples]
+    )
+
+
+class Shuffled(GRPO):
+    class Config(GRPO.Config):
+        workflow: Literal["tests.e2e.faults:Shuffled"] = "tests.e2e.faults:Shuffled"  # type: ignore[assignment]
+
+    def groups(self, launch: Launcher) -> None:
+        self.rollout = launch.rollout(finish_shuffled)
+        self.actor = launch.actor(self.rollout)
+        self.scorers(launch)

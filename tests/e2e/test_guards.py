@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 
 from rill.dashboard import indexer
-from rill.errors import StuckError
+from rill.errors import GuardError, StuckError
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import RunStatus
 from tests.e2e.tiny import as_command
 
 
-def test_a_constant_reward_and_logprobs_that_are_not_the_engines_are_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_constant_reward_logprobs_that_are_not_the_engines_and_a_full_disk_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    left = iter([9.0, 0.5, 0.5, 0.5])  # at steps 0 and 1, and twice while the run waits for room
+    monkeypatch.setattr(
+        "rill.telemetry.guards.room_left", lambda *_: {"disk/checkpoints_left": next(left, 9.0)}
+    )
+    monkeypatch.setattr("rill.telemetry.guards.PAUSE_POLL_S", 0.01)
     run = as_command(
         tmp_path,
         "wrong",
@@ -29,6 +34,9 @@ def test_a_constant_reward_and_logprobs_that_are_not_the_engines_are_named(
     assert findings["mismatch"]["step"] == 2
     assert "disagree about the same tokens" in findings["mismatch"]["meaning"]
     assert findings["no signal"]["step"] == 2, "it speaks after two steps in a row"
+    assert (findings["disk"]["step"], findings["disk"]["action"]) == (1, "pause")
+    assert "disk/checkpoints_left is well again" in run.log_path.read_text()
+    assert "**Group size?**\n4 samples a prompt" in (run.path / "run_card.md").read_text()
     printed = capfd.readouterr().out
     assert printed.count("guard: step 2: no signal: reward/std is 0") == 1
     assert re.search(r"guards +\d+ findings, told above and in the report", printed), "counted in the summary"
@@ -63,3 +71,9 @@ def test_a_part_that_is_stuck_ends_the_run_with_who_waits_for_whom(tmp_path: Pat
     assert "rollout" in message
     (report,) = (tmp_path / "stuck" / "logs").glob("stuck-*.md")
     assert str(report) in message
+
+
+@pytest.mark.slow
+def test_samples_under_another_groups_id_end_the_run_at_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(GuardError, match="step 1: misplaced samples: groups/misplaced is 16"):
+        as_command(tmp_path, "shuffled", "workflow=tests.e2e.faults:Shuffled")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rill.errors import CheckpointError, WorkerError
-from rill.journal.checkpoints import MANIFEST, RunCheckpoints, step_of, whole_checkpoints
+from rill.journal.checkpoints import MANIFEST, RunCheckpoints, damage_of, step_of, whole_checkpoints
 from rill.runtime.handle import Outcome
 from rill.telemetry.run import Run
 
@@ -143,3 +143,20 @@ def test_a_checkpoint_counts_once_its_files_are_written_behind_training(tmp_path
     assert [step_of(folder) for folder in whole_checkpoints(run)] == [1]
     checkpoints.settle_if_done()
     assert [step_of(folder) for folder in whole_checkpoints(run)] == [1, 2]
+
+
+def test_a_damaged_file_is_found_by_its_checksum_and_the_best_is_kept(tmp_path: Path) -> None:
+    run = Run.create("scored", root=tmp_path)
+    group = OneNumber()
+    checkpoints = RunCheckpoints(run, {"one": group}, 1, 1.0)  # type: ignore[dict-item]
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.1)):
+        group.number = step
+        checkpoints.save(step, score)
+        checkpoints.settle()
+    assert [step_of(folder) for folder in whole_checkpoints(run)] == [2, 4], "the best and the newest"
+    best, newest = whole_checkpoints(run)
+    assert damage_of(best, deep=True) == damage_of(newest, deep=True) == ""
+    (part,) = [path for path in newest.rglob("*") if path.is_file() and path.parent != newest]
+    part.write_text(part.read_text() + " ")
+    assert "checksum" in damage_of(newest)
+    assert RunCheckpoints(run, {"one": group}, 1, 1.0).load_latest() == 2  # type: ignore[dict-item]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rill.errors import TooLongError
-from rill.inference.base import Completion, Request
+from rill.inference.base import Completion, Feature, Request
 from rill.inference.gate import EngineGate
 from rill.types import SamplingParams, StopReason
 from rill.workflows.policy import PolicyClient
@@ -21,7 +22,9 @@ PROMPT = np.array([1, 2, 3], np.int32)
 class BrokenEngine:
     """Raises what no engine should."""
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    features: frozenset[Feature] = frozenset()
+
+    def submit(self, requests: Sequence[Request], on_delta: Any = None) -> list[Future[Completion]]:
         raise ZeroDivisionError("a bug")
 
 
@@ -31,7 +34,9 @@ class AbortingEngine:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    features: frozenset[Feature] = frozenset()
+
+    def submit(self, requests: Sequence[Request], on_delta: Any = None) -> list[Future[Completion]]:
         return [answered(request, self.num_tokens, StopReason.ABORTED) for request in requests]
 
 
@@ -69,7 +74,9 @@ def test_whatever_an_engine_raises_reaches_those_who_asked() -> None:
 class PickyEngine:
     """Refuses a whole submission for one request in it, as engines do."""
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    features: frozenset[Feature] = frozenset()
+
+    def submit(self, requests: Sequence[Request], on_delta: Any = None) -> list[Future[Completion]]:
         if any(len(request.token_ids) > 5 for request in requests):
             raise TooLongError("at most 5 tokens fit")
         return [answered(request, 2, StopReason.EOS) for request in requests]
@@ -121,7 +128,9 @@ class PatientEngine:
     def __init__(self) -> None:
         self.running: dict[str, Future[Completion]] = {}
 
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+    features: frozenset[Feature] = frozenset()
+
+    def submit(self, requests: Sequence[Request], on_delta: Any = None) -> list[Future[Completion]]:
         self.running |= {request.id: Future() for request in requests}
         return [self.running[request.id] for request in requests]
 
@@ -142,3 +151,21 @@ def test_a_stop_ends_what_runs_and_what_is_asked_later_of_that_epoch_and_nothing
     (following,) = gate.submit([Request(id="c", token_ids=PROMPT)], epoch=5)
     gate.stop(4)
     assert not following.done() and list(engine.running) == ["c"]
+
+
+def test_an_engine_that_counts_its_draws_from_the_start_of_a_request_gets_another_seed_for_the_rest() -> None:
+    asked: list[Request] = []
+
+    class Keeping(PatientEngine):
+        def submit(self, requests: Sequence[Request], on_delta: Any = None) -> list[Future[Completion]]:
+            asked.extend(requests)
+            return super().submit(requests)
+
+    first = Request(id="a", token_ids=PROMPT, sampling=SamplingParams(seed=7))
+    rest = Request(id="b", token_ids=PROMPT, sampling=SamplingParams(seed=7), num_generated=2)
+    engine = Keeping()
+    EngineGate(engine).submit([first, rest], epoch=0)  # type: ignore[arg-type]
+    assert asked[0].sampling.seed == 7 and asked[1].sampling.seed not in (7, None)
+    Keeping.features = frozenset({Feature.SEEDED_BY_POSITION})
+    EngineGate(engine).submit([rest], epoch=0)  # type: ignore[arg-type]
+    assert asked[2].sampling.seed == 7

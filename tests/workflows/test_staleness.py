@@ -139,7 +139,7 @@ def test_by_completion_the_first_to_finish_make_the_batch() -> None:
     assert bench.step() == [1, 3]
 
 
-def test_a_resumed_run_keeps_what_was_finished_and_repeats_what_was_begun_under_the_same_names() -> None:
+def test_a_resumed_run_does_what_was_begun_again_under_the_same_names() -> None:
     first = Bench(max_lag=1)
     first.admit()
     first.finish(0, dropped="equal_rewards")
@@ -150,18 +150,41 @@ def test_a_resumed_run_keeps_what_was_finished_and_repeats_what_was_begun_under_
     first.admit()
     first.finish(4)
     state, untrained = first.state.state(), first.state.untrained()
-    assert [e.task.index for e in untrained if e.outcome is not None] == [4]
-    begun = sorted(set(first.admitted) - {0, 1, 3, 4})
-    assert [e.task.index for e in untrained if e.outcome is None] == begun
+    begun = sorted(set(first.admitted) - {0, 1, 3})
+    assert 4 in begun, "what was finished is done again too: the token log has its tokens"
+    assert [task.index for task in untrained] == begun
     second = Bench(max_lag=1)
     second.state.load_state(state, untrained)
     assert second.admit()[: len(begun)] == begun
     assert [second.tasks[index] for index in begun] == [first.tasks[index] for index in begun]
     fresh = [second.tasks[index] for index in second.admitted[len(begun) :]]
     assert all(task.index > max(first.admitted) and task.prompt.id == f"p{task.index}" for task in fresh)
-    assert len(second.admitted) == 3
-    second.finish(begun[0])
-    assert second.step() == [*begun[:1], 4], "what was finished before is in the next batch"
+
+
+def test_a_batch_that_was_chosen_before_is_chosen_again_in_its_order() -> None:
+    bench = Bench(max_lag=1)
+    bench.state.chosen_before = {0: [2, 0]}
+    bench.admit()
+    for index in (0, 1):
+        bench.finish(index)
+        assert not bench.choose(), "though it is finished first"
+    bench.finish(2)
+    assert bench.choose() and bench.batch == [2, 0]
+    assert bench.step() == [0, 2]
+    bench.admit()
+    bench.finish(3)
+    assert bench.choose() and sorted(bench.batch) == [1, 3], "and then as ever"
+
+
+def test_a_batch_that_cannot_be_chosen_again_is_given_up_and_not_waited_for() -> None:
+    bench = Bench(max_lag=1)
+    bench.state.chosen_before = {0: [2, 0], 1: [1, 3]}
+    bench.admit()
+    bench.finish(0)
+    bench.finish(2, dropped="equal_rewards")  # a reward that answers otherwise the second time
+    bench.finish(1)
+    assert bench.choose() and sorted(bench.batch) == [0, 1]
+    assert bench.state.chosen_before == {}
 
 
 def test_a_source_that_runs_dry_is_an_error_in_words() -> None:

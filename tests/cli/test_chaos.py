@@ -1,0 +1,87 @@
+"""`rill chaos`: what it does to a run is stored, and a promise that is broken is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rill.cli.chaos import CHAOS_FILE, _batches, _first, _records, _tools
+from rill.cli.main import app
+from rill.journal.records import Finished
+from rill.journal.token_log import JournalConfig, TokenLog
+from rill.telemetry.run import Run
+from rill.types import StopReason
+
+RECIPE = "tests/e2e/tiny.toml"
+
+
+def finished_run(folder: Path, batches: dict[int, list[int]], *, without: str = "") -> Run:
+    """A folder whose token log has these batches, and two answers to each of their prompts."""
+    run = Run.create("r", root=folder)
+    log = TokenLog(run.path, "controller", JournalConfig())
+    said = np.ones(2, np.int32)
+    for step, indices in batches.items():
+        log.event("controller", f"batch/{step}", indices)
+        for name in (f"g{index:08d}/{n}" for index in indices for n in range(2)):
+            if name != without:
+                number = log.open(f"{name}#policy/1", num_prompt=2, base=0)
+                end = Finished(number, 2, StopReason.EOS, None, said, -said.astype(np.float32), said)
+                log.finish(end, None, lambda error: None)
+    log.close()
+    return run
+
+
+def test_a_group_in_two_batches_a_missing_answer_and_a_tool_run_twice_are_named(tmp_path: Path) -> None:
+    good = finished_run(tmp_path / "good", {0: [0, 1], 1: [2, 3]})
+    assert [_first(_batches(good, 2, 2)), _first(_records(good, 2)), _first(_tools(good))] == [True] * 3
+    twice = finished_run(tmp_path / "twice", {0: [0, 1], 1: [1, 3]})
+    assert _first(_batches(twice, 2, 2)) == "group 1 is in the batches of steps 0 and 1"
+    assert _first(_batches(good, 3, 2)) == "2 of 3 batches"
+    lost = finished_run(tmp_path / "lost", {0: [0, 1]}, without="g00000001/1")
+    assert _first(_records(lost, 2)) == "answer g00000001/1 was trained on and is not in the log"
+    log = TokenLog(good.path, "env-0", JournalConfig())
+    for value in ("begun", {"result": "paid"}, {"result": "paid again"}):
+        log.event("g00000001/0", "tool/policy/1/1", value)
+    log.close()
+    assert _first(_tools(good)) == "tool/policy/1/1 of g00000001/0 has two results"
+
+
+def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["chaos", RECIPE, "--kinds", "flood", "--root", str(tmp_path)])
+    assert result.exit_code == 2 and "kill, stop, slow" in result.output and not list(tmp_path.iterdir())
+
+
+def hurt(folder: Path, *arguments: str) -> tuple[str, dict[str, object]]:
+    result = CliRunner().invoke(app, ["chaos", RECIPE, *arguments, "--root", str(folder)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((folder / "chaos-0-hurt" / CHAOS_FILE).read_text())
+    assert found["faults"], "it was hurt"
+    return result.output, found
+
+
+@pytest.mark.timeout(600)
+def test_a_hurt_run_keeps_every_promise(tmp_path: Path) -> None:
+    output, found = hurt(
+        tmp_path, "loop.steps=10", "algorithm.correction=tis", "--faults", "2", "--every", "0.5"
+    )
+    assert found["held"]["the weights are the same to the last bit"] is True, output  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("loop.steps=600", "loop.checkpoint_every=20", "rollout.env_workers=1", "algorithm.correction=tis"),
+        ("loop.steps=600", "loop.checkpoint_every=20", "cluster.devices=2", "placement.rollout=0",
+         "placement.actor=1", "loop.max_lag=2"),
+        ("loop.steps=300", "loop.checkpoint_every=20", "workflow=ppo", "algorithm.type=ppo"),
+    ],
+    ids=["synchronous, environments apart", "asynchronous", "four models"],
+)  # fmt: skip
+def test_hundreds_of_faults_lose_nothing(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    hurt(tmp_path, *settings, "--faults", "300", "--every", "1", "--timeout", "6000")
