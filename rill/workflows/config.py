@@ -206,7 +206,7 @@ class ClusterConfig(Config):
     address: str = "local"
     """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
     devices: int = Field(0, ge=0)
-    """Device slots to use. 0: all that are found."""
+    """Device slots to use, on each node. 0: all that are found."""
     colocate: bool = False
     """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
     between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""
