@@ -41,6 +41,10 @@ class RecipeConfig(Config):
     sinks: tuple[Annotated[PartConfig, OneOf(SINKS)], ...] = ()
     """Trackers that get the metrics too, e.g. [{ type = "tensorboard" }]. Empty: the run folder only."""
 
+    stop_grace_s: float = Field(0.0, ge=0)
+    """Seconds that a step may still take after Ctrl-C or SIGTERM; then the run ends at once, and resumes from its last
+    checkpoint. Set it below what a scheduler waits before it kills. 0: as long as it takes."""
+
     def guards(self) -> list[Guard]:
         """What is watched while the recipe runs."""
         return default_guards(max_lag=0, mismatch_limit=MISMATCH_LIMITS["float32"])
