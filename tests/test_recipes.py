@@ -54,7 +54,7 @@ def test_the_recipes_for_gpus_fit_on_the_machines_they_name(name: str, nodes: in
     recipe = load_recipe(name)
     config = resolve(recipe_schema(recipe.values, name), recipe.values, recipe.provenance)
     assert isinstance(config, RLConfig)
-    count = config.cluster.devices
+    count = config.cluster.devices * nodes
     devices = [Device(kind=CUDA, index=i % 8, id=i, node_id=f"n{i * nodes // count}") for i in range(count)]
     used = {
         group: {

@@ -7,11 +7,13 @@ recorded anything, leaves no folder behind.
     Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
     Ctrl-C again, or before the first     the run ends at once
     SIGTERM, SIGHUP                       as Ctrl-C: Slurm, Kubernetes and `timeout` send them before they kill
+    stop_grace_s after the first          as the second: whoever sent it will not wait for ever
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -81,8 +83,11 @@ def has_something_to_keep(run: Run) -> bool:
 class Interrupts:
     """Turns the first Ctrl-C during the steps into a wish, granted where a step ends; see the module's table."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, grace_s: float = 0.0) -> None:
+        """`grace_s`: what the step may still take. 0: as long as it takes."""
         self._progress = progress
+        self._grace_s = grace_s
+        self._reminder: threading.Timer | None = None
         self._is_wished = False
         self._takes_steps = False
 
@@ -101,6 +106,8 @@ class Interrupts:
         try:
             yield
         finally:
+            if self._reminder is not None:
+                self._reminder.cancel()
             for each, handler in before.items():
                 signal.signal(each, handler)
 
@@ -108,7 +115,15 @@ class Interrupts:
         if self._is_wished or not self._takes_steps:
             raise KeyboardInterrupt
         self._is_wished = True
-        self._progress.note("stopping: this step is finished and saved first (once more ends it at once)")
+        limit = ""
+        if self._grace_s:
+            limit = f" within {self._grace_s:g} s"
+            self._reminder = threading.Timer(self._grace_s, os.kill, (os.getpid(), number))
+            self._reminder.daemon = True
+            self._reminder.start()
+        self._progress.note(
+            f"stopping: this step is finished{limit} and saved first (once more ends it at once)"
+        )
 
 
 def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[Progress, Sequence[Finding]]:
@@ -121,7 +136,7 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
         metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
     watch = GuardWatch(run.path, config.guards())
     progress = Progress(Console())
-    interrupts = Interrupts(progress)
+    interrupts = Interrupts(progress, config.stop_grace_s)
 
     def record(report: StepReport) -> None:
         nonlocal changed_config

@@ -44,6 +44,9 @@ class RecipeConfig(Config):
     guard_actions: dict[str, Literal["off", "warn", "pause", "stop"]] = {}
     """What follows when a guard finds something, by the guard's name, e.g. { "entropy collapse" = "stop" }. Unset: the
     guard's own (docs/telemetry.md)."""
+    stop_grace_s: float = Field(0.0, ge=0)
+    """Seconds that a step may still take after Ctrl-C or SIGTERM; then the run ends at once, and resumes from its last
+    checkpoint. Set it below what a scheduler waits before it kills. 0: as long as it takes."""
 
     def guards(self) -> list[Guard]:
         """What is watched while the recipe runs."""
@@ -209,7 +212,7 @@ class ClusterConfig(Config):
     address: str = "local"
     """Ray only: "local" starts one, "auto" finds one, otherwise its address."""
     devices: int = Field(0, ge=0)
-    """Device slots to use. 0: all that are found."""
+    """Device slots to use, on each node. 0: all that are found."""
     colocate: bool = False
     """Groups that share devices fit on them together and keep their memory there: nothing is moved out and in
     between turns. Leave room for the others in rollout.engine.kv_memory_fraction."""

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from rill.cli.driver import carry_out, logged_step
+from rill.cli.driver import Interrupts, carry_out, logged_step
+from rill.cli.progress import Progress
 from rill.errors import RunError, UserError, WorkerError
 from rill.journal.checkpoints import MANIFEST
 from rill.telemetry.jsonl import LineFile, encode_line
@@ -229,3 +233,12 @@ def test_a_resumed_run_that_had_no_step_left_says_so(
     assert "raise loop.steps" not in capsys.readouterr().out
     carried_out(monkeypatch, tmp_path, lambda run, tell: None, resumed=run)
     assert "raise loop.steps to go on" in capsys.readouterr().out
+
+
+def test_a_step_that_does_not_end_in_its_grace_is_given_up() -> None:
+    interrupts = Interrupts(Progress(Console(file=io.StringIO())), grace_s=0.05)
+    with interrupts.listening():
+        interrupts.observe(step(1))
+        signal.raise_signal(signal.SIGTERM)  # a wish: the step goes on
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)

@@ -106,7 +106,8 @@ def _task_stacks() -> str:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> str:
-    lines, waited = [], task.get_coro()
+    lines: list[str] = []
+    waited: Any = task.get_coro()
     while waited is not None:
         frame = getattr(waited, "cr_frame", None) or getattr(waited, "gi_frame", None)
         if frame is not None:
