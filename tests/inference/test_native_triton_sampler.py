@@ -13,7 +13,7 @@ PROGRAM = """
 import numpy as np, torch
 from rill.inference.native.sampler import SamplingBatch, filter_logits
 from rill.inference.native.triton_sampler import _SPARE_BITS, _cut
-generator, rows, vocab = np.random.default_rng(0), 24, 300
+generator, rows, vocab = np.random.default_rng(0), 8, 200
 for dtype in _SPARE_BITS:
     logits = torch.from_numpy(generator.normal(size=(rows, vocab)) * 3).to(dtype)
     temperature = generator.choice([0.5, 1.0, 1.7], rows).astype(np.float32)
@@ -22,7 +22,7 @@ for dtype in _SPARE_BITS:
     min_p = generator.choice([0, 0.05], rows).astype(np.float32)
     cut, inverse = torch.empty(rows), torch.from_numpy(1 / temperature)
     filters = [torch.from_numpy(column) for column in (top_k, top_p, min_p)]
-    _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=128, num_warps=4)
+    _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=256, num_warps=4)
     scaled = logits.float() * inverse[:, None]
     batch = SamplingBatch(temperature_S=temperature, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p,
                           uniform_S=np.zeros(rows))
@@ -30,7 +30,9 @@ for dtype in _SPARE_BITS:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_search_for_the_threshold_keeps_what_a_sort_would() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=280)
