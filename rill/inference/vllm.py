@@ -8,7 +8,8 @@
 What vLLM does not promise, these files see to:
 - its prefix cache survives a weight update: it is reset with every update, and requests under way are taken out and
   put back with their tokens as prompt, so that no token is computed from old cache entries;
-- with tied embeddings a reload leaves the packed output head stale: it is tied and packed again;
+- with tied embeddings a reload may leave an output head of its own stale, or packed: it is tied and packed again;
+- a reload keeps tensors of a layer until it has all of them: it is given copies;
 - names, shapes and completeness of new weights are checked here;
 - log-probabilities are `processed_logprobs`, after penalties, bias and temperature; vLLM also truncates them by top-k,
   top-p and min-p, which the protocol does not: its sampler is told to report what it had before that.
@@ -91,7 +92,7 @@ class VllmEngine:
         self._expected = expected_shapes(config.model)
         self._llm = vllm.LLM(**self._llm_args())
         self._engine = self._llm.llm_engine
-        self._engine.collective_rpc(report_before_truncation)
+        self._prepare(vllm.__version__)
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
         self._max_context = int(self._engine.model_config.max_model_len)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
@@ -235,14 +236,25 @@ class VllmEngine:
         if self._folder is not None:
             self._folder.close()
 
+    def _prepare(self, version: str) -> None:
+        try:
+            self._engine.collective_rpc(report_before_truncation)
+        except (AttributeError, UnsupportedError) as error:
+            raise UnsupportedError(
+                f"vLLM {version} cannot be made to report log-probabilities that a trainer can recompute ({error}): use"
+                " 0.26 on a GPU or 0.32 on a CPU, which the adapter was made for"
+            ) from error
+
     def _update(self, tensors: NamedTensors, version: PolicyVersion) -> None:
         loop = self._loop
         if version <= loop.version:
             raise WeightSyncError(f"vllm: version {version} is not newer than {loop.version}")
         loop.take_out()
         try:
-            whole = list(checked(tensors, self._expected))
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
+            # Copies: vLLM keeps a layer's tensors until it has all of them, and whoever sends may use his memory again
+            # for the next one.
+            copies = ((name, tensor.clone()) for name, tensor in checked(tensors, self._expected))
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             self._engine.collective_rpc(tie_head)
             self._engine.reset_prefix_cache()
         except Exception as error:  # vLLM raises anything; half-loaded weights must not be used
@@ -254,6 +266,11 @@ class VllmEngine:
     def _check(self, request: Request) -> None:
         check_request(request, max_context=self._max_context, vocab_size=self.vocab_size)
         check_fits(request, self._max_context)
+        if request.guide is not None or request.num_top_logprobs:
+            raise UnsupportedError(
+                f"request {request.id!r}: the vllm engine takes no grammars and tells the sampled tokens' "
+                "log-probabilities only: use native"
+            )
         if request.adapter is not None:
             raise UnsupportedError(
                 f"request {request.id!r}: the vllm engine serves no adapters, and {request.adapter!r} was asked for: "
@@ -296,6 +313,8 @@ def _import_vllm(cpu_kv_gib: int) -> Any:
     # In this process: quick to load, and weights can be handed over without a copy between processes.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_gib))
+    # FlashInfer's sampler gives no log-probabilities, and vLLM stops where it is not installed.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
         import vllm
         import vllm.sampling_params

@@ -78,9 +78,10 @@ def test_an_adapter_is_loaded_listed_served_replaced_and_unloaded(
 
 
 def test_only_the_admin_key_opens_the_adapter_routes(client: httpx.Client, tmp_path: Path) -> None:
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        body = {"lora_name": "a", "lora_path": str(tmp_path)}
-        assert client.post(path, json=body).status_code == 401
+    body = {"lora_name": "a"}
+    assert client.post("/v1/unload_lora_adapter", json=body).status_code == 401
+    body |= {"lora_path": str(tmp_path)}
+    assert client.post("/v1/load_lora_adapter", json=body).status_code == 401
 
 
 def test_what_is_no_adapter_of_this_model_is_refused_in_words(client: httpx.Client, tmp_path: Path) -> None:

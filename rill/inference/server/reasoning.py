@@ -27,6 +27,7 @@ class ReasoningStream:
         """None: not known yet."""
         self._held = ""
         self._is_begun = False
+        """The part that is being handed out has had a character: line breaks before it do not count."""
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         self._held += text
@@ -35,11 +36,12 @@ class ReasoningStream:
         if self._is_inside is None:
             return "", ""
         if not self._is_inside:
-            return "", self._take(len(self._held))
+            return "", self._visible(self._take(len(self._held)))
         reasoning, close, rest = self._held.partition(CLOSE)
         if close:
-            self._is_inside, self._held = False, ""
-            return self._visible(reasoning).rstrip("\n"), rest.lstrip("\n")
+            told = self._visible(reasoning).rstrip("\n")
+            self._is_inside, self._is_begun, self._held = False, False, ""
+            return told, self._visible(rest)
         # Line breaks before the end of the block are not part of the reasoning.
         keep = 0 if is_last else held_back(self._held, (CLOSE,))
         size = len(self._held) - keep
@@ -51,7 +53,7 @@ class ReasoningStream:
         if begun.startswith(OPEN):
             self._is_inside, self._held = True, begun[len(OPEN) :]
         elif is_last or not OPEN.startswith(begun):
-            self._is_inside = False
+            self._is_inside, self._is_begun = False, True
 
     def _visible(self, text: str) -> str:
         if not self._is_begun:

@@ -270,7 +270,13 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
-class TensorBody(Body):
+class RecordBody(Body):
+    """A record that another rill wrote: it may hold more than is needed here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TensorBody(RecordBody):
     """Where one tensor lies: rill.weights.base.TensorSpec."""
 
     name: str = Field(min_length=1, max_length=1024)
@@ -281,7 +287,7 @@ class TensorBody(Body):
     num_bytes: Size
 
 
-class BucketBody(Body):
+class BucketBody(RecordBody):
     """One buffer of a version: rill.weights.base.BucketSpec, without handles: those are programs."""
 
     index: Count
@@ -292,7 +298,7 @@ class BucketBody(Body):
     """A file's name, not a path."""
 
 
-class ManifestBody(Body):
+class ManifestBody(RecordBody):
     """A version published by rill.weights: rill.weights.base.WeightManifest as JSON."""
 
     version: Count

@@ -1,0 +1,38 @@
+"""The threshold of top-k, top-p and min-p on CUDA, in Triton's interpreter: the same tokens stay as with a sort."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import numpy as np, torch
+from rill.inference.native.sampler import SamplingBatch, filter_logits
+from rill.inference.native.triton_sampler import _SPARE_BITS, _cut
+generator, rows, vocab = np.random.default_rng(0), 8, 200
+for dtype in _SPARE_BITS:
+    logits = torch.from_numpy(generator.normal(size=(rows, vocab)) * 3).to(dtype)
+    temperature = generator.choice([0.5, 1.0, 1.7], rows).astype(np.float32)
+    top_k = generator.choice([0, 1, 5, 50], rows).astype(np.int32)
+    top_p = generator.choice([1.0, 0.5, 0.9, 0.95], rows).astype(np.float32)
+    min_p = generator.choice([0, 0.05], rows).astype(np.float32)
+    cut, inverse = torch.empty(rows), torch.from_numpy(1 / temperature)
+    filters = [torch.from_numpy(column) for column in (top_k, top_p, min_p)]
+    _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=256, num_warps=4)
+    scaled = logits.float() * inverse[:, None]
+    batch = SamplingBatch(temperature_S=temperature, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p,
+                          uniform_S=np.zeros(rows))
+    assert torch.equal(scaled >= cut[:, None], torch.isfinite(filter_logits(scaled.clone(), batch))), dtype
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_search_for_the_threshold_keeps_what_a_sort_would() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, timeout=280)
