@@ -44,8 +44,13 @@ def _step_s(problem: Problem, tree: Tree) -> float:
 
 
 def stage_seconds(problem: Problem, tree: Tree) -> float:
-    """Seconds of a step in which a stage works."""
-    k = problem.graph.batch / tree.chunk
+    """Seconds of a step in which a stage works. A stream's two figures say when a consumer is done with it: it works
+    as long as for the whole batch at once."""
+    batch, (seat, *others) = problem.graph.batch, tree.seats
+    cost, option, _ = seat_of(problem, seat)
+    if not others and is_stream(cost, tree.chunk, batch):
+        return float(call_seconds(cost, option, batch, batch, np.array([seat.replicas]))[0][0])
+    k = batch / tree.chunk
     return tree.latency_s + (k - 1) * tree.interval_s
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,11 @@ def three(
     )
 
 
+def streaming(problem: Problem) -> Problem:
+    rollout = replace(problem.workers["rollout"], streams=True)
+    return replace(problem, workers={**problem.workers, "rollout": rollout})
+
+
 def test_workers_that_fit_together_pay_for_no_swap() -> None:
     assert Op.TURNS not in search(three(memory=0.2), Mode.SHARED).tree.ops()
     assert Op.TOGETHER not in search(three(memory=0.6), Mode.SHARED).tree.ops()
@@ -213,6 +219,7 @@ def test_pinned_ids_decide_who_shares() -> None:
             r"overlap in part \(1\)",
         ),
         (lambda: three(0), Mode.AUTO, r"at least one device"),
+        (lambda: streaming(three(2, lag=1)), Mode.AUTO, r"lag 1: .*Set the lag to 0.*give 3 devices or more"),
         (lambda: three(pins={"critic": Pin(devices=1)}), Mode.AUTO, r"pinned critic: the workers are actor"),
     ],
 )
