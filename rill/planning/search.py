@@ -92,11 +92,11 @@ class Tree:
     nodes: tuple[str, ...]
     chunk: int
     """Items that pass at a time."""
-    devices: tuple[int, ...]
-    """Of each kind."""
-    latency_s: float
-    interval_s: float
-    memory: float
+    devices: tuple[int, ...] = ()
+    """Of each kind. These and the times are filled in by the search, and by `price`."""
+    latency_s: float = 0.0
+    interval_s: float = 0.0
+    memory: float = 0.0
     """Share of the fullest device."""
     halves: tuple[Tree, ...] = ()
     seats: tuple[Seat, ...] = ()
@@ -109,6 +109,13 @@ class Tree:
             yield self
         for half in self.halves:
             yield from half.stages()
+
+    def meeting(self, source: str, target: str) -> Tree:
+        """Where two nodes of the graph part."""
+        for half in self.halves:
+            if source in half.nodes and target in half.nodes:
+                return half.meeting(source, target)
+        return self
 
     def ops(self) -> set[Op]:
         return {self.op}.union(*(half.ops() for half in self.halves))
@@ -205,7 +212,6 @@ class _Search:
         self.bound_s = bound_s * _SLACK
         self._is_rough = is_rough
         self._levels = problem.levels[::2] if is_rough else problem.levels
-        self._index = {node.name: i for i, node in enumerate(self.graph.nodes)}
         self._memo: dict[tuple[int, int], Frontier] = {}
         self._operands: dict[tuple[int, int, Op], Frontier] = {}
         self._chains: dict[int, tuple[float, float, float]] = {}
@@ -460,17 +466,7 @@ class _Search:
         if they share devices."""
 
         if (first, second) not in self._between:
-
-            def crosses(source: str, target: str) -> bool:
-                return bool(first >> self._index[source] & 1 and second >> self._index[target] & 1)
-
-            sizes = [e.bytes_per_item for e in self.graph.edges if crosses(e.source, e.target)]
-            weights = sum(
-                sync.bytes
-                for sync in self.graph.syncs
-                if crosses(sync.source, sync.target) or crosses(sync.target, sync.source)
-            )
-            self._between[first, second] = (sizes, weights)
+            self._between[first, second] = self.graph.between(first, second)
         sizes, weights = self._between[first, second]
         link, local = self.problem.link_bytes_per_s, self.problem.local_bytes_per_s
         return [size * chunk / link for size in sizes], weights / link, weights / local

@@ -102,14 +102,14 @@ def test_a_plan_of_another_recipe_machine_or_batch_is_refused() -> None:
         config, {}, profile(config, {"rollout": 1.0, "reference": 1.0, "actor": 1.0}), devices_of(config)
     )
     plan = Plan.of(problem, search(problem, Mode.SPLIT))
-    check_follows(plan, config, devices_of(config))
+    check_follows(plan, config)
     for overrides, says in (
         (["cluster.devices=2"], "is for 3 devices, there are 2"),
         (["cluster.devices=3", "loop.prompts_per_step=8"], "for 4 prompts a step, the recipe has 8"),
     ):
         other = resolved(RECIPE, overrides)
         with pytest.raises(Exception, match=says):
-            check_follows(plan, other, devices_of(other))
+            check_follows(plan, other)
 
 
 def test_a_profile_visits_all_devices_first_and_every_size_on_each() -> None:
