@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from rill import __version__
@@ -20,7 +21,7 @@ from rill.errors import PlanError, UserError
 from rill.planning.cost import Pin, Problem
 from rill.planning.graph import Graph
 from rill.planning.picture import draw
-from rill.planning.plan import Plan, parse_ids, plan_values
+from rill.planning.plan import Plan, parse_ids
 from rill.planning.profile import Profile, merge_all
 from rill.planning.search import Found, Mode, alternatives, search
 from rill.telemetry.run import RUNS_FOLDER, Run
@@ -75,7 +76,7 @@ def plan(
     other_ok: OtherOk = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is stored.")] = False,
     graph: Annotated[
-        str | None, typer.Option(help="Draw the graph instead: text, dot or mermaid.", metavar="STYLE")
+        str | None, typer.Option(help="Draw the graph instead: text or mermaid.", metavar="STYLE")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan to this file.")] = None,
     save_profile: Annotated[Path | None, typer.Option(help="Write the profile that was used.")] = None,
@@ -110,7 +111,7 @@ def plan(
     if out is not None:
         out.write_text(made.dumps(), encoding="utf-8")
     if as_json:
-        say_json(plan_values(made))
+        say_json(msgspec.to_builtins(made))
     else:
         _say_plan(made, out)
 
@@ -188,7 +189,8 @@ def of_recipe(
     from rill.workflows.profiling import find_profile
 
     config = rl_config(values)
-    devices = devices_of(config)
+    asked = devices_on_paper(num_devices) if num_devices is not None else None
+    devices = asked if asked and used is not None else devices_of(config)
     notes: list[str] = []
     if used is not None:
         mine = identity_of(config, len(devices), "")
@@ -201,9 +203,7 @@ def of_recipe(
             config, values.provenance, devices, root=root, num_rounds=num_rounds, is_fresh=is_fresh,
             say=(lambda _: None) if is_quiet else say,
         )  # fmt: skip
-    if num_devices is not None:
-        devices = devices_on_paper(num_devices)
-    problem = problem_of(config, values.provenance if run is None else {}, used, devices)
+    problem = problem_of(config, values.provenance if run is None else {}, used, asked or devices)
     if config.sft.steps and run is None:
         notes.append("answers were measured before the supervised steps, and may be shorter after them")
     return Question(problem=problem, profile=used, notes=notes)
@@ -211,7 +211,7 @@ def of_recipe(
 
 def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
     """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
-    from rill.workflows.planned import check_follows, devices_of, put_into, words
+    from rill.workflows.planned import check_follows, put_into, words
 
     config = rl_config(values)
     if plan in tuple(Mode):
@@ -220,7 +220,7 @@ def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
         chosen = Chosen(plan=made, question=question, found=found)
     elif Path(plan).is_file():
         made = Plan.load(plan)
-        check_follows(made, config, devices_of(config))
+        check_follows(made, config)
         chosen = Chosen(plan=made)
     else:
         raise UserError(

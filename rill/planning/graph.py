@@ -156,6 +156,21 @@ class Graph:
             found[index[edge.target]] |= 1 << index[edge.source]
         return tuple(found)
 
+    def mask(self, names: Iterable[str]) -> int:
+        wanted = set(names)
+        return sum(1 << i for i, node in enumerate(self.nodes) if node.name in wanted)
+
+    def between(self, first: int, second: int) -> tuple[list[float], float]:
+        """What crosses a cut: bytes of an item on each edge, and bytes of weights, once a step, either way."""
+        index = {node.name: i for i, node in enumerate(self.nodes)}
+
+        def crosses(source: str, target: str) -> bool:
+            return bool(first >> index[source] & 1 and second >> index[target] & 1)
+
+        sizes = [edge.bytes_per_item for edge in self.edges if crosses(edge.source, edge.target)]
+        syncs = [s for s in self.syncs if crosses(s.source, s.target) or crosses(s.target, s.source)]
+        return sizes, sum(sync.bytes for sync in syncs)
+
     def cuts(self, part: int) -> list[int]:
         """The source sides of all s–t cuts of a part: no edge leads back from the rest into it."""
         inside = [i for i in range(len(self.nodes)) if part >> i & 1]

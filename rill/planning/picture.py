@@ -1,4 +1,4 @@
-"""A graph as a picture: plain text for a terminal, Graphviz or Mermaid for a page. Called by `rill plan --graph`."""
+"""A graph as a picture: plain text for a terminal, Mermaid for a page. Called by `rill plan --graph`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def draw(graph: Graph, style: str) -> str:
-    styles: dict[str, Callable[[Graph], str]] = {"text": _text, "dot": _graphviz, "mermaid": _mermaid}
+    styles: dict[str, Callable[[Graph], str]] = {"text": _text, "mermaid": _mermaid}
     if style not in styles:
         raise PlanError(f"no picture of style {style!r}: choose from {', '.join(styles)}")
     return styles[style](graph)
@@ -41,17 +41,6 @@ def _text(graph: Graph) -> str:
             if sync.source == node.name
         ]
     return "\n".join(lines)
-
-
-def _graphviz(graph: Graph) -> str:
-    lines = ["digraph workflow {", "  rankdir=LR; node [shape=box];"]
-    lines += [f'  "{node.name}"{" [peripheries=2]" if node.members else ""};' for node in graph.nodes]
-    lines += [f'  "{e.source}" -> "{e.target}" [label="{size_text(e.bytes_per_item)}"];' for e in graph.edges]
-    lines += [
-        f'  "{s.source}" -> "{s.target}" [style=dashed label="weights {size_text(s.bytes)}"];'
-        for s in graph.syncs
-    ]
-    return "\n".join([*lines, "}"])
 
 
 def _mermaid(graph: Graph) -> str:

@@ -19,7 +19,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -105,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             devices={pool.kind: pool.count for pool in problem.pools},
             workers=workers,
             edges={
-                f"{e.source}{ARROW}{e.target}": _meeting(found.tree, e.source, e.target).chunk
+                f"{e.source}{ARROW}{e.target}": found.tree.meeting(e.source, e.target).chunk
                 for e in problem.graph.edges
             },
             rejected={str(mode): _why_it_lost(problem, found, other) for mode, other in others},
@@ -172,7 +171,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if node_a == node_b:
                 continue
             common = set(self.workers[a].ids) & set(self.workers[b].ids)
-            op = _meeting(shape, node_a, node_b).op
+            op = shape.meeting(node_a, node_b).op
             if op in (Op.SERIES, Op.PARALLEL) and common:
                 raise PlanError(
                     f"{a} and {b} are apart in the structure and both on devices {ids_text(common)}"
@@ -286,14 +285,6 @@ def _swapping(tree: Tree) -> set[str]:
     return own.union(*(_swapping(half) for half in tree.halves))
 
 
-def _meeting(tree: Tree, source: str, target: str) -> Tree:
-    """The node of the tree at which two nodes of the graph part."""
-    for half in tree.halves:
-        if source in half.nodes and target in half.nodes:
-            return _meeting(half, source, target)
-    return tree
-
-
 def _node_of(tree: Tree, worker: str) -> str:
     for stage in tree.stages():
         if worker == stage.nodes[0] or worker in stage.nodes[0].split("+"):
@@ -373,23 +364,11 @@ class _Parser:
             seats.append(Seat(member, 0, placed.kind, placed.parallel, replicas))
         ids = [set(self.plan.workers[member].ids) for member in members]
         is_apart = len(members) > 1 and not set.intersection(*ids)
-        return Tree(
-            op=Op.STAGE, nodes=(name,), chunk=chunk, devices=(), latency_s=0.0, interval_s=0.0, memory=0.0,
-            seats=tuple(seats), is_apart=is_apart,
-        )  # fmt: skip
+        return Tree(op=Op.STAGE, nodes=(name,), chunk=chunk, seats=tuple(seats), is_apart=is_apart)
 
     def _made(self, op: Op, chunk: int, halves: tuple[Tree, ...]) -> Tree:
         nodes = tuple(name for half in halves for name in half.nodes)
-        return Tree(
-            op=op,
-            nodes=nodes,
-            chunk=chunk,
-            devices=(),
-            latency_s=0.0,
-            interval_s=0.0,
-            memory=0.0,
-            halves=halves,
-        )
+        return Tree(op=op, nodes=nodes, chunk=chunk, halves=halves)
 
     def _next(self) -> str:
         if self._at >= len(self._tokens):
@@ -400,9 +379,3 @@ class _Parser:
     def _expect(self, sign: str) -> None:
         if (got := self._next()) != sign:
             raise PlanError(f"structure {self.text!r}: {sign!r} expected, got {got!r}")
-
-
-def plan_values(plan: Plan) -> dict[str, Any]:
-    """For programs: the plan as plain values."""
-    values: dict[str, Any] = msgspec.to_builtins(plan)
-    return values

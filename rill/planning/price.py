@@ -44,8 +44,13 @@ def _step_s(problem: Problem, tree: Tree) -> float:
 
 
 def stage_seconds(problem: Problem, tree: Tree) -> float:
-    """Seconds of a step in which a stage works."""
-    k = problem.graph.batch / tree.chunk
+    """Seconds of a step in which a stage works. A stream's two figures say when a consumer is done with it: it works
+    as long as for the whole batch at once."""
+    batch, (seat, *others) = problem.graph.batch, tree.seats
+    cost, option, _ = seat_of(problem, seat)
+    if not others and is_stream(cost, tree.chunk, batch):
+        return float(call_seconds(cost, option, batch, batch, np.array([seat.replicas]))[0][0])
+    k = batch / tree.chunk
     return tree.latency_s + (k - 1) * tree.interval_s
 
 
@@ -84,7 +89,9 @@ def _price(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
         )
         return made, swap
     (s, swap_s), (t, swap_t) = priced
-    transfers, apart, local = _crossing(problem, s, t, tree.chunk)
+    sizes, weights = problem.graph.between(problem.graph.mask(s.nodes), problem.graph.mask(t.nodes))
+    transfers = [size * tree.chunk / problem.link_bytes_per_s for size in sizes]
+    apart, local = weights / problem.link_bytes_per_s, weights / problem.local_bytes_per_s
     share_of_step = tree.chunk / problem.graph.batch
     memory, swap = max(s.memory, t.memory), 0.0
     if tree.op in (Op.SERIES, Op.PARALLEL):
@@ -106,7 +113,7 @@ def _price(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
             f"{' and '.join((*s.nodes, *t.nodes))} do not fit into a device together ({memory:.0%}): "
             "let them take turns"
         )
-    made = replace(tree, halves=(s, t), nodes=tuple(n for n in _order(problem) if n in {*s.nodes, *t.nodes}),
+    made = replace(tree, halves=(s, t), nodes=tuple(problem.graph.names_in(problem.graph.mask((*s.nodes, *t.nodes)))),
                    devices=devices, latency_s=latency, interval_s=interval, memory=memory)  # fmt: skip
     return made, swap
 
@@ -144,19 +151,3 @@ def _stage(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
         tree, devices=tuple(int(n) for n in taken), latency_s=seconds, interval_s=interval_s, memory=used
     )
     return made, swap_s
-
-
-def _crossing(problem: Problem, s: Tree, t: Tree, chunk: int) -> tuple[list[float], float, float]:
-    edges = [e for e in problem.graph.edges if e.source in s.nodes and e.target in t.nodes]
-    weights = sum(
-        sync.bytes
-        for sync in problem.graph.syncs
-        if (sync.source in s.nodes and sync.target in t.nodes)
-        or (sync.target in s.nodes and sync.source in t.nodes)
-    )
-    link, local = problem.link_bytes_per_s, problem.local_bytes_per_s
-    return [e.bytes_per_item * chunk / link for e in edges], weights / link, weights / local
-
-
-def _order(problem: Problem) -> list[str]:
-    return [node.name for node in problem.graph.nodes]

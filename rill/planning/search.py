@@ -64,8 +64,9 @@ _LEFT_OUT: dict[Op, tuple[Op, ...]] = {
 
 _SHARES, _SPLITS, _BOTH = 1, 2, 3
 _SLACK = 1 + 1e-9
-_ROUGH = 6
-"""Choices of a stage that the first pass looks at; what it finds bounds the second, which looks at all."""
+_ROUGH = (1, 2, 3, 4, 6, 8, 16, 64)
+"""The first pass gives a stage only these parts of all devices, and looks at every other chunk size; what it finds
+bounds the second, which looks at all."""
 
 Stages: TypeAlias = dict[tuple[int, int], Stage]
 """By node and chunk size."""
@@ -91,11 +92,11 @@ class Tree:
     nodes: tuple[str, ...]
     chunk: int
     """Items that pass at a time."""
-    devices: tuple[int, ...]
-    """Of each kind."""
-    latency_s: float
-    interval_s: float
-    memory: float
+    devices: tuple[int, ...] = ()
+    """Of each kind. These and the times are filled in by the search, and by `price`."""
+    latency_s: float = 0.0
+    interval_s: float = 0.0
+    memory: float = 0.0
     """Share of the fullest device."""
     halves: tuple[Tree, ...] = ()
     seats: tuple[Seat, ...] = ()
@@ -108,6 +109,13 @@ class Tree:
             yield self
         for half in self.halves:
             yield from half.stages()
+
+    def meeting(self, source: str, target: str) -> Tree:
+        """Where two nodes of the graph part."""
+        for half in self.halves:
+            if source in half.nodes and target in half.nodes:
+                return half.meeting(source, target)
+        return self
 
     def ops(self) -> set[Op]:
         return {self.op}.union(*(half.ops() for half in self.halves))
@@ -137,8 +145,8 @@ def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
         for chunk in problem.levels
     }
     for bound_s in _first_bounds(problem, mode, stages):
-        for num_choices in (_ROUGH, None):
-            run = _Search(problem, mode, stages, bound_s, num_choices)
+        for is_rough in (True, False):
+            run = _Search(problem, mode, stages, bound_s, is_rough)
             root = run.root()
             bound_s = min(bound_s, float(_step_s(problem, root).min(initial=np.inf)))
         if len(root):
@@ -174,7 +182,7 @@ def _first_bounds(problem: Problem, mode: Mode, stages: Stages) -> list[float]:
     if mode is Mode.HYBRID:  # twice the best of all is a guess
         return [2 * search(problem).step_s, np.inf]
     is_free = not _pinned_pairs(problem) and not any(node.members for node in problem.graph.nodes)
-    if mode is Mode.SPLIT or not is_free:
+    if mode is Mode.SPLIT or not is_free or problem.lag:
         return [np.inf]
     # All workers in turns on all devices, each as fast as it can be: a plan that there is.
     wholes = [stages[i, problem.graph.batch].frontier for i in range(len(problem.graph.nodes))]
@@ -197,18 +205,17 @@ class _Least:
 class _Search:
     """One pass over all parts and chunk sizes, with a bound on the step and on the choices looked at of a stage."""
 
-    def __init__(
-        self, problem: Problem, mode: Mode, stages: Stages, bound_s: float, num_choices: int | None
-    ) -> None:
+    def __init__(self, problem: Problem, mode: Mode, stages: Stages, bound_s: float, is_rough: bool) -> None:
         self.problem = problem
         self.graph = problem.graph
         self.mode = mode
         self.bound_s = bound_s * _SLACK
-        self._num_choices = num_choices
-        self._index = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        self._is_rough = is_rough
+        self._levels = problem.levels[::2] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
         self._operands: dict[tuple[int, int, Op], Frontier] = {}
-        self._chains: dict[int, tuple[float, float]] = {}
+        self._chains: dict[int, tuple[float, float, float]] = {}
+        self._between: dict[tuple[int, int], tuple[list[float], float]] = {}
         self._known_cuts: dict[int, list[int]] = {}
         self._stages = stages
         self._streaming = sum(
@@ -254,12 +261,20 @@ class _Search:
         if self._never_fits or self._always_fits:
             table[:, MEMORY] = 0.0  # the answer is known: no need of a column
         ways = replace(ways, table=table).rows(self._is_below(part, chunk, table))
-        if self._num_choices is not None and len(ways) > self._num_choices:
-            ways = ways.rows(np.unique(np.geomspace(1, len(ways), self._num_choices).astype(np.int64)) - 1)
-        return ways
+        return ways.rows(self._few(ways)) if self._is_rough and len(ways) > len(_ROUGH) else ways
+
+    def _few(self, ways: Frontier) -> Ints:
+        """For each part of all devices, the most that a way takes of it; the way with fewest devices too."""
+        devices = ways.devices.sum(axis=1)
+        order = np.argsort(devices, kind="stable")
+        most = np.array([self.problem.num_devices // share for share in _ROUGH])
+        places = np.searchsorted(devices[order], most, side="right") - 1
+        return np.unique(order[np.maximum(0, np.append(places, 0))])
 
     def _combined(self, first: int, second: int, chunk: int) -> Iterator[Frontier]:
         """The two sides of a cut, put together in every way that is allowed."""
+        if not len(self.frontier(first, chunk)) or not len(self.frontier(second, chunk)):
+            return
         transfers_s, sync_apart_s, sync_local_s = self._crossing(first, second, chunk)
         share_of_step = chunk / self.graph.batch
         must_share, must_split = self._pinned(first, second)
@@ -271,7 +286,8 @@ class _Search:
         takes_turns = chunk == self.graph.batch or not (first | second) & self._streaming
         if self.mode is not Mode.SPLIT and not must_split and takes_turns:
             added_s = sync_local_s * share_of_step
-            if not self._always_fits:
+            # Ahead of training it never lets go of them.
+            if not self._always_fits and not (self.problem.lag and (first | second) & self._streaming):
                 yield self._product(Op.TURNS, first, second, chunk, added_s, 0.0)
             if not self._never_fits:
                 yield self._product(Op.TOGETHER, first, second, chunk, added_s, 0.0)
@@ -327,7 +343,7 @@ class _Search:
 
     def _finer(self, part: int, chunk: int) -> Iterator[Frontier]:
         """A chunk in k smaller ones."""
-        for smaller in self.problem.levels:
+        for smaller in self._levels:
             if smaller < chunk and chunk % smaller == 0:
                 inner = self.frontier(part, smaller).without(Op.FINER)  # smaller ones once: twice is the same
                 if not len(inner):
@@ -353,12 +369,15 @@ class _Search:
         """Three lower bounds of any step that contains such a way. Devices: it holds its own while k chunks pass, the
         other workers need at least their least device-seconds, and all devices together have N · step. Latency: k
         chunks must pass here and one through whatever comes before and after; and one must pass here while one of
-        those works through the whole batch."""
+        those works through the whole batch. A part that passes the whole batch at once keeps what comes before it
+        apart from what comes after it: one on each side works through the whole batch."""
         if not np.isfinite(self.bound_s):
             return np.ones(latency.shape, np.bool_)
         k = self.graph.batch / chunk
         rest = sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1)
-        chain, chain_and_batch = self._outside(part)
+        chain, chain_and_batch, chain_of_batches = self._outside(part)
+        if chunk == self.graph.batch:
+            chain_and_batch = chain_of_batches
         limit_s = self.bound_s * (self.problem.lag + 1)
         result: Bools = latency <= limit_s - chain_and_batch
         if interval is latency:
@@ -371,9 +390,9 @@ class _Search:
             result &= held <= self.bound_s * self.problem.num_devices - rest
         return result
 
-    def _outside(self, part: int) -> tuple[float, float]:
-        """The longest chain of nodes through the part, without the part: by the least latency of each, and with one of
-        them working through its whole batch."""
+    def _outside(self, part: int) -> tuple[float, float, float]:
+        """The longest chain of nodes through the part, without the part: by the least latency of each, with one of
+        them working through its whole batch, and with one before and one after the part doing so."""
         if part not in self._chains:
             num, parents = len(self.graph.nodes), self.graph.parents
             zero = (0.0, 0.0)
@@ -386,6 +405,7 @@ class _Search:
             self._chains[part] = (
                 max(up[i][0] + down[i][0] for i in inside),
                 max(max(up[i][1] + down[i][0], up[i][0] + down[i][1]) for i in inside),
+                max(up[i][1] for i in inside) + max(down[i][1] for i in inside),
             )
         return self._chains[part]
 
@@ -445,14 +465,11 @@ class _Search:
         """Seconds that a cut adds: of each edge, for a chunk; of the weights, for a step, if the sides are apart and
         if they share devices."""
 
-        def crosses(source: str, target: str) -> bool:
-            return bool(first >> self._index[source] & 1 and second >> self._index[target] & 1)
-
-        edges = [edge for edge in self.graph.edges if crosses(edge.source, edge.target)]
-        syncs = [s for s in self.graph.syncs if crosses(s.source, s.target) or crosses(s.target, s.source)]
-        weights = sum(sync.bytes for sync in syncs)
+        if (first, second) not in self._between:
+            self._between[first, second] = self.graph.between(first, second)
+        sizes, weights = self._between[first, second]
         link, local = self.problem.link_bytes_per_s, self.problem.local_bytes_per_s
-        return [edge.bytes_per_item * chunk / link for edge in edges], weights / link, weights / local
+        return [size * chunk / link for size in sizes], weights / link, weights / local
 
     def _pinned(self, first: int, second: int) -> tuple[bool, bool]:
         """Whether pinned device ids on the two sides say: share, or split."""
@@ -531,6 +548,12 @@ def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
         least.append(int(min(w.devices.sum(axis=1).min() for w in ways if len(w))))
     names = [f"{node.name} {num}" for node, num in zip(problem.graph.nodes, least)]
     missing = sum(least) - problem.num_devices
+    if problem.lag and mode is not Mode.SPLIT and any(w.streams for w in problem.workers.values()):
+        return (
+            f"no {mode} plan with lag {problem.lag}: engines that run ahead hold their devices, and others that need "
+            f"them too never get a turn. Set the lag to 0, let them stay in memory together (cluster.colocate), or "
+            f"give {sum(least)} devices or more ({', '.join(names)}; there are {problem.num_devices})"
+        )
     if missing > 0 and mode is not Mode.SHARED:
         return (
             f"{mode} needs at least {sum(least)} devices ({', '.join(names)}), there are {problem.num_devices}: "

@@ -440,9 +440,6 @@ def _sync_seconds(problem: Problem, tree: Tree) -> float:
     """Weights, once a step: over the wire where the two workers are apart, within the device where they share it."""
     total = 0.0
     for sync in problem.graph.syncs:
-        meeting = tree
-        while any(sync.source in h.nodes and sync.target in h.nodes for h in meeting.halves):
-            meeting = next(h for h in meeting.halves if sync.source in h.nodes and sync.target in h.nodes)
-        is_apart = meeting.op in (Op.SERIES, Op.PARALLEL)
+        is_apart = tree.meeting(sync.source, sync.target).op in (Op.SERIES, Op.PARALLEL)
         total += sync.bytes / (problem.link_bytes_per_s if is_apart else problem.local_bytes_per_s)
     return total

@@ -81,6 +81,11 @@ def _without_seeds(values: Any) -> Any:
 
 def devices_of(config: RLConfig) -> tuple[Device, ...]:
     """The devices of this machine that the recipe uses."""
+    if config.cluster.type != "local":
+        raise PlanError(
+            f"the recipe runs on {config.cluster.type}, whose devices are not known before it starts: make a plan with "
+            "rill plan RECIPE --profile FILE --devices N --out plan.toml, and train with --plan plan.toml"
+        )
     return number(local_devices(config.cluster.devices or "auto"))
 
 
@@ -198,16 +203,17 @@ def rewrite_config(path: Path, plan: Plan, source: str) -> None:
     write_atomically(path, dumps(values, comments))
 
 
-def check_follows(plan: Plan, config: RLConfig, devices: Sequence[Device]) -> None:
-    """That a plan from a file is one for this recipe and this machine."""
+def check_follows(plan: Plan, config: RLConfig) -> None:
+    """That a plan from a file is one for this recipe and, as far as that is known, for these devices."""
     known = type(config.placement).model_fields
     if unknown := [name for name in plan.workers if name not in known]:
         raise PlanError(
             f"the plan places {', '.join(unknown)}; the recipe's groups are {', '.join(known)}: it is another recipe's"
         )
-    if sum(plan.devices.values()) > len(devices):
+    there = len(devices_of(config)) if config.cluster.type == "local" else sum(plan.devices.values())
+    if sum(plan.devices.values()) > there:
         raise PlanError(
-            f"the plan is for {sum(plan.devices.values())} devices, there are {len(devices)}: make one for these "
+            f"the plan is for {sum(plan.devices.values())} devices, there are {there}: make one for these "
             f"(rill plan RECIPE), or set cluster.devices = {sum(plan.devices.values())}"
         )
     for what, mine, its in (

@@ -52,6 +52,12 @@ def find_profile(
     identity = identity_of(config, len(devices), "")
     folder = root / PROFILES
     stem = f"{config.workflow}-{identity.workload}-{len(devices)}x{devices[0].kind}"
+    if pinned := [
+        f"{name}@{placed.replace(':', '_')}"
+        for name, _ in config.placement
+        if (placed := pinned_placement(config, provenance, name)) is not None
+    ]:
+        stem += "-" + "-".join(pinned)  # it was not measured elsewhere
     file = folder / f"{stem}.toml"
     if file.exists() and not is_fresh:
         stored = Profile.load(file)

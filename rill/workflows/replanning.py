@@ -28,6 +28,7 @@ from rill.workflows.planned import (
     FOLDED,
     PLAN_TOML,
     PROFILE_TOML,
+    identity_of,
     leave_in,
     problem_of,
     rewrite_config,
@@ -49,6 +50,7 @@ class Replanner:
     policy: Policy = field(default_factory=Policy)
     _problem: Problem | None = None
     _tree: Tree | None = None
+    _began_s: float = 0.0
     _last: StepTimes | None = None
     _observed: dict[str, list[float]] = field(default_factory=dict)
     _steps_s: list[float] = field(default_factory=list)
@@ -62,22 +64,27 @@ class Replanner:
         files = [run.path / name for name in (PLAN_TOML, PROFILE_TOML)]
         if config.loop.max_lag > 0 or not all(file.exists() for file in files):
             return None
-        return cls(config, Plan.load(files[0]), Profile.load(files[1]))
+        made = cls(config, Plan.load(files[0]), Profile.load(files[1]))
+        given = {f"placement.{name}": placed for name, placed in config.placement}
+        if any(given.get(key, value) != value for key, value in values_of(made.plan).items()):
+            log.warning("the recipe places groups elsewhere than %s: the plan is not followed", files[0])
+            return None
+        return made
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
         now_s = time.time()
         self._see(steering)
-        is_clean = report.step > 0 and not any(name.startswith("eval/") for name in report.metrics)
-        step_s = report.metrics.get("time/step_s", 0.0)
-        self._last = StepTimes(began_s=now_s - step_s, ended_s=now_s) if is_clean else None
+        is_clean = self._began_s > 0 and not any(name.startswith("eval/") for name in report.metrics)
+        self._last = StepTimes(began_s=self._began_s, ended_s=now_s) if is_clean else None
         if is_clean:
-            self._steps_s.append(step_s)
+            self._steps_s.append(report.metrics["time/step_s"])
         self._since_switch += 1
         if self._since_switch == self.policy.window + 1 and self._before_s:
             self._tell_gain()
         decision = self._decide(steering, report.num_steps - report.step)
         if decision is not None and decision.found is not None:
             self._switch(steering, decision, report.step)
+        self._began_s = time.time()
 
     def _see(self, steering: Steering) -> None:
         """What the groups did in the step before the last: by now all of its calls have told."""
@@ -92,6 +99,13 @@ class Replanner:
             return None
         if self._problem is None:
             devices = steering.launch.cluster.devices
+            mine = identity_of(self.config, len(devices), "")
+            try:
+                self.profile.check({name: getattr(mine, name) for name in ("model", "machine", "version")})
+            except PlanError as error:
+                log.warning("the run does not replan: %s", error)
+                self.policy = replace(self.policy, window=1_000_000)
+                return None
             pins = {name: Pin(ids=placed.ids) for name, placed in self.plan.workers.items() if placed.pinned}
             self._problem = replace(problem_of(self.config, {}, self.profile, devices), pins=pins)
             self._tree = price(self._problem, self.plan.tree(self._problem.graph)).tree

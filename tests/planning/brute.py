@@ -114,7 +114,8 @@ class _Brute:
                 same = tuple(max(a, b) for a, b in zip(n_s, n_t))
                 f = f_s + f_t + local * part_of_step
                 turns = f + s_s + s_t
-                found.add((same, turns, turns, max(m_s, m_t), 0.0, x_s | x_t | 1))
+                if not (problem.lag and streams):  # an engine that runs ahead never lets go
+                    found.add((same, turns, turns, max(m_s, m_t), 0.0, x_s | x_t | 1))
                 if m_s + m_t <= 1:
                     found.add((same, f, f, m_s + m_t, s_s + s_t, x_s | x_t | 1))
         return found

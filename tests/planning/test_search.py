@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +34,8 @@ seconds = st.floats(0.0, 4.0).map(lambda x: round(x, 2))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    num = draw(st.integers(1, 3))
+def problems(draw: st.DrawFn, least: int = 1, most: int = 3) -> Problem:
+    num = draw(st.integers(least, most))
     names = "abcd"[:num]
     possible = list(itertools.combinations(names, 2))
     edges = [
@@ -97,7 +98,7 @@ def test_the_search_finds_what_trying_every_plan_finds(problem: Problem, mode: M
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @settings(max_examples=1500, deadline=None)
-@given(problem=problems(), mode=st.sampled_from(Mode))
+@given(problem=st.one_of(problems(), problems(4, 4)), mode=st.sampled_from(Mode))
 def test_the_search_finds_what_trying_every_plan_finds_many_times(problem: Problem, mode: Mode) -> None:
     best = best_step_s(problem, mode)
     if not math.isinf(best):
@@ -150,6 +151,11 @@ def three(
         lag=lag,
         pins=pins or {},
     )
+
+
+def streaming(problem: Problem) -> Problem:
+    rollout = replace(problem.workers["rollout"], streams=True)
+    return replace(problem, workers={**problem.workers, "rollout": rollout})
 
 
 def test_workers_that_fit_together_pay_for_no_swap() -> None:
@@ -213,6 +219,7 @@ def test_pinned_ids_decide_who_shares() -> None:
             r"overlap in part \(1\)",
         ),
         (lambda: three(0), Mode.AUTO, r"at least one device"),
+        (lambda: streaming(three(2, lag=1)), Mode.AUTO, r"lag 1: .*Set the lag to 0.*give 3 devices or more"),
         (lambda: three(pins={"critic": Pin(devices=1)}), Mode.AUTO, r"pinned critic: the workers are actor"),
     ],
 )

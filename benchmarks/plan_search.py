@@ -113,7 +113,7 @@ def main() -> None:
             lambda posed=posed: search(posed).step_s, 1 if "PPO" in name else 2 if is_quick else 5
         )
         line_out = {
-            "benchmark": "planning",
+            "benchmark": "plan_search",
             "name": name,
             "search_s": round(took_s, 4),
             "step_s": round(step_s, 4),
@@ -134,7 +134,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "benchmark": "planning",
+                "benchmark": "plan_search",
                 "name": f"simulate {large.num_devices} devices, 10 steps",
                 "seconds": round(took_s, 3),
                 "limit_s": 30,

@@ -1,0 +1,235 @@
+"""Plans drive real runs: measured, found, written into the recipe, followed, changed while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rill.cli.main import app
+from rill.config.files import load_recipe
+from rill.config.resolve import dump_config, resolve
+from rill.planning.plan import Plan
+from rill.planning.profile import Points, Profile, WorkerProfile
+from rill.planning.replan import Policy
+from rill.planning.search import Mode, search
+from rill.telemetry.run import Run
+from rill.workflows import WORKFLOWS, recipe_schema
+from rill.workflows.loop import StepReport
+from rill.workflows.planned import (
+    check_follows,
+    devices_of,
+    identity_of,
+    leave_in,
+    problem_of,
+    put_into,
+    values_of,
+)
+from rill.workflows.profiling import schedule
+from rill.workflows.replanning import Replanner
+from rill.workflows.rl_config import RLConfig
+from tests.e2e.test_sft import assert_near
+from tests.e2e.tiny import CORRECTED, INVARIANT, RECIPE, fingerprint, resolved, resume, start
+
+THREE = ("cluster.devices=3", "algorithm.kl.coefficient=0.05", "loop.order=admission", INVARIANT, CORRECTED)
+"""rollout, reference and actor on three slots."""
+GRAPH = {
+    "batch": 4,
+    "nodes": ["rollout", "reference", "actor"],
+    "edges": {"rollout -> reference": 1e3, "reference -> actor": 1e3},
+    "syncs": {"actor -> rollout": 0.0},
+}
+
+
+def profile(config: RLConfig, seconds: dict[str, float], swap_s: float = 0.0) -> Profile:
+    """Workers that take so long for a prompt, and to leave their devices."""
+    workers = {
+        name: WorkerProfile(
+            options={
+                "cpu1": Points(
+                    kind="cpu", items=(1.0, 2.0, 4.0), replicas=(1, 1, 1), seconds=(s * 1, s * 2, s * 4),
+                    onload_s=swap_s,
+                )
+            },
+            streams=name == "rollout",
+            lengths=(6.0, 8.0, 12.0) if name == "rollout" else (),
+        )
+        for name, s in seconds.items()
+    }  # fmt: skip
+    identity = identity_of(config, 3, "the test")
+    return Profile(identity=identity, workers=workers, graph=GRAPH)
+
+
+def recipe_with(plan: Plan, *overrides: str) -> tuple[RLConfig, dict[str, str]]:
+    values = load_recipe(RECIPE, list(overrides))
+    put_into(values.values, values.provenance, plan, "plan auto")
+    config = resolve(recipe_schema(values.values), values.values, values.provenance)
+    assert isinstance(config, RLConfig)
+    return config, values.provenance
+
+
+# --- what a plan writes -----------------------------------------------------------------------------------
+
+
+def test_what_the_recipe_places_itself_is_pinned_and_stays() -> None:
+    values = load_recipe(RECIPE, [*THREE, "placement.actor=2", "flow.granularity=2"])
+    config = resolved(RECIPE, [*THREE, "placement.actor=2", "flow.granularity=2"])
+    problem = problem_of(
+        config,
+        values.provenance,
+        profile(config, {"rollout": 1.0, "reference": 0.2, "actor": 0.5}),
+        devices_of(config),
+    )
+    assert problem.pins["actor"].ids == (2,) and "rollout" not in problem.pins
+    assert problem.levels == (4, 2)
+    plan = Plan.of(problem, search(problem))
+    assert plan.workers["actor"].pinned
+    kept = put_into(values.values, values.provenance, plan, "plan auto")
+    assert len(kept) == 2 and "placement.actor is the recipe's own" in kept[0]
+    assert values.values["placement"]["actor"] == 2
+    assert values.provenance["placement.rollout"] == "plan auto"
+
+
+def test_a_plan_of_another_recipe_machine_or_batch_is_refused() -> None:
+    config = resolved(RECIPE, THREE)
+    problem = problem_of(
+        config, {}, profile(config, {"rollout": 1.0, "reference": 1.0, "actor": 1.0}), devices_of(config)
+    )
+    plan = Plan.of(problem, search(problem, Mode.SPLIT))
+    check_follows(plan, config)
+    for overrides, says in (
+        (["cluster.devices=2"], "is for 3 devices, there are 2"),
+        (["cluster.devices=3", "loop.prompts_per_step=8"], "for 4 prompts a step, the recipe has 8"),
+    ):
+        other = resolved(RECIPE, overrides)
+        with pytest.raises(Exception, match=says):
+            check_follows(plan, other)
+
+
+def test_a_profile_visits_all_devices_first_and_every_size_on_each() -> None:
+    trials = schedule(32, 8, 1)
+    counts = [trial.num_devices for trial in trials]
+    assert counts == sorted(counts, reverse=True) and set(counts) == {8, 3, 1}
+    assert {trial.num_prompts for trial in trials if trial.num_devices == 1} == {8, 16, 32}
+    assert all(trial.num_prompts >= trial.num_devices for trial in trials)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_train_measures_plans_and_follows_and_the_profile_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["train", str(RECIPE), "cluster.devices=2", "loop.steps=2", "--plan"]
+
+    def said(*arguments: str) -> str:
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    first = said("auto", "--name", "one")
+    assert "short steps on 1 device" in first and "predicted" in first
+    folder = tmp_path / "runs" / "one"
+    config = tomllib.loads((folder / "config.toml").read_text())
+    plan = Plan.load(folder / "plan.toml")
+    for key, value in values_of(plan).items():
+        table, name = key.split(".")
+        assert config[table][name] == value
+    shown = json.loads((folder / "plan.json").read_text())
+    assert {lane["name"] for lane in shown["lanes"]} == {"rollout", "actor"}
+    assert (folder / "flow.json").exists()
+    again = said("split", "--name", "two")
+    assert "short steps" not in again, "the profile is stored"
+    assert Plan.load(tmp_path / "runs" / "two" / "plan.toml").mode == "split"
+    assert said(str(folder / "plan.toml"), "--name", "three")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_workflow_gives_the_same_weights_under_every_plan(tmp_path: Path) -> None:
+    """Plans for workers of random speed, in every mode; one rank of each trainer, since more of them add otherwise."""
+    base = resolved(RECIPE, THREE)
+    draw = np.random.default_rng(0)
+    plans: dict[str, Plan] = {}
+    for mode in (Mode.SHARED, Mode.SPLIT, Mode.HYBRID, Mode.AUTO):
+        seconds = dict(zip(("rollout", "reference", "actor"), draw.uniform(0.1, 2.0, 3)))
+        problem = problem_of(base, {}, profile(base, seconds), devices_of(base))
+        plan = Plan.of(problem, search(problem, mode))
+        if len(plan.workers["actor"].ids) == 1:
+            plans.setdefault(str(values_of(plan)), plan)
+    assert len({plan.mode for plan in plans.values()}) >= 2
+    runs: dict[str, list[Run]] = {}
+    for number, plan in enumerate(plans.values()):
+        edges = values_of(plan)["flow.edges"]
+        placed = [f"placement.{name}={worker.devices}" for name, worker in plan.workers.items()]
+        chunks = [f"flow.edges={{{','.join(f'{k}={v}' for k, v in edges.items())}}}"] if edges else []
+        made = start(tmp_path, f"plan{number}", *THREE, *placed, *chunks)
+        runs.setdefault(str(edges.get("actor", 4)), []).append(made)
+    reference = next(iter(runs.values()))[0]
+    for same_chunks in runs.values():
+        assert len({fingerprint(run) for run in same_chunks}) == 1
+        assert_near(reference, same_chunks[0], 1e-4)
+
+
+@dataclass
+class Noted:
+    lines: list[str]
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        self.lines.append(record.getMessage())
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a_restart(
+    tmp_path: Path,
+) -> None:
+    """The profile says that the actor is slow and the engine quick, so the actor has two of three devices; it is the
+    other way round. The plan is left within a few steps, the run goes on from where it is, and a resumed one follows
+    the new plan."""
+    overrides = (
+        "cluster.devices=3", "loop.steps=10", "loop.checkpoint_every=0", "eval.num_prompts=0",
+        "rollout.sampling.max_new_tokens=60",
+    )  # fmt: skip
+    config = resolved(RECIPE, overrides)
+    wrong = profile(config, {"rollout": 0.01, "actor": 1.0}, swap_s=100.0)
+    graph = {"batch": 4, "nodes": ["rollout", "actor"], "edges": {"rollout -> actor": 1e3}}
+    wrong = Profile(identity=wrong.identity, workers=wrong.workers, graph=graph)
+    problem = problem_of(config, {}, wrong, devices_of(config))
+    found = search(problem)
+    plan = Plan.of(problem, found)
+    assert (len(plan.workers["rollout"].ids), len(plan.workers["actor"].ids)) == (1, 2)
+    followed, _ = recipe_with(plan, *overrides)
+    run = Run.create("drift", root=tmp_path, config_toml="")
+    run.config_path.write_text(dump_config(followed))
+    leave_in(run.path, plan, problem=problem, found=found, profile=wrong)
+    noted = Noted([])
+    logging.getLogger("rill.workflows.replanning").addFilter(noted)
+    pilot = Replanner.of(followed, run)
+    assert pilot is not None
+    pilot.policy = Policy(window=3, cooldown=2)
+    reports: list[StepReport] = []
+    try:
+        with run.running():
+            WORKFLOWS.load("grpo")(followed, run, [reports.append]).run(pilot)
+    finally:
+        logging.getLogger("rill.workflows.replanning").removeFilter(noted)
+    assert [report.step for report in reports] == list(range(11)), "no step is lost or taken twice"
+    assert any("replanned after step" in line and "actor takes" in line for line in noted.lines), noted.lines
+    changed = Plan.load(run.path / "plan.toml")
+    assert (len(changed.workers["rollout"].ids), len(changed.workers["actor"].ids)) == (2, 1)
+    saved = tomllib.loads(run.config_path.read_text())
+    assert saved["placement"]["actor"] == changed.workers["actor"].devices
+    assert json.loads((run.path / "plan.json").read_text())["why"][0].startswith("replanned after")
+    again = resume(run, "loop.steps=11")
+    assert again.path == run.path
