@@ -46,7 +46,8 @@ Tools = Sequence[Mapping[str, Any]]
 class PromptEncoder:
     """Token ids from prompts and text from token ids.
 
-    `template_arguments` go to the chat template, e.g. {"enable_thinking": False}.
+    `template_arguments` go to the chat template, e.g. {"enable_thinking": False}. `chat_template`: in place of the
+    tokenizer's own.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         template_arguments: Mapping[str, Any] | None = None,
+        chat_template: str = "",
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template or tokenizer.chat_template
         self.template_arguments = dict(template_arguments or {})
         self._last: tuple[Prompt, TokenIds] | None = None
         self._begun: dict[bytes, TokenIds] = {}
@@ -136,10 +139,10 @@ class PromptEncoder:
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool) -> str:
         """The text of a conversation as the chat template writes it."""
-        if not self.tokenizer.chat_template:
+        if not self.chat_template:
             raise DataError(
                 "the tokenizer has no chat template but the prompt has messages: use plain-text prompts "
-                '(form = "bare"), or a tokenizer with a template'
+                '(form = "bare"), a tokenizer with a template, or set rollout.env.chat_template'
             )
         has_calls = any(message.tool_calls for message in messages)
         error: Exception | None = None
@@ -174,12 +177,17 @@ class PromptEncoder:
         text = self.tokenizer.apply_chat_template(
             [message_dict(message, **style) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
+            chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **self.template_arguments,
         )
         assert isinstance(text, str)
         return text
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        return tuple(self.tokenizer.all_special_tokens)
 
     @cached_property
     def _reads_parts(self) -> bool:

@@ -202,7 +202,7 @@ class Agent:
         else:
             message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
         reply = self._reply(node, completion, message, is_trained)
-        self.tree.note_reply(chain_of(chains[-1], message), reply.node)
+        self.tree.note_reply(self._chain(chains[-1], message), reply.node)
         return reply
 
     async def act(
@@ -345,7 +345,7 @@ class Agent:
     def _parse(self, completion: Completion, schemas: list[dict[str, Any]], node: Node) -> Message:
         """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""
         if self._syntax is None:
-            self._syntax = detect_syntax(str(self._encoder.tokenizer.chat_template or ""))
+            self._syntax = detect_syntax(str(self._encoder.chat_template or ""))
         raw = self._encoder.decode(completion.token_ids, skip_special=False)
         stream = ToolCallStream(
             self._syntax, {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
@@ -354,7 +354,7 @@ class Agent:
         counts = self.setting.counts
         counts.tool_calls += len(calls)
         counts.malformed_calls += not calls and self._syntax.open in raw
-        for special in self._encoder.tokenizer.all_special_tokens:
+        for special in self._encoder.special_tokens:
             if special in content:
                 content = content.replace(special, "")
         return Message(

@@ -18,9 +18,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rill.config import Config, OneOf, PartConfig
 from rill.data.chat import PromptEncoder
@@ -123,10 +124,24 @@ class Environment(ABC):
         """By name, where an agent is not simply the policy."""
         template_arguments: dict[str, Any] = {}
         """Passed to the chat template, e.g. enable_thinking = false. Empty: none."""
+        chat_template: str = ""
+        """How conversations are written: Jinja, or a file of it (*.jinja). Empty: the tokenizer's own template."""
+
+        @field_validator("chat_template")
+        @classmethod
+        def _is_read(cls, value: str) -> str:
+            if not value.endswith(".jinja"):
+                return value
+            try:
+                return Path(value).expanduser().read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"the chat template {value} cannot be read: {error}") from error
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
-        self.encoder = PromptEncoder(tokenizer, template_arguments=config.template_arguments)
+        self.encoder = PromptEncoder(
+            tokenizer, template_arguments=config.template_arguments, chat_template=config.chat_template
+        )
         self.rewards = RewardRunner(config.reward, config.scoring) if config.reward is not None else None
 
     @asynccontextmanager

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from rill.errors import InvalidSampleError
@@ -280,12 +281,11 @@ def check_completion(completion: Completion) -> None:
             f"request {name}: the engine gave {length} tokens with {len(completion.logprobs)} log-probabilities and "
             f"{len(completion.versions)} versions"
         )
-    if length and int(np.min(completion.versions)) < 0:
+    if length and (oldest := int(completion.versions.min())) < 0:
         raise InvalidSampleError(
-            f"request {name}: the engine reported version {int(np.min(completion.versions))} for a sampled token: "
-            "versions start at 0"
+            f"request {name}: the engine reported version {oldest} for a sampled token: versions start at 0"
         )
-    if length and not np.isfinite(completion.logprobs).all():
+    if length and not math.isfinite(completion.logprobs.sum()):  # one that is not makes the sum so
         raise InvalidSampleError(f"request {name}: the engine reported a log-probability that is not finite")
 
 
@@ -326,13 +326,17 @@ def chain_of(before: bytes, message: Message) -> bytes:
         function = call.get("function", {})
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        hasher.update(f"\0{function.get('name')}\0{json.dumps(arguments, sort_keys=True)}".encode())
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+                arguments = _decode(arguments)
+        hasher.update(f"\0{function.get('name')}\0".encode() + _encode(arguments))
     return hasher.digest()
+
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 
 
 def chain_start(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Of a conversation with these tools, before its first message."""
-    shown = json.dumps([dict(tool) for tool in tools], sort_keys=True, default=str) if tools else ""
-    return hashlib.blake2b(shown.encode(), digest_size=DIGEST_BYTES).digest()
+    shown = _encode([dict(tool) for tool in tools]) if tools else b""
+    return hashlib.blake2b(shown, digest_size=DIGEST_BYTES).digest()

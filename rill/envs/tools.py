@@ -50,7 +50,7 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     if isinstance(function, Tool):
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    arguments, schema = _signature(function, name)
+    arguments, schema, description = _signature(function, name)
     is_async = inspect.iscoroutinefunction(function)
 
     async def call(given: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
 
     return Tool(
         name=name,
-        description=inspect.cleandoc(function.__doc__ or ""),
+        description=description,
         parameters=schema,
         call=call,
         is_once=once,
@@ -122,13 +122,13 @@ def shown(value: Any, max_chars: int) -> str:
     return text
 
 
-_Signature = tuple[type[BaseModel], dict[str, Any]]
+_Signature = tuple[type[BaseModel], dict[str, Any], str]
 _known: dict[Any, tuple[Any, _Signature]] = {}
 """By code: a function that is written inside `run` is a new object in every episode, with the same signature."""
 
 
 def _signature(function: Callable[..., Any], name: str) -> _Signature:
-    """What checks the arguments, and their JSON schema."""
+    """What checks the arguments, their JSON schema, and what the model is told of the tool."""
     code, defaults = getattr(function, "__code__", None), getattr(function, "__defaults__", None)
     known = _known.get(code)
     if known is not None and known[0] == defaults:
@@ -138,9 +138,10 @@ def _signature(function: Callable[..., Any], name: str) -> _Signature:
     for part in (schema, *schema.get("properties", {}).values()):
         part.pop("title", None)
     schema = {**schema, "properties": schema.get("properties", {})}
+    signature = (model, schema, inspect.cleandoc(function.__doc__ or ""))
     if code is not None:
-        _known[code] = (defaults, (model, schema))
-    return model, schema
+        _known[code] = (defaults, signature)
+    return signature
 
 
 def _make_arguments_model(function: Callable[..., Any], name: str) -> type[BaseModel]:

@@ -205,6 +205,15 @@ WATCHED = (
         action=Action.STOP,
     ),
     Guard(
+        name="tools never called",
+        metric="rollout/no_tool_call",
+        is_off=lambda value: value >= 0.99,
+        expected="some episodes with a call",
+        meaning="Tools are offered and nobody calls one. Either the model writes calls in another format than the one "
+        "that its chat template teaches, or the task does not need them: look at the rollouts.",
+        patience=3,
+    ),
+    Guard(
         name="empty answers",
         metric="length/response",
         is_off=lambda value: value <= 1.0,

@@ -12,7 +12,7 @@ def task(worked: float = 1.0) -> Prompt:
     return open_indexed(DATASETS.load("vault").Config(worked=worked, size=4))[0]
 
 
-async def test_asking_for_every_key_gives_the_answer() -> None:
+async def test_asking_for_every_key_gives_the_answer_by_the_same_tokens_through_http_and_mcp() -> None:
     prompt = task()
     vault, first = re.fullmatch(r"(\w+):(\w+)\?", prompt.text or "").groups()  # type: ignore[union-attr]
 
@@ -22,10 +22,21 @@ async def test_asking_for_every_key_gives_the_answer() -> None:
             return f"={found[-1]}"
         return f">{'<get>'}{found[-1] if found else first}</get>"
 
-    episode = await play(environment("vault"), Scripted(solver), prompt)
+    first_policy = Scripted(solver)
+    episode = await play(environment("vault"), first_policy, prompt)
     assert episode.reward == 1.0 and episode.metrics["tool_calls"] == 2 and episode.metrics["turns"] == 3
     told = [turn.text for turn in episode.samples[0].turns if turn.role == "tool"]
     assert told[0] == f"[{look_up(vault, first, is_last=False)}]" and told[1] == f"[{prompt.answer}]"
+    ways = {
+        "examples.own_agent:run": {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+        "examples.own_mcp:run": {},
+    }
+    for function, settings in ways.items():
+        policy = Scripted(solver)
+        other = await play(environment("function", function=function, **settings), policy, prompt)
+        assert other.reward == 1.0, other.error
+        assert other.samples[0].token_ids.tolist() == episode.samples[0].token_ids.tolist(), function
+        assert policy.names == first_policy.names, "the same requests get the same answers: equal curves"
     (blind,) = (await play(environment("vault", max_calls=0), Scripted(solver), prompt)).samples
     assert blind.reward == 0.0
 

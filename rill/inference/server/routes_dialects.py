@@ -1,7 +1,7 @@
 """POST /v1/responses and POST /v1/messages: OpenAI's Responses and Anthropic's messages, as chat completions.
 
-A request is translated (rill.data.dialects), answered by the chat route, and its answer or stream is translated back, so
-that all three APIs sample, stop and count alike. Nothing is stored: a conversation comes whole with every request.
+A request is translated (rill.data.dialects), answered by the chat route, and its answer or stream is translated back,
+so that all three APIs sample, stop and count alike. Nothing is stored: a conversation comes whole with every request.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ async def _translated(dialect: Dialect, chunks: Any) -> AsyncIterator[bytes]:
     stream: AnswerStream | None = None
     content: list[str] = []
     calls: list[dict[str, Any]] = []
-    reason, usage, last = "stop", {}, {}
+    usage: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    reason = "stop"
     async for chunk in _events(chunks):
         if "error" in chunk:
             told = chunk["error"]
