@@ -95,6 +95,7 @@ class Flow:
         self._flows = flows
         self._channel = channel
         self._edges: dict[str, tuple[Edge, Channel]] = {}
+        self._num_shares: dict[str, int] = {}
         self._selected: Handle | None = None
         self._trainer: WorkerGroup[Any]
         self._update: Handle | None = None
@@ -174,12 +175,15 @@ class Flow:
     def _edge(self, group: WorkerGroup[Any], batch: Stream, method: str) -> tuple[Edge, Channel]:
         name = f"{group.name}.{method}"
         if name not in self._edges:
-            shares = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
+            if (
+                group.name not in self._num_shares
+            ):  # asked before its first line: later it may wait behind that one
+                self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
             edge = Edge(
                 name=name,
                 samples=batch.samples,
                 announced=tuple(self._channel(f"{name}[{rank}]") for rank in range(group.size)),
-                num_shares=shares,
+                num_shares=self._num_shares[group.name],
                 granularity=self._config.granularity_of(group.name, self._loop.prompts_per_step),
                 is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
             )
