@@ -438,4 +438,4 @@ class RelayAgainstModel(RuleBasedStateMachine):
 
 
 TestRelayAgainstModel = RelayAgainstModel.TestCase
-TestRelayAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRelayAgainstModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

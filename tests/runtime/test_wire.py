@@ -113,9 +113,9 @@ _LEAVES = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=20),
-    st.integers(0, 200_000).map(bytes),
-    st.integers(0, 200_000).map(lambda n: "é" * (n // 2)),
-    st.integers(0, 100_000).map(bytearray),
+    st.integers(0, 20_000).map(bytes),
+    st.integers(0, 20_000).map(lambda n: "é" * (n // 2)),
+    st.integers(0, 20_000).map(bytearray),
 )
 
 
