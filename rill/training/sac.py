@@ -199,8 +199,9 @@ class SACTrainer(RobotTrainer):
         with torch.no_grad():
             for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 target.lerp_(source, self.config.tau)
-        entropy = -logprobs_B.mean() / self.policy.spec.action_size
-        return float(critic_loss), float(first_B.mean()), float(entropy), float(alpha), norm
+        entropy = -logprobs_B.detach().mean() / self.policy.spec.action_size
+        told = (critic_loss.detach(), first_B.detach().mean(), entropy, alpha.detach())
+        return (*(float(each) for each in told), norm)
 
 
 def transitions(episodes: Sequence[EmbodiedTrajectory], spec: RobotSpec) -> dict[str, Any]:

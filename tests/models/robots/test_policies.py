@@ -104,7 +104,7 @@ def test_imitation_brings_the_policy_to_the_expert(policy: Policy) -> None:
     actions = sides[:, None, None].expand(16, chunk, size).contiguous()
     mask = torch.ones(16, chunk)
     optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
-    for _ in range(400 if isinstance(policy, FlowPolicy) else 60):
+    for _ in range(200 if isinstance(policy, FlowPolicy) else 40):
         optimizer.zero_grad()
         (policy.imitation_loss(inputs, actions, mask) / 16).backward()
         optimizer.step()
