@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from rill.config.files import load_recipe
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
 from rill.models.robots.base import load_policy
+from rill.runtime.group import WorkerGroup
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.types import InitialState, Prompt
@@ -128,6 +132,26 @@ def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_pa
     run_of(recipe(loop__steps=3), runs[2])
     run_of(recipe(), runs[2])
     assert weights_of(runs[0]) == weights_of(runs[2])
+
+
+@pytest.mark.slow
+def test_a_killed_env_worker_and_a_killed_policy_worker_change_no_bit_of_the_result(tmp_path: Path) -> None:
+    plain, killed = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
+    config = recipe(simulator__step_s=0.01)
+    run_of(config, plain)
+
+    def kill_soon(group: WorkerGroup[Any]) -> None:
+        pid = group.addresses()[0].pid
+        threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+
+    def observe(report: StepReport) -> None:
+        if report.phase == "step" and report.step in (1, 3):
+            kill_soon(workflow.env if report.step == 1 else workflow.rollout)
+
+    workflow = Embodied(config, killed, [observe])
+    with killed.running():
+        workflow.run()
+    assert weights_of(plain) == weights_of(killed)
 
 
 @pytest.mark.slow

@@ -85,7 +85,6 @@ class RayCamera:
         pixels[seen] = self._colours[hits[seen]] * light[seen, None]
         return np.clip(pixels, 0, 255).astype(np.uint8).reshape(self._size, self._size, 3)
 
-
     def cast(
         self, data: Any, origin: npt.NDArray[Any], rays: npt.NDArray[Any]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-mujoco = pytest.importorskip("mujoco")
-
 from rill.envs.robots.arm import CAMERA, ArmSimulator
 from rill.envs.robots.scene import RayCamera
 from rill.types import InitialState
+
+mujoco = pytest.importorskip("mujoco")
 
 
 @pytest.fixture(scope="module")
