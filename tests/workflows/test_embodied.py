@@ -28,6 +28,8 @@ from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
 from rill.workflows.robot_outcome import finished
 
+pytestmark = pytest.mark.timeout(600)  # a run starts a dozen processes, which a busy machine takes its time for
+
 POINT = "tests.envs.robots.fakes:PointSimulator"
 
 
