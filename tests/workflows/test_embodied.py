@@ -18,6 +18,7 @@ from rill.cli.driver import carry_out
 from rill.config.files import load_recipe
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
+from rill.errors import ConfigError
 from rill.models.robots.base import load_policy
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.metrics import read_metrics
@@ -28,7 +29,9 @@ from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
 from rill.workflows.robot_outcome import finished
 
-pytestmark = pytest.mark.timeout(600)  # a run starts a dozen processes, which a busy machine takes its time for
+pytestmark = pytest.mark.timeout(
+    600
+)  # a run starts a dozen processes, which a busy machine takes its time for
 
 POINT = "tests.envs.robots.fakes:PointSimulator"
 
@@ -80,6 +83,7 @@ def test_a_robot_learns_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytes
     assert load_policy(run.path / "model").spec.state_size == 2
 
 
+@pytest.mark.slow
 def test_grpo_ahead_on_split_devices_counts_episodes_of_crashed_simulators_and_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -112,6 +116,12 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         recipe(**changes)
+
+
+def test_a_task_that_the_simulator_has_not_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = recipe(data__tasks=["up"])
+    with pytest.raises(ConfigError, match="no task 'up': it has left, right"):
+        run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
 
 
 def test_a_failed_episode_is_no_score_and_in_no_group() -> None:

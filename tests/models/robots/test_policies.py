@@ -95,8 +95,10 @@ def test_gradients_reach_every_parameter(policy: Policy) -> None:
     assert without == []
 
 
-def test_imitation_brings_the_policy_to_the_expert(policy: Policy) -> None:
+@pytest.mark.parametrize("name", ["tokens", "squashed", "flow, sde"])
+def test_imitation_brings_the_policy_to_the_expert(name: str) -> None:
     torch.manual_seed(0)
+    policy = open_policy(*POLICIES[name], seed=3)
     observations = seen(policy.spec, 16)
     inputs = read(observations, policy.spec)
     chunk, size = policy.config.chunk, policy.spec.action_size
