@@ -193,7 +193,7 @@ class SACTrainer(RobotTrainer):
             alpha.detach() * logprobs_B - torch.minimum(*self.critics(now, actions_BJA[:, 0]))
         ).mean()
         self.optimizer.zero_grad()
-        policy_loss.backward()
+        policy_loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         self.optimizer.step()
         with torch.no_grad():

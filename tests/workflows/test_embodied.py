@@ -147,6 +147,31 @@ def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "trainer"),
+    [
+        ({"type": "gaussian", "chunk": 2}, {"type": "ppo"}),
+        ({"type": "flow", "chunk": 2}, {"type": "ppo"}),
+        ({"type": "squashed"}, {"type": "sac", "warm_up": 20, "batch_size": 32}),
+    ],
+    ids=["gaussian", "flow", "sac"],
+)
+def test_every_kind_of_policy_runs_through_the_same_flow(
+    policy: dict[str, Any], trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    config = recipe(
+        policy={**policy, "width": 32},
+        trainer=trainer,
+        loop={"steps": 2, "prompts_per_step": 16, "step_timeout_s": 300},
+        eval={"num_prompts": 4},
+    )
+    reports = run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+    assert [report.step for report in reports] == [0, 1, 2]
+    assert reports[-1].metrics["grad_norm"] > 0.0 and reports[-1].metrics["rollout/errors"] == 0.0
+    assert reports[-1].metrics.get("mismatch/abs_mean", 0.0) == 0.0
+
+
+@pytest.mark.slow
 def test_a_killed_env_worker_and_a_killed_policy_worker_change_no_bit_of_the_result(tmp_path: Path) -> None:
     plain, killed = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
     config = recipe(simulator__step_s=0.01)
