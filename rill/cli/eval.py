@@ -109,6 +109,11 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
     run = Run.open(model, root=root)
     trained = run.trained_model()
     saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
+    if saved.get("workflow") == "embodied":
+        raise UserError(
+            f"{run.name} has trained a robot's policy, which this command cannot ask: its held-out success is in its "
+            f"report, and a recipe with policy_path={trained} goes on with it"
+        )
     rollout = saved.get("rollout", {})
     sampling = {**rollout.get("sampling", {}), "temperature": 0.0}
     wanted = saved.get("eval", {})

@@ -193,14 +193,15 @@ class SACTrainer(RobotTrainer):
             alpha.detach() * logprobs_B - torch.minimum(*self.critics(now, actions_BJA[:, 0]))
         ).mean()
         self.optimizer.zero_grad()
-        policy_loss.backward()
+        policy_loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         self.optimizer.step()
         with torch.no_grad():
             for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 target.lerp_(source, self.config.tau)
-        entropy = -logprobs_B.mean() / self.policy.spec.action_size
-        return float(critic_loss), float(first_B.mean()), float(entropy), float(alpha), norm
+        entropy = -logprobs_B.detach().mean() / self.policy.spec.action_size
+        told = (critic_loss.detach(), first_B.detach().mean(), entropy, alpha.detach())
+        return (*(float(each) for each in told), norm)
 
 
 def transitions(episodes: Sequence[EmbodiedTrajectory], spec: RobotSpec) -> dict[str, Any]:

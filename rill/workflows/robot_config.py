@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
 from rill.config import Config, OneOf, PartConfig
-from rill.data.base import DATASETS
+from rill.data.initial_states import InitialStates
 from rill.data.loader import LoaderConfig
 from rill.envs.robots.base import SIMULATORS
 from rill.models.robots.base import POLICIES
@@ -78,7 +78,7 @@ class RobotConfig(RecipeConfig):
     policy: Annotated[PartConfig, OneOf(POLICIES)]
     policy_path: str = ""
     """A folder with a policy that another run left (its `model`). Empty: a fresh one."""
-    data: Annotated[PartConfig, OneOf(DATASETS)]
+    data: InitialStates.Config
     loader: LoaderConfig = LoaderConfig()
     rollout: RobotRolloutConfig = RobotRolloutConfig()
     algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
@@ -117,8 +117,6 @@ class RobotConfig(RecipeConfig):
             raise ValueError(
                 "loop.overprovision stops answers in the middle; an episode of a robot cannot be"
             )
-        if self.data.type != "initial_states":
-            raise ValueError(f"data.type = {self.data.type!r}: a robot's data are 'initial_states'")
         if self.cluster.type == "ray" and self.policy_path:
             raise ValueError(
                 "policy_path is read on every node: put it where all can see it, and use a local cluster"

@@ -128,7 +128,10 @@ class RobotEnvWorker(Worker):
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._policy is None:
             self._policy = RemotePolicy(requests, answers[self.rank], self.rank)
-        return asyncio.run(self._run(flows, self._policy))
+        try:
+            return asyncio.run(self._run(flows, self._policy))
+        except ExceptionGroup as errors:  # of the stages: the first is what went wrong
+            raise errors.exceptions[0] from None
 
     async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
         work = Work(self.settings.rollout.num_envs)
@@ -167,15 +170,16 @@ class RobotEnvWorker(Worker):
             slot: Begin(start_of(waiting.group.task.prompt), self.films.size_of(waiting.group.task))
             for slot, waiting in placed.items()
         }
+        lost: SimulatorLostError | None = None
         try:
             firsts = await self._simulate(stage, stage.simulators.reset, begins)
-        except SimulatorLostError as lost:  # they are counted with those that were under way
-            firsts = {slot: Played.failed(str(lost)) for slot in begins}
-            raise
-        finally:
-            for slot, (group, number) in placed.items():
-                name, start = f"{group.task.id}/{number}", begins[slot].start
-                stage.live[slot] = (group, Recording(name, group.task.id, start, firsts[slot]))
+        except SimulatorLostError as error:  # they are counted with those that were under way
+            lost, firsts = error, {slot: Played.failed(str(error)) for slot in begins}
+        for slot, (group, number) in placed.items():
+            name, start = f"{group.task.id}/{number}", begins[slot].start
+            stage.live[slot] = (group, Recording(name, group.task.id, start, firsts[slot]))
+        if lost is not None:
+            raise lost
 
     async def _chunk(self, stage: Stage, policy: RemotePolicy, *, is_training: bool) -> None:
         """One decision of the policy and what the simulators make of it."""

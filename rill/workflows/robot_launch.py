@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from rill.data.base import Split, open_indexed
 from rill.data.initial_states import start_of
+from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
 from rill.errors import PlanError
 from rill.journal.checkpoints import RunCheckpoints, whole_checkpoints
@@ -22,7 +23,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
-from rill.types import RobotSpec
+from rill.types import InitialState, RobotSpec
 from rill.weights import seated
 from rill.workflows.config import ClusterConfig
 from rill.workflows.controller import Controller, PromptPlan
@@ -268,6 +269,8 @@ def spec_of(config: RobotConfig) -> RobotSpec:
         spec = simulators.spec()
     finally:
         simulators.close()
+    for task in config.data.tasks:
+        check_task(InitialState(config.simulator.type, task, 0), spec)
     source = PolicySource(config.policy, spec, config.policy_path, config.seed)
     policy = source.open()  # here, where a policy that does not fit is one line and not a worker's traceback
     check_fits(policy.spec, spec, config.policy_path or "the recipe")

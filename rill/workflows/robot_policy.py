@@ -160,7 +160,7 @@ def probes(spec: RobotSpec) -> list[Observation]:
 
 @torch.no_grad()
 def probe(policy: Policy, sequences: Sequence[TokenIds]) -> list[Floats]:
-    """For the canary: the values of the probes and the log-probabilities of what is likeliest there."""
+    """For the canary: what one seed draws for the probes, by its log-probabilities, and the probes' values."""
     seen = probes(policy.spec)
     decision = policy.act(seen, [0] * len(seen))
     inputs = read(seen, policy.spec).to(policy.device)

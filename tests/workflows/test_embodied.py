@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from rill.cli.driver import carry_out
 from rill.config.files import load_recipe
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
+from rill.errors import ConfigError
 from rill.models.robots.base import load_policy
+from rill.runtime.group import WorkerGroup
 from rill.telemetry.metrics import read_metrics
 from rill.telemetry.run import Run
 from rill.types import InitialState, Prompt
@@ -23,6 +28,10 @@ from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
 from rill.workflows.robot_outcome import finished
+
+pytestmark = pytest.mark.timeout(
+    600
+)  # a run starts a dozen processes, which a busy machine takes its time for
 
 POINT = "tests.envs.robots.fakes:PointSimulator"
 
@@ -74,6 +83,7 @@ def test_a_robot_learns_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytes
     assert load_policy(run.path / "model").spec.state_size == 2
 
 
+@pytest.mark.slow
 def test_grpo_ahead_on_split_devices_counts_episodes_of_crashed_simulators_and_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -108,6 +118,12 @@ def test_a_recipe_that_cannot_run_is_refused_before_anything_starts(
         recipe(**changes)
 
 
+def test_a_task_that_the_simulator_has_not_is_named_before_anything_starts(tmp_path: Path) -> None:
+    config = recipe(data__tasks=["up"])
+    with pytest.raises(ConfigError, match="no task 'up': it has left, right"):
+        run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+
+
 def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
     task = Task(index=0, prompt=Prompt(id="p"), num_samples=2)
     start = InitialState("point", "left", 0)
@@ -128,6 +144,51 @@ def test_stages_placement_and_a_resume_change_no_bit_of_a_synchronous_run(tmp_pa
     run_of(recipe(loop__steps=3), runs[2])
     run_of(recipe(), runs[2])
     assert weights_of(runs[0]) == weights_of(runs[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "trainer"),
+    [
+        ({"type": "gaussian", "chunk": 2}, {"type": "ppo"}),
+        ({"type": "flow", "chunk": 2}, {"type": "ppo"}),
+        ({"type": "squashed"}, {"type": "sac", "warm_up": 20, "batch_size": 32}),
+    ],
+    ids=["gaussian", "flow", "sac"],
+)
+def test_every_kind_of_policy_runs_through_the_same_flow(
+    policy: dict[str, Any], trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    config = recipe(
+        policy={**policy, "width": 32},
+        trainer=trainer,
+        loop={"steps": 2, "prompts_per_step": 16, "step_timeout_s": 300},
+        eval={"num_prompts": 4},
+    )
+    reports = run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+    assert [report.step for report in reports] == [0, 1, 2]
+    assert reports[-1].metrics["grad_norm"] > 0.0 and reports[-1].metrics["rollout/errors"] == 0.0
+    assert reports[-1].metrics.get("mismatch/abs_mean", 0.0) == 0.0
+
+
+@pytest.mark.slow
+def test_a_killed_env_worker_and_a_killed_policy_worker_change_no_bit_of_the_result(tmp_path: Path) -> None:
+    plain, killed = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
+    config = recipe(simulator__step_s=0.01)
+    run_of(config, plain)
+
+    def kill_soon(group: WorkerGroup[Any]) -> None:
+        pid = group.addresses()[0].pid
+        threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+
+    def observe(report: StepReport) -> None:
+        if report.phase == "step" and report.step in (1, 3):
+            kill_soon(workflow.env if report.step == 1 else workflow.rollout)
+
+    workflow = Embodied(config, killed, [observe])
+    with killed.running():
+        workflow.run()
+    assert weights_of(plain) == weights_of(killed)
 
 
 @pytest.mark.slow

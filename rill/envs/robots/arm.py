@@ -38,7 +38,7 @@ XML = f"""
     <geom contype="0" conaffinity="0"/>
   </default>
   <worldbody>
-    <camera name="{CAMERA}" pos="0.95 -0.62 0.72" xyaxes="0.55 0.835 0 -0.44 0.29 0.85" fovy="42"/>
+    <camera name="{CAMERA}" pos="0.2 -1.05 0.75" xyaxes="1 0 0 0 0.514 0.857" fovy="46"/>
     <geom name="table" type="box" size="0.7 0.7 0.02" pos="0.1 0 -0.02" rgba="0.72 0.66 0.58 1"/>
     <geom name="foot" type="cylinder" size="0.06 0.04" pos="0 0 0.04" rgba="0.25 0.27 0.3 1"/>
     <body name="base" pos="0 0 0.08">
@@ -50,9 +50,11 @@ XML = f"""
         <body name="fore" pos="0 0 0.3">
           <joint name="elbow" axis="0 1 0" range="0.1 2.5" limited="true"/>
           <geom type="capsule" fromto="0 0 0 0 0 0.3" size="0.02" rgba="0.93 0.72 0.3 1" mass="0.25"/>
-          <geom name="finger" type="sphere" pos="0 0 0.32" size="0.03" rgba="0.15 0.15 0.18 1" mass="0.05"
-                contype="1" conaffinity="1"/>
-          <site name="tip" pos="0 0 0.32"/>
+          <body name="hand" pos="0 0 0.32">
+            <geom name="finger" type="sphere" size="0.03" rgba="0.15 0.15 0.18 1" mass="0.05" contype="1"
+                  conaffinity="1"/>
+            <site name="tip"/>
+          </body>
         </body>
       </body>
     </body>

@@ -40,11 +40,11 @@ class MetaWorldSimulator(Simulator):
         except ImportError as error:
             raise MissingExtraError('metaworld is not installed: pip install "rill[metaworld]"') from error
         self._config = config
-        self._classes = {
+        self._classes: dict[str, Any] = {
             name.removesuffix("-goal-observable"): cls
             for name, cls in ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE.items()
         }
-        self._experts = ENV_POLICY_MAP
+        self._experts: dict[str, Any] = ENV_POLICY_MAP
         self._envs: dict[str, Any] = {}
         self._cameras: dict[tuple[str, int], RayCamera] = {}
         self._task = ""

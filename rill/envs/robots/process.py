@@ -86,7 +86,7 @@ class SimulatorProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MUJOCO_GL": os.environ.get("MUJOCO_GL", "egl")}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = str(Path(__file__).parents[3])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         self._child = subprocess.Popen(

@@ -85,7 +85,7 @@ class FlowPolicy(Policy):
         angle = math.pi * time_B[:, None]
         time_B3 = torch.cat([time_B[:, None], angle.cos(), angle.sin()], dim=1)
         field: Tensor = self.field(torch.cat([encoded, x_BJA.flatten(1), time_B3], dim=1))
-        return field.unflatten(1, self.shape)
+        return field.view(len(field), *self.shape)
 
     def values(self, inputs: Inputs) -> Tensor:
         found: Tensor = self.value(self.critic(inputs)).squeeze(-1)

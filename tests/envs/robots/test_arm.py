@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("mujoco")
-
 from rill.envs.robots.arm import CAMERA, ArmSimulator
+from rill.envs.robots.scene import RayCamera
 from rill.types import InitialState
+
+mujoco = pytest.importorskip("mujoco")
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,20 @@ def test_pictures_by_rays_are_the_same_every_time_and_show_both_blocks(arm: ArmS
     is_red = (pixels[..., 0] > pixels[..., 1] + 60) & (pixels[..., 0] > pixels[..., 2] + 60)
     is_blue = (pixels[..., 2] > pixels[..., 0] + 60) & (pixels[..., 2] > pixels[..., 1] + 40)
     assert is_red.sum() > 5 and is_blue.sum() > 5
+
+
+def test_a_ray_meets_what_mujoco_says_it_meets_whichever_way_the_camera_looks(arm: ArmSimulator) -> None:
+    arm.reset(InitialState("arm", "red", 3))
+    model, data = arm._scene.model, arm._scene.data
+    camera = RayCamera(model, CAMERA, 24)
+    around = np.linspace(-np.pi, np.pi, 9)
+    for angle in around:  # the arm seen from all sides
+        origin = np.array([0.2 + 1.2 * np.cos(angle), 1.2 * np.sin(angle), 0.8])
+        spread = np.random.default_rng(0).uniform(-0.5, 0.5, (200, 3))
+        rays = np.array([0.2, 0.0, 0.2]) + spread - origin
+        rays /= np.linalg.norm(rays, axis=1, keepdims=True)
+        hits, _ = camera.cast(data, origin, rays)
+        found = np.zeros(1, np.int32)
+        for ray, hit in zip(rays, hits, strict=True):
+            mujoco.mj_ray(model, data, origin, ray, None, 1, -1, found)
+            assert found[0] == hit
