@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from rill.cli.main import app
@@ -18,6 +19,7 @@ def rill(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+@pytest.mark.timeout(400)
 def test_a_run_is_verified_diagnosed_and_exported_from_its_folder(whole: Run, tmp_path: Path) -> None:
     code, said = rill("runs", "verify", str(whole.path))
     assert code == 0 and f"step {STEPS} whole" in said and "0 of them under way" in said
@@ -42,6 +44,7 @@ def test_a_run_is_verified_diagnosed_and_exported_from_its_folder(whole: Run, tm
     assert code == 1 and f"{weights.name} is damaged" in said
 
 
+@pytest.mark.timeout(400)
 def test_a_run_is_not_resumed_with_another_model(whole: Run) -> None:
     code, said = rill("train", "--resume", str(whole.path), "model.shape.hidden_size=32")
     assert code == 2 and "model.shape.hidden_size = 32 does not fit the checkpoints" in said
