@@ -98,6 +98,18 @@ Record = Opened | list[Entry] | Finished | Experts | Event
 # --- writing -----------------------------------------------------------------------------------------------
 
 
+def encode(record: Opened | Finished | Experts | Event) -> bytes:
+    match record:
+        case Opened():
+            return encode_open(record)
+        case Finished():
+            return encode_finish(record)
+        case Experts():
+            return encode_experts(record)
+        case Event():
+            return encode_event(record)
+
+
 def encode_open(opened: Opened) -> bytes:
     head = _OPEN.pack(opened.number, opened.time_s, opened.base, opened.num_prompt)
     return _record(Kind.OPEN, head + opened.id.encode())

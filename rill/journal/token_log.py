@@ -19,9 +19,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -54,14 +54,22 @@ class JournalConfig(Config):
     all their groups are trained on, or dropped, and the oldest checkpoint was taken after that."""
 
 
+class Said(NamedTuple):
+    """Tokens that a sequence gained."""
+
+    number: int
+    token_ids: TokenIds
+    logprobs: Floats
+    versions: Ints
+
+
 class TokenLog:
     def __init__(self, run_dir: Path, process: str, config: JournalConfig) -> None:
         """`process`: its name in the run, as in "rollout-0"."""
         self.folder = run_dir / FOLDER
         self._stem = f"{process}-{time.time_ns():x}-{os.getpid()}"
         self._config = config
-        self._pending: list[bytes] = []
-        self._entries: list[Entry] = []
+        self._pending: list[Opened | Said | Finished | Experts | Event] = []
         self._waiting: list[Callable[[JournalError | None], None]] = []
         self._changed = threading.Condition()
         """Guards what is pending."""
@@ -84,24 +92,21 @@ class TokenLog:
         with self._changed:
             number = self._next_number
             self._next_number += 1
-            opened = Opened(number, time.time(), base, num_prompt, sequence_id)
-            self._flush_entries()
-            self._pending.append(records.encode_open(opened))
+            self._pending.append(Opened(number, time.time(), base, num_prompt, sequence_id))
         return number
 
     def tokens(self, number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> None:
         """By the engine's thread, which must not wait: they are written a moment later."""
-        entries = records.entries_of(number, token_ids, logprobs, versions)
+        said = Said(number, token_ids, logprobs, versions)
         with self._changed:
-            self._entries += entries
+            self._pending.append(said)
 
     def finish(self, finished: Finished, experts: Any, then: Callable[[JournalError | None], None]) -> None:
         """A sequence ends; `then` is called by the writer's thread once all of it is written, or cannot be."""
         with self._changed:
-            self._flush_entries()
             if experts is not None:
-                self._pending.append(records.encode_experts(Experts(finished.number, experts)))
-            self._pending.append(records.encode_finish(finished))
+                self._pending.append(Experts(finished.number, experts))
+            self._pending.append(finished)
             self._waiting.append(then)
             self._is_urgent = True
             self._changed.notify()
@@ -111,7 +116,7 @@ class TokenLog:
     def event(self, of: str, key: str, value: Any) -> None:
         """Written when this returns. JournalError: it could not be."""
         with self._changed:
-            self._pending.append(records.encode_event(Event(of, key, value)))
+            self._pending.append(Event(of, key, value))
         self.flush()
 
     def flush(self) -> None:
@@ -143,21 +148,14 @@ class TokenLog:
                     self._sync()
                 synced_s, synced_size = time.monotonic(), self._size
 
-    def _flush_entries(self) -> None:
-        """Under the lock: tokens stand before what was said after them."""
-        entries, self._entries = self._entries, []
-        for batch in records.by_version(entries):
-            self._pending.append(records.encode_tokens(batch))
-
     def _commit(self) -> JournalError | None:
         """Write what is pending, and tell those who wait for it."""
         with self._writing:
             with self._changed:
-                self._flush_entries()
-                pending, self._pending = b"".join(self._pending), []
+                pending, self._pending = self._pending, []
                 waiting, self._waiting = self._waiting, []
                 self._is_urgent = False
-            error = self._write(pending) if pending else None
+            error = self._write(encode(pending)) if pending else None
         for then in waiting:
             then(error)
         return error
@@ -213,3 +211,18 @@ class TokenLog:
             os.close(self._fd)
         self._fd, self._size = fd, len(records.MAGIC)
         self._num_segments += 1
+
+
+def encode(items: Sequence[Opened | Said | Finished | Experts | Event]) -> bytes:
+    """In their order; tokens that follow each other are one record."""
+    parts: list[bytes] = []
+    entries: list[Entry] = []
+    for item in items:
+        if isinstance(item, Said):
+            entries += records.entries_of(*item)
+            continue
+        parts += map(records.encode_tokens, records.by_version(entries))
+        entries = []
+        parts.append(records.encode(item))
+    parts += map(records.encode_tokens, records.by_version(entries))
+    return b"".join(parts)

@@ -59,10 +59,9 @@ class RolloutWorker(Worker):
         self.logged: Asked = self.gate
         """The engine for training: evaluations are not logged, they can be repeated."""
         if self.journal is not None:
-            decode = load_tokenizer(settings.model).decode
-            self.logged = LoggedEngine(
-                self.gate, self.journal, delay_s=settings.journal.delay_s, decode=decode
-            )
+            tokenizer = self.episodes.tokenizer if self.episodes else load_tokenizer(settings.model)
+            delay_s = settings.journal.delay_s
+            self.logged = LoggedEngine(self.gate, self.journal, delay_s=delay_s, decode=tokenizer.decode)
         self._updating = threading.Lock()
 
     def close(self) -> None:

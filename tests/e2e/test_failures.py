@@ -87,15 +87,12 @@ def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(
     whole: Run, tmp_path: Path
 ) -> None:
     settings = (*EXACT, "loop.checkpoint_every=3", "journal.keep=true")
     first = Command(tmp_path, str(RECIPE), *settings, "--name", "hurt", "--root", str(tmp_path))
-    first.wait_for_step(0)
-    first.kill("actor[0]")  # before the first checkpoint: it goes on from the start, and from the log
-    first.wait_for("actor[0] lost: going on from the start and the token log")
     first.wait_for_step(1)
     first.kill("rollout[0]")
     first.wait_for_step(4)

@@ -66,7 +66,7 @@ def columns(tokens: list[int]) -> dict[str, np.ndarray]:
 def killed(log: TokenLog) -> None:
     """As SIGKILL leaves it: what was not written is gone, and so is the lock."""
     with log._writing, log._changed:
-        log._pending, log._entries, log._waiting = [], [], []
+        log._pending, log._waiting = [], []
         log._is_closed = True
         os.close(log._fd)
         log._fd = -1

@@ -67,6 +67,18 @@ def test_sequences_come_back_with_every_token_version_and_end(tmp_path: Path) ->
     log.close()
 
 
+def test_experts_and_stop_strings_come_back_as_they_were(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path, "rollout-0", NOW)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    experts = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    said = Finished(number, 3, StopReason.STOP, "\n\n", *columns(0, 3))
+    log.finish(said, experts, lambda error: None)
+    log.close()
+    found = reader_of(tmp_path).sequence("g00000001/0#a")
+    assert found is not None and (found.reason, found.stop_text) == (StopReason.STOP, "\n\n")
+    assert found.experts_TLK.dtype == np.int16 and np.array_equal(found.experts_TLK, experts)
+
+
 def test_a_log_cut_off_at_any_byte_gives_a_prefix_and_never_a_wrong_token(tmp_path: Path) -> None:
     log = TokenLog(tmp_path, "rollout-0", NOW)
     number = log.open("g00000001/0#a", num_prompt=5, base=0)
