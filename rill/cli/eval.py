@@ -15,7 +15,9 @@ from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
 from rill.errors import UserError
-from rill.models.hub import is_hub_name
+from rill.models.card import FILE as CARD_FILE
+from rill.models.card import TrainingCard, read_card
+from rill.models.hub import hub_folder, is_hub_name
 from rill.telemetry.evaluations import next_path, rewards_of, save
 from rill.telemetry.run import RUNS_FOLDER, Run
 
@@ -94,6 +96,11 @@ def _show(name: str, metrics: dict[str, float], what: str) -> None:
     say_table(["metric", "value", "95 % interval"], rows)
 
 
+def _data(task: str, card: TrainingCard | None) -> dict[str, Any]:
+    """Questions are put to a model in the form in which it was trained; a mixture's sources have their own."""
+    return {"type": task, **({"form": card.prompts} if card is not None and task != "mixture" else {})}
+
+
 def _is_run(model: str, root: Path) -> bool:
     return any((path / "status.json").is_file() for path in (root / model, Path(model)))
 
@@ -105,7 +112,14 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
             raise UserError(
                 f"{model} is a model: say what to evaluate it on with --task, such as jsonl or hub"
             )
-        return {"model": {"path": model}, "data": {"type": task}, "env": {"type": "single_turn"}}
+        folder = hub_folder(model, "model", [CARD_FILE]) if is_hub_name(model) else Path(model)
+        card = read_card(folder)
+        arguments = dict(card.template_arguments) if card is not None else {}
+        return {
+            "model": {"path": model},
+            "data": _data(task, card),
+            "env": {"type": "single_turn", "template_arguments": arguments},
+        }
     run = Run.open(model, root=root)
     trained = run.trained_model()
     saved = tomllib.loads(run.config_path.read_text(encoding="utf-8"))
@@ -119,7 +133,7 @@ def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
     wanted = saved.get("eval", {})
     return {
         "model": {"path": str(trained)},
-        "data": {"type": task} if task else saved["data"],
+        "data": _data(task, read_card(trained)) if task else saved["data"],
         "env": rollout.get("env", {"type": "single_turn"}),
         "sampling": sampling,
         **({} if task else {"sets": wanted.get("sets", []), "num_prompts": wanted.get("num_prompts", 256)}),

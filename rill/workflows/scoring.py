@@ -35,7 +35,7 @@ class ScoringConfig(EvalSamplingConfig):
 
     model: ModelConfig
     engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)] = Field(
-        default_factory=dict, validate_default=True
+        default_factory=lambda: {"type": "native"}, validate_default=True
     )
     """Its model is the one above unless it names its own."""
     data: Annotated[PartConfig, OneOf(DATASETS)]

@@ -21,6 +21,7 @@ from rill.inference.base import Completion, Delta, Request
 from rill.models.card import BARE_TEMPLATE, TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_model
 from rill.models.tokenizer import build_char_tokenizer
+from rill.telemetry.evaluations import load
 from rill.types import SamplingParams, StopReason
 from tests.hub import fake_hub
 
@@ -110,6 +111,22 @@ def test_a_models_folder_answers_in_chat_and_travels_over_the_hub(
         page = (hub.repo("models", "me/sums") / "README.md").read_text()
         assert "tags: [rill, grpo]" in page and "    1+1=" in page
         assert read_card(hub.repo("models", "me/sums")) == BARE
+
+
+def test_an_evaluation_asks_as_training_did(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    result = CliRunner().invoke(
+        app,
+        ["eval", str(model), "--task", "jsonl", f"data.path={rows}", "engine.num_kv_blocks=16", "num_prompts=1",
+         "sampling.max_new_tokens=3", "-o", str(tmp_path / "answers.jsonl")],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "held_out: jsonl, 1 sample(s) at temperature 0, 1 prompts" in result.stdout
+    kept = load(tmp_path / "answers.jsonl")
+    [answer] = kept.answers
+    assert (answer.prompt, answer.expected, kept.config["data"]["form"]) == ("1+1=", "2", "bare")
+    assert answer.num_tokens >= 1
 
 
 def test_a_chat_model_is_asked_with_the_arguments_of_its_training() -> None:
