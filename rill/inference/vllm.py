@@ -97,6 +97,7 @@ class VllmEngine:
         self._max_context = int(self._engine.model_config.max_model_len)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loop = VllmLoop(self._engine, self._words)
+        self._commands = self._loop.commands
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -168,15 +169,15 @@ class VllmEngine:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ids = None if request_ids is None else list(request_ids)
-        command = self._loop.post(lambda: self._loop.abort(ids))
-        if not self._loop.is_current_thread:  # from on_delta it takes effect after this step
-            self._loop.wait_for(command, "abort")
+        command = self._commands.post("abort", lambda: self._loop.abort(ids))
+        if not self._commands.is_runner:  # from on_delta it takes effect after this step
+            self._commands.wait(command)
 
     # --- control -----------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
-        self._loop.call("pause", lambda: self._loop.set_pause(mode), timeout_s)
+        self._commands.call("pause", lambda: self._loop.set_pause(mode), timeout_s)
         while mode is PauseMode.FINISH and self._loop.running:
             if time.monotonic() > deadline:
                 raise StuckError(
@@ -185,7 +186,7 @@ class VllmEngine:
             time.sleep(0.005)
 
     def resume(self) -> None:
-        self._loop.call("resume", lambda: self._loop.set_pause(None))
+        self._commands.call("resume", lambda: self._loop.set_pause(None))
 
     def release(self, level: MemoryLevel) -> None:
         """vLLM gives back weights and cache together, whatever the level; the weights wait in host memory."""
@@ -201,7 +202,7 @@ class VllmEngine:
             self._engine.sleep(level=1)
             self._loop.is_released = True
 
-        self._loop.call("release", sleep, _UPDATE_TIMEOUT_S)
+        self._commands.call("release", sleep, _UPDATE_TIMEOUT_S)
 
     def restore(self) -> None:
         def wake() -> None:
@@ -210,12 +211,12 @@ class VllmEngine:
                 self._loop.is_released = False
                 self._loop.put_back()
 
-        self._loop.call("restore", wake, _UPDATE_TIMEOUT_S)
+        self._commands.call("restore", wake, _UPDATE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if partial:
             raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
-        self._loop.call("update_weights", lambda: self._update(tensors, version), _UPDATE_TIMEOUT_S)
+        self._commands.call("update_weights", lambda: self._update(tensors, version), _UPDATE_TIMEOUT_S)
 
     def flush(self) -> None:
         def reset() -> None:
@@ -223,13 +224,13 @@ class VllmEngine:
             self._engine.reset_prefix_cache()
             self._loop.put_back()
 
-        self._loop.call("flush", reset)
+        self._commands.call("flush", reset)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
 
     def close(self) -> None:
-        if self._loop.is_closed:
+        if self._commands.is_closed:
             return
         self.abort()
         self._loop.close()
@@ -282,7 +283,7 @@ class VllmEngine:
             raise RequestError(f"request {request.id!r}: {error}") from error
 
     def _check_available(self) -> None:
-        if self._loop.is_closed or self._loop.unavailable is not None:
+        if self._commands.is_closed or self._loop.unavailable is not None:
             raise EngineError(f"vllm: {self._loop.unavailable or 'the engine is closed'}")
 
     def _llm_args(self) -> dict[str, Any]:

@@ -7,33 +7,24 @@
 
 A job is held (in `held`) or in vLLM (in `running`). What interrupts (pause, update, flush, release) takes jobs out with
 their tokens kept, and puts them back later with those tokens as prompt: no token comes from an old cache entry.
-Everything but `post` and `call` runs on the engine's thread, so nothing here needs a lock of its own.
+Everything but `submit` and `commands` runs on the engine's thread, so nothing here needs a lock of its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from rill.errors import EngineDiedError, EngineError, RequestError, StuckError
+from rill.errors import EngineDiedError, EngineError, RequestError
 from rill.inference.base import Completion, Delta, EngineStats, PauseMode
+from rill.inference.commands import CONTROL_TIMEOUT_S, CommandQueue
 from rill.inference.flight import Flight
 from rill.inference.tally import Tally
 from rill.inference.vllm_words import VllmWords, completion_of, delta_of, scores_of
 from rill.types import PolicyVersion
-
-CONTROL_TIMEOUT_S = 120.0
-
-
-@dataclass(slots=True, eq=False)
-class Command:
-    run: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,32 +47,16 @@ class VllmLoop:
         self.unavailable: str | None = None
         """Why no request can be taken: vLLM failed, or an update did."""
         self.is_released = False
-        self.is_closed = False
         self.jobs: dict[str, Job] = {}
         self.running: dict[str, Job] = {}
         self._held: list[Job] = []
         self._num_attempts = 0
         self._tally = Tally()
-        self._commands: deque[Command] = deque()
-        self._wake = threading.Condition()
+        self.commands = CommandQueue(self._describe)
         self._thread = threading.Thread(target=self._loop, name="rill-vllm-engine", daemon=True)
         self._thread.start()
 
     # --- for callers' threads ----------------------------------------------------------------------------
-
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller is a callback of the engine's own thread, which must not wait for itself."""
-        return threading.current_thread() is self._thread
-
-    def post(self, run: Callable[[], Any]) -> Command:
-        command = Command(run)
-        with self._wake:
-            if self.is_closed:
-                raise EngineError("vllm: the engine is closed")
-            self._commands.append(command)
-            self._wake.notify()
-        return command
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue them; whatever keeps them from being taken ends them."""
@@ -92,17 +67,7 @@ class VllmLoop:
                     if not job.flight.future.done():
                         job.flight.finish(error)
 
-        self.post(lambda: self.add(jobs)).done.add_done_callback(end_if_lost)
-
-    def call(self, what: str, run: Callable[[], Any], timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        return self.wait_for(self.post(run), what, timeout_s)
-
-    def wait_for(self, command: Command, what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        try:
-            return command.done.result(timeout_s)
-        except FutureTimeoutError:
-            command.done.cancel()  # what nobody waits for any more must not be done later
-            raise StuckError(f"vllm: {what} was not done within {timeout_s} s") from None
+        self.commands.post("submit", lambda: self.add(jobs)).done.add_done_callback(end_if_lost)
 
     def stats(self) -> EngineStats:
         return self._tally.stats(
@@ -110,10 +75,11 @@ class VllmLoop:
         )
 
     def close(self) -> None:
-        with self._wake:
-            self.is_closed = True
-            self._wake.notify()
+        self.commands.close()
         self._thread.join(CONTROL_TIMEOUT_S)
+
+    def _describe(self) -> str:
+        return f"vllm: {len(self.running)} running, {len(self._held)} held, pause {self.pause}"
 
     # --- on the engine's thread: what commands do --------------------------------------------------------
 
@@ -155,28 +121,14 @@ class VllmLoop:
     # --- on the engine's thread: the loop ----------------------------------------------------------------
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not self._commands and not self.is_closed and not self._can_step:
-                    self._wake.wait(timeout=1.0)
-                if self.is_closed:
-                    break
-                commands = list(self._commands)
-                self._commands.clear()
-            for command in commands:
-                if not command.done.set_running_or_notify_cancel():
-                    continue
-                try:
-                    command.done.set_result(command.run())
-                except Exception as error:  # noqa: BLE001 - boundary: it belongs to the command's caller
-                    command.done.set_exception(error)
+        self.commands.enter_thread()
+        while not self.commands.is_closed:
+            self.commands.run_waiting(lambda: self._can_step)
             if self._can_step:
                 self._step()
         for job in list(self.jobs.values()):
             self._end(job, job.flight.aborted())
-        for command in self._commands:  # nobody adds to them any more
-            if command.done.set_running_or_notify_cancel():
-                command.done.set_exception(EngineError("vllm: the engine closed before it came to this"))
+        self.commands.fail_waiting()
 
     @property
     def _can_step(self) -> bool:

@@ -25,6 +25,7 @@ from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.server.router import Router
 from rill.models.loading import ModelConfig
 from rill.models.tokenizer import build_char_tokenizer
+from rill.runtime.cluster import Cluster
 from rill.types import PolicyVersion, SamplingParams, StopReason
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.plain_http import http
@@ -326,20 +327,40 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
 def test_an_engine_that_cannot_load_says_why() -> None:
     config = FakeEngine.Config(max_context=512)
     broken = config.model_copy(update={"type": "tests.inference.fake_engine:Missing"})
-    with pytest.raises(EngineError, match="Missing"):
-        ReplicaEngine(broken, name="broken")
+    with Cluster("cpu:1") as cluster, pytest.raises(EngineError, match="Missing"):
+        ReplicaEngine(broken, cluster=cluster, name="broken")
 
 
 def test_a_dead_replica_refuses_calls_and_submissions() -> None:
-    replica = ReplicaEngine(FakeEngine.Config(step_s=0.01), name="lonely")
-    (future,) = replica.submit([request("x", length=400)])
-    replica.kill()
-    with pytest.raises(PeerDiedError):
-        future.result(10)
-    with pytest.raises(PeerDiedError):
-        replica.stats()
-    with pytest.raises(PeerDiedError):
-        replica.submit([request("y")])
+    with Cluster("cpu:1") as cluster:
+        replica = ReplicaEngine(FakeEngine.Config(step_s=0.01), cluster=cluster, name="lonely")
+        (future,) = replica.submit([request("x", length=400)])
+        replica.kill()
+        with pytest.raises(PeerDiedError):
+            future.result(10)
+        with pytest.raises(PeerDiedError):
+            replica.stats()
+        with pytest.raises(PeerDiedError):
+            replica.submit([request("y")])
+
+
+def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_it(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry would have met engines that have it already."""
+    wait_for(lambda: ready(router) == 2)
+    broken = router._slots[0].running
+    monkeypatch.setattr(broken, "update_weights", _refuse)
+    version = PolicyVersion(router.version + 1)
+    router.update_weights([("a", torch.ones(3))], version)
+    assert router.version == version
+    wait_for(lambda: ready(router) == 2 and router._slots[0].running is not broken)
+    assert [slot.running.version for slot in router._slots] == [version, version]
+    assert len(router.generate([request(f"served{i}", first=40 + 9 * i) for i in range(4)], 30.0)) == 4
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise WeightSyncError("not this one")
 
 
 def test_the_prefix_index_matches_the_longest_common_prefix_and_forgets() -> None:

@@ -41,10 +41,10 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQueue
 from rill.inference.native.adapters import read_adapter
 from rill.inference.native.admission import Admission
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S, CommandQueue
 from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
 from rill.inference.native.model_runner import ModelRunner

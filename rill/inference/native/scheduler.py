@@ -145,7 +145,10 @@ class Scheduler:
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
             self._is_gathering = not self._free_slots
-        self._is_filling = any(seq.num_computed < seq.num_tokens - 1 or seq.is_scored for seq in self.running)
+        if self._num_steps > 1:
+            self._is_filling = any(
+                seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running
+            )
 
     def _take_decodes(
         self, budget: int, num_steps: int

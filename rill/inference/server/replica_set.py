@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ from rill.errors import EngineError, ModelError, PeerDiedError, RillError, Stuck
 from rill.inference.base import ADAPTER_FILES, Feature, MemoryLevel, NamedTensors, PauseMode
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica import ReplicaEngine
+from rill.runtime.cluster import Cluster
+from rill.runtime.device.placement import Placement
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import PolicyVersion
 
@@ -36,8 +38,9 @@ log = logging.getLogger(__name__)
 class RouterConfig(Config):
     num_replicas: int = Field(default=1, ge=1)
     """Processes, each with an engine of its own."""
-    devices: list[str] = []
-    """CUDA_VISIBLE_DEVICES of each replica, e.g. ["0", "1"]. Empty: replicas see what the parent sees."""
+    devices: list[Annotated[str, Field(pattern=r"^\d+(,\d+)*$")]] = []
+    """The devices of each replica, e.g. ["0", "1"] or ["0,1", "2,3"], as the runtime numbers them. Empty: one each, in
+    turn over all."""
     max_retries: int = Field(default=3, ge=0)
     """How often one request may lose its replica before it fails. 0: no retry."""
     health_interval_s: float = Field(default=5.0, gt=0)
@@ -117,6 +120,7 @@ class ReplicaSet:
         self.vocab_size: int | None = None
         self.is_closed = False
         self._spill = ScratchFolder("replicas")
+        self._cluster = Cluster()
         self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
         self._start_all()
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
@@ -160,6 +164,7 @@ class ReplicaSet:
         for engine in engines:
             engine.close()
         self._caretaker.join(10.0)
+        self._cluster.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._spill.close()
 
@@ -264,6 +269,7 @@ class ReplicaSet:
             for slot in self.slots:
                 if slot.engine is not None:
                     slot.engine.kill()
+            self._cluster.close()
             self._spill.close()
             raise errors[0]
         engines = [slot.running for slot in self.slots]
@@ -275,16 +281,21 @@ class ReplicaSet:
             slot.state = SlotState.READY
 
     def _start(self, slot: Slot) -> None:
-        environment = {}
-        if self.config.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self.config.devices[slot.index % len(self.config.devices)]
         slot.num_starts += 1
         slot.engine = ReplicaEngine(
             self._config_of(slot),
+            cluster=self._cluster,
             name=f"replica-{slot.index}-{slot.num_starts}",
-            environment=environment,
+            placement=self._placement(slot.index),
             start_timeout_s=self.config.start_timeout_s,
         )
+
+    def _placement(self, index: int) -> Placement:
+        """In turn over the devices that were named, or over all."""
+        if not self.config.devices:
+            return self._cluster.devices[index % len(self._cluster.devices)].id
+        named = self.config.devices[index % len(self.config.devices)]
+        return [[int(number) for number in named.split(",")]]
 
     def _config_of(self, slot: Slot) -> PartConfig:
         """Each with a seed of its own, where engines have one: two replicas that are asked the same must not draw the
@@ -315,7 +326,7 @@ class ReplicaSet:
     def _check_health(self) -> None:
         def check(slot: Slot) -> None:
             try:
-                slot.running.ping(self.config.health_timeout_s)
+                slot.running.stats(self.config.health_timeout_s)
             except StuckError as error:
                 log.warning("%s: ended, because %s", slot.running.name, error)
                 slot.running.kill()

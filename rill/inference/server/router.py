@@ -191,7 +191,7 @@ class Router:
         found: list[EngineStats] = []
 
         def ask(slot: Slot) -> None:
-            found.append(slot.running.ping(self.config.health_timeout_s))
+            found.append(slot.running.stats(self.config.health_timeout_s))
 
         slots = self._replicas.ready()
         self._replicas.each(ask, [(s,) for s in slots], PeerDiedError, StuckError)

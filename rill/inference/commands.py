@@ -1,4 +1,4 @@
-"""What callers' threads want done, waiting for the engine's thread to do it between two steps.
+"""What callers' threads want done, waiting for an engine's thread to do it between two steps (native's and vLLM's).
 
     caller   post(name, work) ──► queue ──► run_waiting()   engine's thread
              wait(command)    ◄── done  ◄────────┘

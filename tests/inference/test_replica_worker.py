@@ -1,0 +1,60 @@
+"""A replica's reports on their way to the driver: packed, and in order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rill.inference.base import Completion, Delta
+from rill.inference.replica_worker import Outbox, PackedDeltas
+from rill.types import StopReason
+
+
+def delta(name: str, *tokens: int, reason: StopReason | None = None) -> Delta:
+    return Delta(
+        request_id=name,
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32),
+        versions=np.full(len(tokens), 3, np.int32),
+        stop_reason=reason,
+    )
+
+
+def completion(name: str, *tokens: int) -> Completion:
+    made = delta(name, *tokens)
+    return Completion(
+        request_id=name,
+        token_ids=made.token_ids,
+        logprobs=made.logprobs,
+        versions=made.versions,
+        stop_reason=StopReason.LENGTH,
+    )
+
+
+def contents(packed: PackedDeltas | None) -> dict[str, list[int]]:
+    return {} if packed is None else {d.request_id: d.token_ids.tolist() for d in packed.unpack()}
+
+
+def test_packing_keeps_every_token_with_its_request() -> None:
+    packed = PackedDeltas.pack([delta("a", 1), delta("b", 7, 8), delta("a", 2, 3, reason=StopReason.EOS)])
+    assert packed is not None
+    first, second = packed.unpack()
+    assert first.token_ids.tolist() == [1, 2, 3] and first.logprobs.tolist() == [-1, -2, -3]
+    assert first.stop_reason is StopReason.EOS and second.stop_reason is None
+    assert second.token_ids.tolist() == [7, 8] and second.versions.tolist() == [3, 3]
+    assert PackedDeltas.pack([]) is None
+
+
+def test_news_come_together_deltas_before_ends_and_no_token_twice() -> None:
+    outbox = Outbox()
+    assert outbox.take(0.01) == (None, [])
+    outbox.add_delta(delta("a", 1))
+    outbox.add_delta(delta("b", 5))
+    outbox.add_delta(delta("a", 2))
+    assert contents(outbox.take(1.0)[0]) == {"a": [1, 2], "b": [5]}
+    outbox.add_delta(delta("a", 3))
+    outbox.add_delta(delta("b", 6))
+    outbox.add_end(completion("a", 1, 2, 3))
+    packed, ends = outbox.take(1.0)
+    assert contents(packed) == {"a": [3], "b": [6]}
+    assert isinstance(ends[0], Completion) and ends[0].token_ids.tolist() == [1, 2, 3]
+    assert outbox.take(0.01) == (None, [])
