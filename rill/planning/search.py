@@ -64,8 +64,9 @@ _LEFT_OUT: dict[Op, tuple[Op, ...]] = {
 
 _SHARES, _SPLITS, _BOTH = 1, 2, 3
 _SLACK = 1 + 1e-9
+_MANY_PAIRS = 2048
 _ROUGH = (1, 2, 3, 4, 6, 8, 16, 64)
-"""The first pass gives a stage only these parts of all devices, and looks at every other chunk size; what it finds
+"""The first pass gives a stage only these parts of all devices, and looks at every third chunk size; what it finds
 bounds the second, which looks at all."""
 
 Stages: TypeAlias = dict[tuple[int, int], Stage]
@@ -211,7 +212,7 @@ class _Search:
         self.mode = mode
         self.bound_s = bound_s * _SLACK
         self._is_rough = is_rough
-        self._levels = problem.levels[::2] if is_rough else problem.levels
+        self._levels = problem.levels[::3] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
         self._operands: dict[tuple[int, int, Op], Frontier] = {}
         self._chains: dict[int, tuple[float, float, float]] = {}
@@ -302,7 +303,32 @@ class _Search:
         limits, part = self.problem.limits, first | second
 
         def combine(s: Floats, t: Floats) -> tuple[Floats, Ints, Ints]:
-            """Times and devices of all pairs first: few of them lead below the bound, and only those become rows."""
+            """Rows first that lead below the bound with the best of each column of the other side, then pairs of them
+            that do; only those become rows."""
+            s_rows, t_rows = np.arange(len(s)), np.arange(len(t))
+            if len(s) * len(t) > _MANY_PAIRS:
+                s_rows = np.flatnonzero(pairs(s, t.min(axis=0)[None])[0][:, 0])
+                if len(s_rows):
+                    t_rows = np.flatnonzero(pairs(s[s_rows].min(axis=0)[None], t)[0][0])
+                s, t = s[s_rows], t[t_rows]
+            possible, latency, interval, devices = pairs(s, t)
+            a, b = np.nonzero(possible)
+            table = np.maximum(s[a], t[b])
+            table[:, LATENCY], table[:, INTERVAL] = latency[a, b], interval[a, b]
+            for number, held in enumerate(devices):
+                table[:, DEVICES + number] = held[a, b]
+            if op is Op.TURNS:
+                table[:, SWAP] = 0.0
+            elif op is Op.TOGETHER:
+                table[:, MEMORY] = s[a, MEMORY] + t[b, MEMORY]
+                table[:, SWAP] = s[a, SWAP] + t[b, SWAP]
+            if self.mode is Mode.HYBRID:
+                bits = s[a, MIX].astype(np.int64) | t[b, MIX].astype(np.int64)
+                table[:, MIX] = bits | (_SPLITS if op in _SPLIT else _SHARES)
+            return table, s_rows[a], t_rows[b]
+
+        def pairs(s: Floats, t: Floats) -> tuple[Bools, Floats, Floats, list[Floats]]:
+            """Of every pair: whether it is possible, its times, and its devices of each kind."""
             join = np.add if op is not Op.PARALLEL else np.maximum
             latency = join.outer(s[:, LATENCY], t[:, LATENCY]) + added_s
             if op is Op.TURNS:
@@ -318,20 +344,7 @@ class _Search:
                 possible &= held <= limit
             if op is Op.TOGETHER:
                 possible &= np.add.outer(s[:, MEMORY], t[:, MEMORY]) <= 1.0
-            a, b = np.nonzero(possible)
-            table = np.maximum(s[a], t[b])
-            table[:, LATENCY], table[:, INTERVAL] = latency[a, b], interval[a, b]
-            for number, held in enumerate(devices):
-                table[:, DEVICES + number] = held[a, b]
-            if op is Op.TURNS:
-                table[:, SWAP] = 0.0
-            elif op is Op.TOGETHER:
-                table[:, MEMORY] = s[a, MEMORY] + t[b, MEMORY]
-                table[:, SWAP] = s[a, SWAP] + t[b, SWAP]
-            if self.mode is Mode.HYBRID:
-                bits = s[a, MIX].astype(np.int64) | t[b, MIX].astype(np.int64)
-                table[:, MIX] = bits | (_SPLITS if op in _SPLIT else _SHARES)
-            return table, a, b
+            return possible, latency, interval, devices
 
         return product(Source(op, left, right, (first, second), chunk), combine)
 
@@ -386,7 +399,9 @@ class _Search:
         else:
             later = (k - 1) * interval
             result &= latency + later <= limit_s - chain
-            held = devices * (np.minimum(latency, interval) + later)
+            # Synchronous, no batch is under way behind another: a pipeline's devices wait while it fills and empties.
+            first = latency if self.problem.lag == 0 else np.minimum(latency, interval)
+            held = devices * (first + later)
             result &= held <= self.bound_s * self.problem.num_devices - rest
         return result
 
@@ -548,11 +563,14 @@ def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
         least.append(int(min(w.devices.sum(axis=1).min() for w in ways if len(w))))
     names = [f"{node.name} {num}" for node, num in zip(problem.graph.nodes, least)]
     missing = sum(least) - problem.num_devices
-    if problem.lag and mode is not Mode.SPLIT and any(w.streams for w in problem.workers.values()):
+    streams = [any(problem.workers[m].streams for m in n.members or (n.name,)) for n in problem.graph.nodes]
+    if problem.lag and mode is not Mode.SPLIT and any(streams):
+        apart = sum(num for num, is_stream in zip(least, streams) if is_stream)
+        others = max((num for num, is_stream in zip(least, streams) if not is_stream), default=0)
         return (
             f"no {mode} plan with lag {problem.lag}: engines that run ahead hold their devices, and others that need "
-            f"them too never get a turn. Set the lag to 0, let them stay in memory together (cluster.colocate), or "
-            f"give {sum(least)} devices or more ({', '.join(names)}; there are {problem.num_devices})"
+            "them too never get a turn. Set the lag to 0, let them stay in memory together (cluster.colocate), or "
+            f"give {apart + others} devices or more (there are {problem.num_devices})"
         )
     if missing > 0 and mode is not Mode.SHARED:
         return (

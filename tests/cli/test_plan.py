@@ -117,10 +117,9 @@ def test_a_recipe_is_planned_from_a_profile_that_knows_its_graph_and_one_without
     recipe = str(Path(__file__).parents[1] / "e2e" / "tiny.toml")
     graph = '[graph]\nbatch = 64\nnodes = ["rollout", "actor"]\n[graph.edges]\n"rollout -> actor" = 1000.0\n'
     Path("traced.toml").write_text(graph + PROFILE)
-    values = json.loads(run("plan", recipe, "-p", "traced.toml", "-n", "gpu=4", "--other-ok", "--json"))
-    assert values["batch"] == 4  # the recipe's prompts
-    pinned = run("plan", recipe, "placement.actor=0", "-p", "traced.toml", "-n", "4", "--other-ok", "--json")
-    assert json.loads(pinned)["workers"]["actor"]["devices"] == "0"
+    said = run("plan", recipe, "placement.actor=0", "-p", "traced.toml", "-n", "4", "--other-ok", "--json")
+    assert json.loads(said)["batch"] == 4  # the recipe's prompts
+    assert json.loads(said)["workers"]["actor"]["devices"] == "0"  # and its own placement
     assert "[graph]" in run("plan", recipe, "-p", "p.toml", "-n", "gpu=4", "--other-ok", exit_code=2)
 
 
