@@ -129,6 +129,7 @@ REAL = os.environ.get("RILL_VERIFIERS_PYTHON", "")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not REAL, reason="RILL_VERIFIERS_PYTHON names no interpreter with verifiers")
 @pytest.mark.parametrize("name", ["glossary", "kuhn-poker"])
 async def test_packages_of_verifiers_own_repository_play_to_their_end(name: str) -> None:
