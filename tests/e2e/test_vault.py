@@ -32,7 +32,7 @@ def trained(root: Path, name: str, *overrides: str) -> Run:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_same_weights_come_of_a_built_in_tool_a_black_box_agent_and_an_mcp_server(tmp_path: Path) -> None:
-    short = ("loop.steps=2", "loop.prompts_per_step=4", "sft.steps=20", "eval.every=0", INVARIANT)
+    short = ("loop.steps=2", "loop.prompts_per_step=4", "sft.steps=5", "eval.every=0", INVARIANT)
     prints = {
         name: fingerprint(trained(tmp_path, name, *short, *way))
         for name, way in (("tool", ()), ("http", HTTP), ("mcp", MCP))

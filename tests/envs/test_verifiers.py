@@ -95,7 +95,7 @@ async def test_an_episode_is_a_run_of_the_package_with_the_tokens_that_were_samp
     assert sample.num_sampled == 2 and sample.loss_mask.sum() == 2
     assert episode.metrics["length"] == 1.0
     assert not [
-        p for p in psutil.Process().children(recursive=True) if "guest.py" in " ".join(p.cmdline())
+        p for p in psutil.Process().children(recursive=True) if "guest.py serve" in " ".join(p.cmdline())
     ], "the server ends with its environment"
 
 
