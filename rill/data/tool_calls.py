@@ -4,6 +4,9 @@
     qwen_xml  <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>    Qwen3-Coder
     llama     {"name": …, "parameters": {…}}, alone or after <|python_tag|>, `;` between several   Llama 3
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}]  or  [TOOL_CALLS]NAME[ARGS]{…}           Mistral
+    glm       <tool_call>NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>       GLM 4.5 and later
+    kimi      <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>  Kimi K2
+    deepseek  <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>                            DeepSeek V3, R1
 
 A model's chat template teaches it one of them, so the template says which one to read (`detect_syntax`); an operator
 can name one instead. `ToolCallStream` hands out what lies outside of calls as content, and a call when it is complete.
@@ -173,15 +176,59 @@ def _parse_xml_call(text: str, tools: Tools) -> list[ParsedCall] | None:
     if (function := _FUNCTION.fullmatch(text)) is None:
         return _parse_json_calls(text, tools)
     name = function[1].strip()
+    return [_new_call(name, _typed(name, _PARAMETER.findall(function[2]), tools))]
+
+
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _parse_keyed_call(text: str, tools: Tools) -> list[ParsedCall] | None:
+    """The name, then keys and values as plain text."""
+    name, mark, _ = text.partition("<arg_key>")
+    name = name.strip()
+    if not name or any(letter in name for letter in '<>{}"\n') or (not mark and name not in tools):
+        return None
+    return [_new_call(name, _typed(name, _ARGUMENT.findall(text), tools))]
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> dict[str, Any]:
+    """Values that stand as plain text, as what the tool's schema says they are."""
     properties = tools.get(name, {}).get("properties")
     arguments = {}
-    for match in _PARAMETER.finditer(function[2]):
-        key, text_value = match[1].strip(), match[2]
+    for key, text in ((key.strip(), text) for key, text in pairs):
         declared = properties.get(key) if isinstance(properties, dict) else None
         is_string = isinstance(declared, dict) and declared.get("type") == "string"
-        value = None if is_string else _decode(text_value)
-        arguments[key] = text_value if value is None and text_value.strip() != "null" else value
-    return [_new_call(name, arguments)]
+        value = None if is_string else _decode(text)
+        arguments[key] = text if value is None and text.strip() != "null" else value
+    return arguments
+
+
+_KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
+    r"<\|tool_call_end\|>",
+    re.DOTALL,
+)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([\w.-]+)\s*```json(.*?)```\s*|([\w.-]+)<｜tool▁sep｜>(.*?))"
+    r"<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+
+
+def _marked_calls(pattern: re.Pattern[str]) -> Parser:
+    """Calls between markers of their own, arguments in JSON."""
+
+    def parse(text: str, tools: Tools) -> list[ParsedCall] | None:
+        calls = []
+        for groups in pattern.findall(text):
+            name, arguments = [group for group in groups if group][:2] if any(groups) else ("", "")
+            value = _decode(arguments)
+            if not isinstance(value, dict):
+                return None
+            calls.append(_new_call(name, value))
+        return calls or None
+
+    return parse
 
 
 def _call_of(value: Any) -> ParsedCall | None:
@@ -208,6 +255,19 @@ SYNTAXES: dict[str, ToolSyntax] = {
     "qwen_xml": ToolSyntax(open="<tool_call>", close="</tool_call>", parse=_parse_xml_call),
     "llama": ToolSyntax(open="<|python_tag|>", close=None, parse=_parse_json_calls, is_bare_allowed=True),
     "mistral": ToolSyntax(open="[TOOL_CALLS]", close=None, parse=_parse_named_calls, inner=("[ARGS]",)),
+    "glm": ToolSyntax(open="<tool_call>", close="</tool_call>", parse=_parse_keyed_call),
+    "kimi": ToolSyntax(
+        open="<|tool_calls_section_begin|>",
+        close="<|tool_calls_section_end|>",
+        parse=_marked_calls(_KIMI),
+        inner=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "deepseek": ToolSyntax(
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        parse=_marked_calls(_DEEPSEEK),
+        inner=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
 }
 
 
@@ -215,6 +275,9 @@ def detect_syntax(template: str) -> ToolSyntax:
     """What the chat template teaches its model to write."""
     for sign, name in (
         ("[TOOL_CALLS]", "mistral"),
+        ("<arg_key>", "glm"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("<function=", "qwen_xml"),
         ("<tool_call>", "hermes"),
         ("<|python_tag|>", "llama"),

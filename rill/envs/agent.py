@@ -190,8 +190,10 @@ class Agent:
             raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
         schemas, start = self._offer(tools)
         chains = [start]
-        for message in conversation:
-            chains.append(self._chain(chains[-1], message))
+        for given, message in zip(messages, conversation, strict=True):
+            # A client's own form is read anew in every turn: nothing of it is worth remembering.
+            chain = self._chain if given is message else chain_of
+            chains.append(chain(chains[-1], message))
         node = self._asked.get(chains[-1])
         if node is None:
             node = self._asked[chains[-1]] = self._place(conversation, schemas, chains[1:])
@@ -301,6 +303,9 @@ class Agent:
         known = self._offers.get(key)
         if known is None:
             schemas = [schema_of(tool) for tool in tools]
+            names = [schema.get("function", {}).get("name") for schema in schemas]
+            if doubled := {str(name) for name in names if names.count(name) > 1 or not name}:
+                raise DataError(f"tools need a name each, and no two the same: {', '.join(sorted(doubled))}")
             known = self._offers[key] = (tools, schemas, chain_start(schemas))
         return known[1], known[2]
 

@@ -46,6 +46,7 @@ ENVIRONMENTS = Registry(
         "mcp": "rill.envs.mcp:McpEnvironment",
         "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
         "textarena": "rill.envs.textarena:TextArenaEnvironment",
+        "openenv": "rill.envs.openenv:OpenEnvEnvironment",
         "verifiers": "rill.envs.verifiers.environment:VerifiersEnvironment",
     },
 )

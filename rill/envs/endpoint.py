@@ -61,11 +61,12 @@ class _Session:
     """Conversations by the id of the response that ended them: Responses clients may name one as their past."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Refusal(Exception):
-    status: int
-    message: str
-    code: str
+    """An answer other than success."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
 
 
 class _Server:
@@ -126,7 +127,7 @@ class _Server:
         if past:
             start = int(bool(body.get("instructions")))
             asked.messages[start:start] = past
-        said = asyncio.ensure_future(_say(session, agent, asked))
+        said = asyncio.ensure_future(_say(agent, asked, session.responses if dialect is RESPONSES else None))
         if not chat.get("stream"):
             return await _whole(dialect, said)
         shows_usage = bool((chat.get("stream_options") or {}).get("include_usage"))
@@ -143,8 +144,8 @@ def _past(session: _Session, body: dict[str, Any]) -> list[dict[str, Any]]:
     return session.responses[name]
 
 
-async def _say(session: _Session, agent: Agent, asked: Asked) -> Answer:
-    """Raises _Refusal."""
+async def _say(agent: Agent, asked: Asked, kept: dict[str, list[dict[str, Any]]] | None) -> Answer:
+    """Raises _Refusal. `kept` gets the conversation, by the answer's id."""
     try:
         reply = await agent.say(asked.messages, asked.tools, **asked.sampling)
     except EpisodeOver as over:
@@ -158,10 +159,10 @@ async def _say(session: _Session, agent: Agent, asked: Asked) -> Answer:
         agent.setting.interrupt(error)
         raise _Refusal(503, "the episode was interrupted", "interrupted") from None
     answer = as_answer(agent.name, reply)
-    said = {"role": "assistant", "content": reply.text, "tool_calls": list(answer.calls)}
-    session.responses[f"resp_{answer.id}"] = [
-        m for m in asked.messages if m.get("role") not in ("system", "developer")
-    ] + [said]
+    if kept is not None:
+        said = {"role": "assistant", "content": reply.text, "tool_calls": list(answer.calls)}
+        past = [message for message in asked.messages if message.get("role") not in ("system", "developer")]
+        kept[f"resp_{answer.id}"] = [*past, said]
     return answer
 
 

@@ -30,8 +30,9 @@ def trained(root: Path, name: str, *overrides: str) -> Run:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_same_weights_come_of_a_built_in_tool_a_black_box_agent_and_an_mcp_server(tmp_path: Path) -> None:
-    short = ("loop.steps=2", "loop.prompts_per_step=4", "sft.steps=20", "eval.every=0", INVARIANT)
+    short = ("loop.steps=2", "loop.prompts_per_step=4", "sft.steps=5", "eval.every=0", INVARIANT)
     prints = {
         name: fingerprint(trained(tmp_path, name, *short, *way))
         for name, way in (("tool", ()), ("http", HTTP), ("mcp", MCP))
@@ -40,6 +41,7 @@ def test_the_same_weights_come_of_a_built_in_tool_a_black_box_agent_and_an_mcp_s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_tool_that_is_needed_is_learnt_by_step_50(tmp_path: Path, seed: int) -> None:
     run = trained(tmp_path, "vault", f"seed={seed}")

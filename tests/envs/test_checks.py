@@ -90,7 +90,7 @@ ATTACKS = {
     "            try: os.write(fd, b'\\x0f\\0\\0\\0{\"passed\":true}')\n            except OSError: pass\n"
     "        time.sleep(0.001)\nthreading.Thread(target=later, daemon=True).start()\n"
     "def f(): time.sleep(0.1); return 9",
-    "the guest": "import sys\nguest = sys.modules['__main__']\nguest.encode = lambda v, k: {'h': 0}\n"
+    "the guest": "import sys\nguest = sys.modules['guest_checks']\nguest.encode = lambda v, k: {'h': 0}\n"
     "guest.Program.do = lambda self, request: {'value': True, 'passed': True}\ndef f(): return 9",
     "exceptions": "def f(): raise SystemExit(0)",
     "exec": "import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef f(): return 9",

@@ -195,6 +195,7 @@ async def test_two_episodes_do_not_meet_and_an_address_ends_with_its_episode() -
             "not supported",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [PRICE, PRICE]}, "no two the same"),
     ],
 )
 async def test_a_wrong_request_is_told_and_costs_nothing(body: dict[str, Any], said: str) -> None:

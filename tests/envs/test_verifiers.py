@@ -95,7 +95,7 @@ async def test_an_episode_is_a_run_of_the_package_with_the_tokens_that_were_samp
     assert sample.num_sampled == 2 and sample.loss_mask.sum() == 2
     assert episode.metrics["length"] == 1.0
     assert not [
-        p for p in psutil.Process().children(recursive=True) if "guest.py" in " ".join(p.cmdline())
+        p for p in psutil.Process().children(recursive=True) if "guest.py serve" in " ".join(p.cmdline())
     ], "the server ends with its environment"
 
 
@@ -129,6 +129,7 @@ REAL = os.environ.get("RILL_VERIFIERS_PYTHON", "")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not REAL, reason="RILL_VERIFIERS_PYTHON names no interpreter with verifiers")
 @pytest.mark.parametrize("name", ["glossary", "kuhn-poker"])
 async def test_packages_of_verifiers_own_repository_play_to_their_end(name: str) -> None:

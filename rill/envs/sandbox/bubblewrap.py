@@ -29,6 +29,7 @@ from rill.envs.sandbox.base import Limits, Result, SandboxError
 from rill.errors import UnsupportedError
 
 GUEST = Path(__file__).with_name("guest.py")
+GUEST_CHECKS = Path(__file__).with_name("guest_checks.py")
 LENGTH = struct.Struct("<I")
 START_S = 30.0
 GRACE_S = 2.0
@@ -187,7 +188,8 @@ def command(limits: Limits, *, packages: bool) -> list[str]:
         "--proc", "/proc", "--dev", "/dev",
         *(word for folder in ("/sandbox", "/tmp") for word in
           ("--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", folder)),
-        *_readable(packages), "--ro-bind", str(GUEST), "/guest.py", "--chdir", "/sandbox",
+        *_readable(packages), "--ro-bind", str(GUEST), "/guest.py", "--ro-bind", str(GUEST_CHECKS), "/guest_checks.py",
+        "--chdir", "/sandbox",
         os.path.realpath(sys.executable), "-I", "-S", "/guest.py",
     ]  # fmt: skip
 

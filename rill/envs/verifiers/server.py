@@ -38,6 +38,8 @@ GUEST = Path(__file__).with_name("guest.py")
 POLL_MS = 500
 """How often a client that hears nothing looks whether the server lives."""
 CLOSE_S = 12.0
+START_AGAIN_S = 30.0
+"""A package that does not start is not tried again for every episode."""
 
 
 class EpisodeFailed(Exception):
@@ -64,6 +66,8 @@ class EnvServer:
         self._config = config
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._failed: tuple[float, ConfigError] | None = None
+        """When it was last found not to start, and why."""
 
     async def agents(self) -> tuple[str, ...]:
         """The seats that it has."""
@@ -92,7 +96,13 @@ class EnvServer:
                 self._process.close()
                 self._process = None
             if self._process is None:
-                self._process = _Process(self._config)
+                if self._failed is not None and time.monotonic() < self._failed[0] + START_AGAIN_S:
+                    raise self._failed[1]
+                try:
+                    self._process = _Process(self._config)
+                except ConfigError as error:
+                    self._failed = (time.monotonic(), error)
+                    raise
             return self._process
 
 
@@ -140,7 +150,7 @@ class _Link:
             await self._send(name, "run", request)
             return await run.ended
         except asyncio.CancelledError:
-            with contextlib.suppress(zmq.ZMQError):
+            with contextlib.suppress(zmq.ZMQError):  # the server may be gone
                 await self._send(uuid.uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
             raise
         finally:
@@ -159,6 +169,7 @@ class _Link:
             elif not self._guest.is_alive:
                 for run in self._runs.values():
                     run.fail(f"the environment server died{self._guest.last_words()}")
+                self._socket.close()
                 return
 
 

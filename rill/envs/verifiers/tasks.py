@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field
@@ -33,7 +34,8 @@ class VerifiersTasks:
         """Use the first so many tasks; some packages go on for ever. 0: all."""
 
     def __init__(self, config: Config, split: Split = Split.TRAIN) -> None:
-        prompts = read_tasks(config)
+        source = config.model_dump_json(include={"python", "id", "arguments", "limit", "start_timeout_s"})
+        prompts = read_tasks(source)
         self._prompts = [p for p in prompts if on_side(_key(p), config.held_out, split)]
 
     def __len__(self) -> int:
@@ -43,7 +45,10 @@ class VerifiersTasks:
         return self._prompts[index]
 
 
-def read_tasks(config: VerifiersTasks.Config) -> list[Prompt]:
+@lru_cache(maxsize=4)
+def read_tasks(source: str) -> list[Prompt]:
+    """Of a configuration as JSON. Both sides of a data set are read from one start of the user's Python."""
+    config = VerifiersTasks.Config.model_validate_json(source)
     guest = Guest(config, "tasks", config.limit)
     prompts: list[Prompt] = []
     deadline = time.monotonic() + config.start_timeout_s

@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from rill.data.dialects import ANTHROPIC, RESPONSES, Answer, AnswerStream, Dialect
+from rill.data.dialects.base import function_call
 from rill.errors import RillError
 from rill.inference.server.answers import json_response
 from rill.inference.server.errors import ApiError, bad_request, error_body, to_api_error
@@ -82,11 +83,9 @@ def _whole(chat: dict[str, Any]) -> Answer:
 async def _translated(dialect: Dialect, chunks: Any) -> AsyncIterator[bytes]:
     """The events of the other dialect, from those of chat."""
     stream: AnswerStream | None = None
-    content: list[str] = []
-    calls: list[dict[str, Any]] = []
+    said = _Said()
     usage: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    reason = "stop"
     async for chunk in _events(chunks):
         if "error" in chunk:
             told = chunk["error"]
@@ -98,27 +97,49 @@ async def _translated(dialect: Dialect, chunks: Any) -> AsyncIterator[bytes]:
             stream = dialect.stream(Answer(id=_id(chunk), model=chunk["model"], created=chunk["created"]))
             yield stream.begin()
         for choice in chunk["choices"]:
-            delta = choice["delta"]
-            reason = choice.get("finish_reason") or reason
-            new = [{k: v for k, v in call.items() if k != "index"} for call in delta.get("tool_calls") or ()]
-            text = delta.get("content") or ""
-            content.append(text)
-            calls += new
-            if said := stream.feed(text, new):
-                yield said
+            if new := stream.feed(*said.take(choice)):
+                yield new
     if stream is not None:
-        yield stream.end(
-            Answer(
-                id=_id(last),
-                model=last["model"],
-                created=last["created"],
-                content="".join(content),
-                calls=calls,
-                finish_reason=reason,
-                num_prompt_tokens=usage.get("prompt_tokens", 0),
-                num_completion_tokens=usage.get("completion_tokens", 0),
-            )
+        answer = Answer(
+            id=_id(last),
+            model=last["model"],
+            created=last["created"],
+            content="".join(said.content),
+            calls=said.calls,
+            finish_reason=said.finish_reason,
+            num_prompt_tokens=usage.get("prompt_tokens", 0),
+            num_completion_tokens=usage.get("completion_tokens", 0),
         )
+        yield stream.end(answer)
+
+
+class _Said:
+    """What the chunks of a chat say together. Arguments of a call may come in pieces."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        """By their index; all but the last are complete, and that one when the answer ends."""
+        self.finish_reason = "stop"
+        self._num_told = 0
+
+    def take(self, choice: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        """New text, and calls that are complete now."""
+        delta = choice["delta"]
+        for piece in delta.get("tool_calls") or ():
+            function = piece.get("function") or {}
+            if piece["index"] >= len(self.calls):
+                self.calls.append(function_call(piece.get("id"), function.get("name"), ""))
+            self.calls[piece["index"]]["function"]["arguments"] += function.get("arguments") or ""
+        text = delta.get("content") or ""
+        self.content.append(text)
+        is_over = choice.get("finish_reason") is not None
+        if is_over:
+            self.finish_reason = choice["finish_reason"]
+        num_complete = len(self.calls) if is_over else max(0, len(self.calls) - 1)
+        complete = self.calls[self._num_told : num_complete]
+        self._num_told = max(num_complete, self._num_told)
+        return text, complete
 
 
 async def _events(chunks: Any) -> AsyncIterator[dict[str, Any]]:

@@ -1,0 +1,139 @@
+"""OpenEnv's environments, over their own protocol (`pip install "rill[envs]"`); nothing of OpenEnv is needed here.
+
+    [rollout.env]
+    type = "openenv"
+    url = "http://127.0.0.1:8000"       # of the environment's server, here or in a container
+    action = "message"                  # the field of its action that takes the model's answer
+    observation = "text"                # the field of its observation that the model is shown
+
+One connection to an episode: the server keeps the state of a session behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rill.envs.agent import Agents
+from rill.envs.base import Environment
+from rill.envs.games import Step, play
+from rill.errors import MissingExtraError
+from rill.types import Prompt
+
+
+class OpenEnvEnvironment(Environment):
+    class Config(Environment.Config):
+        type: Literal["openenv"] = "openenv"
+        url: str = Field(pattern=r"^(http|ws)s?://")
+        """Of the environment's server."""
+        action: str = ""
+        """The action's field that takes the whole answer. Empty: the answer holds the action, as a JSON object."""
+        observation: str = ""
+        """The observation's field that is shown. Empty: all of it, as JSON."""
+        arguments: dict[str, Any] = {}
+        """Passed to reset, beside the seed."""
+        max_turns: int = Field(default=32, ge=1)
+        """Steps of one episode; it then ends as cut off."""
+        invalid_reward: float = 0.0
+        """For an answer without an action, or with one that the server refuses; the episode goes on."""
+        step_timeout_s: float = Field(default=60.0, gt=0)
+        """For one answer of the server."""
+
+    config: Config
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        seed = int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little")
+        game = OpenEnvGame(self.config)
+        await play(game, task, agents, seed=seed >> 1, max_turns=self.config.max_turns)
+
+
+class Refused(Exception):
+    """An action that does not fit the environment's schema."""
+
+
+class OpenEnvGame:
+    """rill.envs.games.Game over one session of a server's."""
+
+    def __init__(self, config: OpenEnvEnvironment.Config) -> None:
+        _import_websockets()
+        self._config = config
+        self._connection = contextlib.ExitStack()
+        self._socket: Any = None
+
+    def start(self, seed: int) -> Step:
+        connect = _import_websockets()
+        address = re.sub("^http", "ws", self._config.url.rstrip("/"))
+        timeout_s = self._config.step_timeout_s
+        try:
+            self._socket = self._connection.enter_context(
+                connect(f"{address}/ws", open_timeout=timeout_s, max_size=1 << 26, proxy=None)
+            )
+        except OSError as error:
+            raise ConnectionError(f"there is no OpenEnv server at {self._config.url}: {error}") from error
+        return self._step(self._ask("reset", {"seed": seed, **self._config.arguments}))
+
+    def move(self, text: str) -> Step:
+        try:
+            return self._step(self._ask("step", self._action(text)))
+        except Refused as refused:
+            said = f"That is no action: {refused}"
+            return Step(player="policy", observation=said, rewards={"policy": self._config.invalid_reward})
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception), self._connection:  # it is over, whatever the connection says
+            if self._socket is not None:
+                self._socket.send(json.dumps({"type": "close"}))
+
+    def _ask(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._socket.send(json.dumps({"type": what, "data": data}))
+        answer = json.loads(self._socket.recv(self._config.step_timeout_s))
+        said = answer.get("data") or {}
+        if answer.get("type") != "error":
+            return said if isinstance(said, Mapping) else {}
+        if said.get("code") == "VALIDATION_ERROR":
+            raise Refused(str(said.get("message"))[:500])
+        raise RuntimeError(f"the OpenEnv server failed: {said.get('message')} ({said.get('code')})")
+
+    def _action(self, text: str) -> Mapping[str, Any]:
+        if self._config.action:
+            return {self._config.action: text}
+        start, end = text.find("{"), text.rfind("}")
+        try:
+            action = json.loads(text[start : end + 1])
+        except ValueError:
+            action = None
+        if not isinstance(action, dict):
+            raise Refused("answer with one JSON object")
+        return action
+
+    def _step(self, result: Mapping[str, Any]) -> Step:
+        seen, field = result.get("observation") or {}, self._config.observation
+        if field and isinstance(seen, Mapping):
+            if field not in seen:
+                raise RuntimeError(
+                    f"the observation has no field {field!r}: it has {', '.join(map(str, seen))}"
+                )
+            shown = str(seen[field])
+        else:
+            shown = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
+        reward = result.get("reward")
+        return Step(
+            player="policy",
+            observation=shown,
+            rewards={} if reward is None else {"policy": float(reward)},
+            is_over=bool(result.get("done")),
+        )
+
+
+def _import_websockets() -> Any:
+    try:
+        from websockets.sync.client import connect
+    except ImportError as error:
+        raise MissingExtraError('OpenEnv servers need websockets: pip install "rill[envs]"') from error
+    return connect

@@ -1,0 +1,77 @@
+"""Environments behind OpenEnv's protocol, played against a small server that speaks it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rill.types import Failure
+from tests.envs.scripted import Scripted, environment, play
+
+server = pytest.importorskip("websockets.sync.server")
+
+
+def count_down(connection: Any) -> None:
+    """Whoever counts down from 2 wins; "crash" fails, and an action needs a number."""
+    left = 2
+    for raw in connection:
+        asked = json.loads(raw)
+        if asked["type"] == "close":
+            return
+        data: dict[str, Any]
+        if asked["type"] == "reset":
+            data = {
+                "observation": {"text": "2?", "seed": asked["data"]["seed"]},
+                "reward": None,
+                "done": False,
+            }
+        elif asked["data"].get("say") == "crash":
+            answer = {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
+            connection.send(json.dumps(answer))
+            continue
+        elif not str(asked["data"].get("say")).strip().isdigit():
+            answer = {"type": "error", "data": {"message": "a number", "code": "VALIDATION_ERROR"}}
+            connection.send(json.dumps(answer))
+            continue
+        else:
+            left -= int(asked["data"]["say"]) == left
+            data = {"observation": {"text": f"{left}?"}, "reward": float(left == 0), "done": left == 0}
+        connection.send(json.dumps({"type": "observation", "data": data}))
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with server.serve(count_down, "127.0.0.1", 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.socket.getsockname()[1]}"
+
+
+async def test_a_session_is_an_episode_with_a_reward_by_step(url: str) -> None:
+    env = environment("openenv", url=url, action="say", observation="text")
+    episode = await play(env, Scripted("2", "one", "1"))
+    assert episode.failure is None and episode.reward == 1.0 and episode.metrics["turns"] == 3
+    said = [turn.text for turn in episode.samples[0].turns[1:]]
+    assert said == ["2", "1?", "one", "That is no action: a number", "1"]
+
+
+async def test_answers_may_be_the_action_as_json(url: str) -> None:
+    env = environment("openenv", url=url, observation="text", invalid_reward=-1.0)
+    episode = await play(env, Scripted("hm", 'I say {"say": "2"}', '{"say": 1}'))
+    assert episode.failure is None and episode.reward == 0.0, (
+        "1 for the game, -1 for an answer without an action"
+    )
+
+
+async def test_what_fails_behind_the_protocol_is_told(url: str) -> None:
+    wanted = {
+        "boom": ({"url": url, "action": "say", "observation": "text"}, "crash"),
+        "has no field 'x'": ({"url": url, "observation": "x"}, "2"),
+        "no OpenEnv server at": ({"url": "http://127.0.0.1:9"}, "2"),
+    }
+    for message, (settings, reply) in wanted.items():
+        episode = await play(environment("openenv", **settings), Scripted(reply))
+        assert episode.failure is Failure.ENVIRONMENT and message in str(episode.error)
