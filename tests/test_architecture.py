@@ -89,8 +89,6 @@ COMES_WITH = {
     "triton": "torch",
     "torch.utils.tensorboard": "tensorboard",
     "click": "typer",
-    "mujoco.mjx": "mujoco-mjx",
-    "jax": "mujoco-mjx",
 }
 """Libraries that a declared dependency brings along."""
 

@@ -89,7 +89,8 @@ class RayCamera:
         self, data: Any, origin: npt.NDArray[Any], rays: npt.NDArray[Any]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """(the geom that each ray meets or −1, how far away). mj_multiRay misses geoms of bodies that have several
-        (seen with MuJoCo 3.3): there every ray is cast by itself, which is ten times slower."""
+        (seen with MuJoCo 3.3): there every ray is cast by itself: 11 ms in place of 2 for 64 pixels of
+        the arm's scene."""
         hits, distances = np.full(len(rays), -1, np.int32), np.full(len(rays), -1.0)
         if self._has_large_bodies:
             found = np.zeros(1, np.int32)
