@@ -9,10 +9,12 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -270,8 +272,10 @@ def _tokens(url: str, body: dict[str, Any]) -> list[int]:
 
 
 def _replica_pids(parent: int) -> list[int]:
-    """Children that have a pipe to the server: multiprocessing's resource tracker has none."""
-    found = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+    """The processes under the server that have loaded a model; the runtime's own have not."""
+    found = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):
+            if any("libtorch" in entry.path for entry in child.memory_maps()):
+                found.append(child.pid)
+    return found
