@@ -9,7 +9,8 @@
 #   make test-slow  every test, slow ones included        make test-gpu  those that need a CUDA device
 #   make clean      remove what was built (runs/ is kept)
 #
-# PYTHON=python3.12 picks another interpreter; ARGS="..." is passed on to pytest or to the demo.
+# PYTHON=python3.12 picks another interpreter; ARGS="..." is passed on to pytest or to the demo; JOBS=1 runs one test at a
+# time (else as many as there are cores).
 # PIP_ARGS="..." is passed to pip: on a machine without a GPU, point it at PyTorch's index of CPU builds
 # (--extra-index-url) to spare the CUDA libraries.
 
@@ -17,10 +18,12 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 PIP_ARGS ?=
 ARGS     ?=
+JOBS     ?= auto
 PYTHON   ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
               $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
               && { echo $$python; break; }; done)
 INPUTS   := pyproject.toml constraints.txt
+PARALLEL  = $(BIN)/python -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
 INSTALL   = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 # A stamp carries the checksum of what it was installed from, so a checkout of another commit is noticed and a
@@ -39,10 +42,10 @@ demo: $(CORE)
 	@$(BIN)/rill train demo $(ARGS)
 
 test: $(DEV)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(PARALLEL) $(ARGS)
 
 test-slow: $(DEV)
-	@$(BIN)/python -m pytest -q -m "not gpu" --timeout 900 $(ARGS)
+	@$(PARALLEL) -m "not gpu" --timeout 900 $(ARGS)
 
 test-gpu: $(DEV)
 	@$(BIN)/python -m pytest -q -m "gpu" --timeout 900 $(ARGS)

@@ -249,6 +249,8 @@ class Sample:
     returns: Floats | None = None
     energies: Floats | None = None
     """1 − 2π(a) + Σ_v π(v)² under the old policy, for optimal-token baselines."""
+    is_logged: bool = False
+    """People can see it (rill.telemetry.rollout_log): the trainer adds what it knows of its tokens."""
 
     def __post_init__(self) -> None:
         length = self.trajectory.num_tokens

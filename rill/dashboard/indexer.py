@@ -1,6 +1,6 @@
 """Keeps the indexes of runs up to date: `.index/` in each run folder, or in a temporary folder where that is read-only.
 
-    run's processes ──append──▶ trace/*.jsonl, rollouts/*.jsonl ──this──▶ .index/ ──read by range──▶ the server
+    run's processes ──append──▶ trace, rollouts, trained/*.jsonl ──this──▶ .index/ ──read by range──▶ the server
 
 `rill dashboard` runs it as a process of its own, so that parsing a large log takes nothing from the pages; `rill
 report` calls `bring_up_to_date` before it reads. Two indexers of one run do not meet: the second finds the lock taken
@@ -19,13 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rill.dashboard.index_state import STATE_FILE, load_state
+from rill.dashboard.index_state import STATE_FILE, IndexState, load_state
 from rill.dashboard.log_reader import size_of
 from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
+from rill.dashboard.rollouts import Rollouts
 from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
+from rill.dashboard.trained_index import TrainedIndex, TrainedIndexer, TrainedState
 
 INDEX_FOLDER = ".index"
-TRACE, ROLLOUTS = "trace", "rollouts"
+TRACE, ROLLOUTS, TRAINED = "trace", "rollouts", "trained"
+Indexer = TraceIndexer | RolloutIndexer | TrainedIndexer
+STATES: dict[str, type[IndexState]] = {TRACE: TraceState, ROLLOUTS: RolloutState, TRAINED: TrainedState}
+INDEXERS: dict[str, type[Indexer]] = {TRACE: TraceIndexer, ROLLOUTS: RolloutIndexer, TRAINED: TrainedIndexer}
 PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -54,16 +59,20 @@ def trace_indexes(run: Path) -> list[TraceIndex]:
     return [index for index in found if index is not None]
 
 
-def rollout_indexes(run: Path) -> list[RolloutIndex]:
-    folder = index_folder(run) / ROLLOUTS
-    found = [RolloutIndex.open(log, folder / log.stem) for log in logs_of(run, ROLLOUTS)]
-    return [index for index in found if index is not None]
+def rollouts(run: Path) -> Rollouts:
+    """What is indexed of them by now."""
+    folder = index_folder(run)
+    found = [RolloutIndex.open(log, folder / ROLLOUTS / log.stem) for log in logs_of(run, ROLLOUTS)]
+    trained = [TrainedIndex.open(log, folder / TRAINED / log.stem) for log in logs_of(run, TRAINED)]
+    return Rollouts(
+        [index for index in found if index is not None], [index for index in trained if index is not None]
+    )
 
 
 def progress(run: Path) -> float:
     """The share of the logs' bytes that is indexed."""
     folder, done, total = index_folder(run), 0, 0
-    for kind, state_type in ((TRACE, TraceState), (ROLLOUTS, RolloutState)):
+    for kind, state_type in STATES.items():
         for log in logs_of(run, kind):
             state = load_state(folder / kind / log.stem, state_type)
             total += size_of(log)
@@ -76,7 +85,7 @@ class RunIndexer:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._indexers: dict[Path, TraceIndexer | RolloutIndexer] = {}
+        self._indexers: dict[Path, Indexer] = {}
 
     def update(self, should_go_on: Callable[[], bool] = lambda: True) -> bool:
         """Index what is new. False where another process is at it."""
@@ -84,7 +93,7 @@ class RunIndexer:
             if not is_ours:
                 self._indexers.clear()  # another process writes them: what is known here is stale
                 return False
-            for kind in (ROLLOUTS, TRACE):
+            for kind in (ROLLOUTS, TRAINED, TRACE):
                 for log in logs_of(self.run, kind):
                     self._update_log(kind, log, should_go_on)
         return True
@@ -95,8 +104,7 @@ class RunIndexer:
             indexer = None  # somebody has deleted the index
         try:
             if indexer is None:
-                maker = TraceIndexer if kind == TRACE else RolloutIndexer
-                indexer = self._indexers[log] = maker(log, index_folder(self.run) / kind / log.stem)
+                indexer = self._indexers[log] = INDEXERS[kind](log, index_folder(self.run) / kind / log.stem)
             if size_of(log) != indexer.state.read_to:
                 for _ in indexer.update():
                     if not should_go_on():

@@ -49,7 +49,7 @@ def collect(run: Run) -> dict[str, Any]:
     key = next(iter(catalog.runs()))
     opened = catalog.open(key)
     timeline = Timeline(indexer.trace_indexes(run.path))
-    rollouts = Rollouts(indexer.rollout_indexes(run.path))
+    rollouts = indexer.rollouts(run.path)
     view = timeline.longest(MAX_SPANS)
     return {
         "overview": pages.overview(catalog, key) | {"indexed": 1.0},

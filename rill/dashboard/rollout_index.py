@@ -90,9 +90,9 @@ class GroupRecord(msgspec.Struct):
 _decoder = msgspec.json.Decoder(GroupRecord)
 
 
-def prompt_code(prompt_id: str) -> int:
-    """The same for a prompt in every log."""
-    return int.from_bytes(hashlib.blake2b(prompt_id.encode(), digest_size=8).digest(), "little")
+def id_code(name: str) -> int:
+    """Of a prompt or a sample; the same in every log."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 class RolloutIndexer:
@@ -136,7 +136,7 @@ class RolloutIndexer:
                     offset,
                     len(line),
                     record.version,
-                    prompt_code(record.prompt_id),
+                    id_code(record.prompt_id),
                     text_at,
                     self._samples.num_rows + len(samples),
                     len(record.samples),

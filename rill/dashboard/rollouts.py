@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rill.dashboard.rollout_index import RolloutIndex, prompt_code
+from rill.dashboard.rollout_index import RolloutIndex, id_code
 from rill.dashboard.table import read_range
+from rill.dashboard.trained_index import TrainedIndex
 from rill.errors import UserError
 
 MAX_ROWS = 500
@@ -54,7 +55,9 @@ class Query:
 class Rollouts:
     """All rollout indexes of one run at one moment."""
 
-    def __init__(self, indexes: Sequence[RolloutIndex]) -> None:
+    def __init__(self, indexes: Sequence[RolloutIndex], trained: Sequence[TrainedIndex] = ()) -> None:
+        """`trained`: what the trainer knows of the same samples."""
+        self._trained = trained
         self.indexes = [index for index in indexes if index.state.num_groups]
         self._tables: dict[int, Any] = {}
         self.num_samples = sum(index.state.num_samples for index in self.indexes)
@@ -104,7 +107,7 @@ class Rollouts:
         }
 
     def group(self, log: int, place: int) -> dict[str, Any]:
-        """One group as it stands in the log."""
+        """One group as it stands in the log, with what the trainer knows of its samples."""
         if not (0 <= log < len(self.indexes) and 0 <= place < self.indexes[log].state.num_groups):
             raise UserError(f"there is no group {place} in log {log}")
         index = self.indexes[log]
@@ -114,11 +117,16 @@ class Rollouts:
             record: dict[str, Any] = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{index.log.name} was changed after it was indexed: reload the page") from error
+        names = [str(sample.get("id", "")) for sample in record["samples"]]
+        for trained in self._trained:
+            found = trained.find(names)
+            for name, sample in zip(names, record["samples"], strict=True):
+                sample.update(found.get(name, {}))
         return {**record, "step": int(row["version"]) - 1, "log": log, "place": place}
 
     def prompt(self, prompt_id: str) -> list[dict[str, Any]]:
         """One prompt over training: its groups, by step."""
-        code = prompt_code(prompt_id)
+        code = id_code(prompt_id)
         found: list[dict[str, Any]] = []
         for log in range(len(self.indexes)):
             groups = self._groups(log)
@@ -161,7 +169,7 @@ class Rollouts:
         if query.task:
             mask &= groups["task"] == _place(index.state.tasks, query.task)
         if query.prompt:
-            mask &= groups["prompt"] == np.uint64(prompt_code(query.prompt))
+            mask &= groups["prompt"] == np.uint64(id_code(query.prompt))
         if query.only == "dropped":
             mask &= groups["is_dropped"]
         wanted = _sample_filters(index, query)

@@ -168,7 +168,7 @@ class _Answers:
         return self._catalog.open(request.path_params["key"])
 
     def _rollouts(self, request: Request) -> Rollouts:
-        return Rollouts(indexer.rollout_indexes(self._run(request).path))
+        return indexer.rollouts(self._run(request).path)
 
 
 class _Door:

@@ -1,4 +1,4 @@
-"""Experts: which of them each token is sent to, recorded in the engine and replayed in the trainer (R3).
+"""Experts: which of them each token is sent to, recorded in the engine, replayed (R3) and balanced in the trainer.
 
 A router's top-k is a cliff: rounding that moves a logprob by 1e-3 elsewhere may send a token to another expert here,
 and then the trainer differentiates another network than the one that sampled. So the engine records every choice, the
@@ -8,13 +8,18 @@ chosen experts still come from its own router, and gradients flow through them.
 Routers are written in many ways and all end in one call: top-k over the experts. `Routing` answers that call inside the
 model's expert blocks (modules with a child named `experts`), so that it knows no architecture by name.
 
+Experts are kept busy in two ways. The balance loss of a pass (Switch Transformer's: E Σ_e f_e P_e, of the share f of
+choices and the mean probability P) pulls the router's probabilities. Routers with a correction bias, DeepSeek-V3's and
+its relatives', need no loss: it moves after each optimizer step towards the experts with less than the mean load.
+
 T token of the flat batch or pack, L layer with experts, K chosen expert, E expert.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rill.errors import UnsupportedError
+
+BIAS_NAME = "e_score_correction_bias"
+"""What transformers calls the correction bias of a router, in all its families."""
 
 UNKNOWN = -1
 """In place of an expert: nobody recorded a choice, the router makes its own."""
@@ -35,12 +43,30 @@ def expert_blocks(model: nn.Module) -> list[Any]:
 class Routing:
     """Of one model. One thread at a time runs it."""
 
-    def __init__(self, model: nn.Module, *, is_compiled: bool = False) -> None:
-        """`is_compiled`: the model's layers are; expert blocks then run as they are."""
+    def __init__(
+        self, model: nn.Module, *, is_compiled: bool = False, balances: bool = False, bias_rate: float = 0.0
+    ) -> None:
+        """`is_compiled`: the model's layers are; expert blocks then run as they are. `balances`: training passes have a
+        balance loss. `bias_rate`: how far a correction bias moves in a step."""
         self._blocks = expert_blocks(model)
         if not self._blocks:
             raise UnsupportedError("the model has no experts, so there is no routing to record or replay")
+        self._biases = [b for m in self._blocks for n, b in m.named_buffers() if n.endswith(BIAS_NAME)]
+        if balances and self._biases:
+            raise UnsupportedError(
+                "its routers are balanced by a correction bias: set trainer.router_bias_rate instead of "
+                "router_balance_loss"
+            )
+        if bias_rate and len(self._biases) != len(self._blocks):
+            raise UnsupportedError(
+                "its routers have no correction bias to move: set trainer.router_balance_loss instead of "
+                "router_bias_rate"
+            )
         self.is_recording = False
+        self._balances = balances
+        self._bias_rate = bias_rate
+        self._has_probabilities: bool | None = None
+        self._terms: list[Tensor] | None = None
         self._plan_TLK: Tensor | None = None
         self._chosen: dict[int, Tensor] = {}
         self._loads: dict[int, Tensor] = {}
@@ -75,19 +101,39 @@ class Routing:
         self._chosen = {}
         return chosen
 
-    def metrics(self) -> dict[str, float]:
-        """Since the last call. `router/max_violation`: the busiest expert's load over the mean, less 1, mean over
-        layers. `router/agreement`: of replayed choices, the share that the router would have made itself."""
-        found: dict[str, float] = {}
-        if self._loads:
-            loads_LE = torch.stack([self._loads[i].float() for i in sorted(self._loads)])
-            found["router/max_violation"] = float((loads_LE.amax(1) / loads_LE.mean(1) - 1).mean())
-        if self._agreed:
-            same, count = (torch.stack(column).sum().item() for column in zip(*self._agreed, strict=True))
-            found["router/replayed_choices"] = float(count)
-            if count:
-                found["router/agreement"] = float(same / count)
+    @contextmanager
+    def training_pass(self) -> Iterator[list[Tensor]]:
+        """The forward pass in here counts: its loads, and in the list each layer's balance loss, where asked for. What
+        is computed again during backward does not."""
+        self._terms = []
+        try:
+            yield self._terms
+        finally:
+            self._terms = None
+
+    @torch.no_grad()
+    def finish_step(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """After an optimizer step: move the biases; figures since the last one, summed over ranks by `reduce`.
+        `router/max_violation`: the busiest expert's load over the mean, less 1, mean over layers. `router/agreement`:
+        of replayed choices, the share that the router would have made itself."""
+        like = next(self._blocks[0].parameters())
+        own_LE = torch.zeros(self.num_layers, self.num_experts(0), dtype=torch.float64, device=like.device)
+        for layer, load_E in self._loads.items():
+            own_LE[layer] = load_E
+        same, count = (sum(column) for column in zip(*self._agreed, strict=True)) if self._agreed else (0, 0)
+        figures = torch.cat([own_LE.flatten(), own_LE.new_tensor([float(same), float(count)])])
+        figures = reduce(figures)
         self._loads, self._agreed = {}, []
+        loads_LE, (same, count) = figures[:-2].view_as(own_LE), figures[-2:].tolist()
+        found: dict[str, float] = {}
+        if loads_LE.sum() > 0:
+            mean_L = loads_LE.mean(1, keepdim=True)
+            found["router/max_violation"] = float((loads_LE / mean_L).amax(1).mean() - 1)
+            for bias_E, less_E in zip(self._biases, (mean_L - loads_LE).sign(), strict=False):
+                bias_E.add_(self._bias_rate * less_E.to(bias_E))
+        if count:
+            found["router/replayed_choices"] = count
+            found["router/agreement"] = same / count
         return found
 
     def _forward(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +154,29 @@ class Routing:
             self._agreed.append((is_same.sum(), (plan_TK != UNKNOWN).sum()))
         if self.is_recording:
             self._chosen[layer] = chosen_TK.detach()
-        else:
+        count_E = None
+        if self._balances or self._terms is not None:
             count_E = torch.zeros(scores_TE.shape[-1], dtype=torch.int64, device=scores_TE.device)
             count_E.scatter_add_(0, chosen_TK.detach().flatten(), torch.ones_like(chosen_TK.flatten()))
+        if count_E is not None and self._balances:
+            balance = self._balance(
+                scores_TE, count_E
+            )  # computed again in backward too, where it is not counted
+            if self._terms is not None:
+                self._terms.append(balance)
+        if count_E is not None and self._terms is not None:
             self._loads[layer] = self._loads.get(layer, 0) + count_E
         return chosen_TK
+
+    def _balance(self, scores_TE: Tensor, count_E: Tensor) -> Tensor:
+        """1 × K where all experts are chosen alike. Scores are probabilities or logits, as the router has it."""
+        if self._has_probabilities is None:
+            self._has_probabilities = bool((scores_TE >= 0).all())
+        scores_TE = scores_TE.float()
+        if not self._has_probabilities:
+            scores_TE = scores_TE.softmax(-1)
+        share_E = count_E / scores_TE.shape[0]
+        return scores_TE.shape[-1] * (share_E * scores_TE.mean(0)).sum()
 
     def num_experts(self, layer: int) -> int:
         experts = self._blocks[layer].experts

@@ -1,7 +1,8 @@
 """What the model said, for people: `rollouts/<process>.jsonl` in the run folder, read by the dashboard and `rill runs`.
 
 A record is one group, with the text and the token-level fields of each sample. Only some groups of a step are kept
-(see RolloutConfig.log_groups): this is a window on the run, not its record. docs/telemetry.md lists the fields.
+(see RolloutConfig.log_groups): this is a window on the run, not its record. What the trainer computes of the same
+tokens later lies in `trained/<process>.jsonl`, a record a sample. docs/telemetry.md lists the fields.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rill.types import NOT_SAMPLED, Floats, Group, Sample, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLLOUTS_FOLDER = "rollouts"
+ROLLOUTS_FOLDER, TRAINED_FOLDER = "rollouts", "trained"
 MAX_LOGGED_TOKENS = 4096
 DIGITS = 3
 
@@ -35,13 +36,13 @@ class RolloutLog:
 
     def write(
         self, group: Group, *, dropped: str | None, trained: Mapping[str, Sample] | None = None
-    ) -> None:
-        """`trained`: what the trainer knows of the group's samples, by trajectory id, where it is known already."""
+    ) -> bool:
+        """Whether it was kept. `trained`: what is known of the group's samples already, by trajectory id."""
         version = max((int(t.versions.max(initial=-1)) for t in group.trajectories), default=-1)
         if version != self._version:
             self._version, self._num_logged = version, 0
         if self._num_logged >= self._max_groups:
-            return
+            return False
         self._num_logged += 1
         record = {
             "version": version,
@@ -54,6 +55,7 @@ class RolloutLog:
             "samples": [self._sample(t, (trained or {}).get(t.id)) for t in group.trajectories],
         }
         self._file.write(encode_line(record))
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -82,6 +84,25 @@ class RolloutLog:
             if trained.old_logprobs is not None:
                 record["trainer_logprobs"] = _rounded(trained.old_logprobs)
         return record
+
+
+class TrainedLog:
+    """By the trainer, of the samples that are logged. Its figures are of the first pass over them in a step."""
+
+    def __init__(self, run_dir: Path, process: str) -> None:
+        self._file = LineFile(run_dir / TRAINED_FOLDER / f"{process}.jsonl")
+
+    def write(self, sample: Sample, logprobs: Floats, entropies: Floats) -> None:
+        """Per token; what a token that is not trained on has is left out."""
+        mask = sample.trajectory.loss_mask.tolist()
+        columns = {"trainer_logprobs": logprobs, "entropies": entropies, "advantages": sample.advantages}
+        record: dict[str, Any] = {"id": sample.id}
+        for name, values in columns.items():
+            record[name] = [x if is_trained else None for x, is_trained in zip(_rounded(values), mask)]
+        self._file.write(encode_line(record))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _rounded(values: Floats) -> list[float]:

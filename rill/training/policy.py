@@ -14,9 +14,11 @@ A step is begin(), accumulate() for every chunk that arrives, and finish(), or `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +28,11 @@ from torch import Tensor
 
 from rill.algorithms import Algorithm, finish_metrics
 from rill.algorithms.advantages.optimal_token import squared_probabilities
-from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch
+from rill.algorithms.base import LossSum, Need, Reduce, TokenBatch, divisor
 from rill.algorithms.distill import Teacher, full_vocabulary_kl
 from rill.errors import ConfigError, TrainingError, UnsupportedError
 from rill.models.decode.packed_scorer import PackedScorer
-from rill.models.routing import Routing
+from rill.models.routing import Routing, expert_blocks
 from rill.models.train.packed_layout import copy_in
 from rill.training.batching import MicroBatch, gather_context
 from rill.training.engine_config import MiniBatchConfig
@@ -66,6 +68,11 @@ class PolicyTrainer(StepTrainer):
         routing_replay: bool = False
         """Send every token to the experts that the engine chose for it (R3). The engine must record them: for the
         native one set routed_experts = true. Needs a model with experts."""
+        router_balance_loss: float = Field(default=0.0, ge=0.0)
+        """Weight of the experts' balance loss beside the policy's; 0.001 is usual. 0: off."""
+        router_bias_rate: float = Field(default=0.0, ge=0.0)
+        """How far a router's correction bias (DeepSeek-V3, GLM-4) moves each step towards idle experts; 0.001 is
+        usual. 0: it stays as it is."""
 
     def __init__(
         self,
@@ -80,9 +87,17 @@ class PolicyTrainer(StepTrainer):
         self.algorithm = algorithm
         self._step_version = self.version
         self._scorer: PackedScorer | None = None
+        self.on_trained: Callable[[Sample, Floats, Floats], None] | None = None
+        """Told of samples that are logged: their log-probabilities and entropies, per token."""
         self._teachers: tuple[tuple[ScoreModel, float], ...] = ()
-        if config.routing_replay:
-            self.engine.module.routing = Routing(self.engine.module.lm, is_compiled=config.compile)
+        asked = config.routing_replay or config.router_balance_loss or config.router_bias_rate
+        if asked or expert_blocks(self.engine.module.lm):
+            self.engine.module.routing = Routing(
+                self.engine.module.lm,
+                is_compiled=config.compile,
+                balances=config.router_balance_loss > 0,
+                bias_rate=config.router_bias_rate,
+            )
         if config.batch_invariant and (self.world.size > 1 or config.lora is not None):
             raise ConfigError(
                 f"batch_invariant reads whole weights without adapters, got {self.world.size} ranks and lora "
@@ -132,8 +147,7 @@ class PolicyTrainer(StepTrainer):
 
     def finish(self) -> dict[str, float]:
         if not self._is_frozen:
-            routing = self.engine.module.routing
-            return super().finish() | ({} if routing is None else routing.metrics())
+            return super().finish()
         self._is_begun = False
         sums, _, _ = self._tally.reduce(self.world)
         self.engine.pass_over(self.num_steps)
@@ -186,7 +200,9 @@ class PolicyTrainer(StepTrainer):
         return self.version < self.config.critic_warmup * self.num_steps
 
     def _apply(self, learning_rate: float | None = None) -> dict[str, float]:
-        return finish_metrics(super()._apply(learning_rate))
+        metrics = finish_metrics(super()._apply(learning_rate))
+        routing = self.engine.module.routing
+        return metrics if routing is None else metrics | routing.finish_step(self.world.sum_over_data)
 
     def _whole(self, samples: list[Sample]) -> list[Sample]:
         if self.num_steps == 1 or Need.OLD_LOGPROBS not in self.algorithm.needs:
@@ -212,17 +228,28 @@ class PolicyTrainer(StepTrainer):
             statistics = self._statistics(passes)
         # Each pack is built while the device works on the one before it.
         for batch, columns in passes:
-            output = self._forward(batch, self._distill(batch))
+            with self._routed() as balance:
+                output = self._forward(batch, self._distill(batch))
+            if step == 0 and self.on_trained is not None and self.world.leads:
+                self._tell([samples[i] for i in batch.indices], output)
             tokens = self._token_batch(batch, columns, output, statistics)
             tokens = dataclasses.replace(tokens, knows_old=has_old or step == 0)
             loss = self._guarded(functools.partial(self.algorithm.policy_loss, tokens), tokens.logprobs_N)
             if batch.is_idle:
                 self.engine.backward(_nothing(output))
             else:
-                self.engine.backward(loss.numerator)
+                numerator = loss.numerator
+                if balance:  # it weighs as much as this pass's share of the loss
+                    term = self.config.router_balance_loss * torch.stack(balance).mean()
+                    numerator = numerator + term * divisor(loss.denominator)
+                self.engine.backward(numerator)
                 self._count_pass(batch, loss.numerator, loss.denominator)
             self._tally.add_metrics(loss.metrics, is_idle=batch.is_idle)
         self._count(samples=len(samples))
+
+    def _routed(self) -> AbstractContextManager[list[Tensor]]:
+        routing = self.engine.module.routing
+        return contextlib.nullcontext([]) if routing is None else routing.training_pass()
 
     def _forward(self, batch: MicroBatch, distill: Distill | None = None) -> PolicyOutput:
         output: PolicyOutput = self.engine.module(batch.pack, self.config.temperature, distill)
@@ -233,6 +260,15 @@ class PolicyTrainer(StepTrainer):
             gather_context(output.entropy_K, batch.pack, self.world),
             None if output.kl_K is None else gather_context(output.kl_K, batch.pack, self.world),
         )
+
+    def _tell(self, samples: Sequence[Sample], output: PolicyOutput) -> None:
+        ends = np.cumsum([_wanted(sample).sum() for sample in samples], dtype=int).tolist()
+        for sample, start, end in zip(samples, [0, *ends], ends, strict=False):
+            if sample.is_logged and self.on_trained is not None:
+                wanted, columns = _wanted(sample), np.zeros((2, sample.num_tokens), np.float32)
+                for column, values_K in zip(columns, (output.logprobs_K, output.entropy_K), strict=True):
+                    column[wanted] = values_K[start:end].detach().float().cpu().numpy()
+                self.on_trained(sample, columns[0], columns[1])
 
     def _distill(self, batch: MicroBatch) -> Distill | None:
         if not self._teachers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import PartConfig
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
+from rill.telemetry.rollout_log import TrainedLog
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
 from rill.training.warm_start import WarmStart
@@ -46,8 +48,10 @@ class ActorWorker(PublishingWorker, LearningWorker):
         sync: SyncConfig,
         teachers: Sequence[TeacherConfig] = (),
         has_critic: bool = False,
+        run_dir: str | None = None,
     ) -> None:
-        """`has_critic`: another group computes the advantages that the episodes could not."""
+        """`has_critic`: another group computes the advantages that the episodes could not. `run_dir`: where people see
+        what becomes of the samples that are logged; None: nowhere."""
         self.algorithm = Algorithm(algorithm)
         self.trainer = PolicyTrainer(
             config, self.algorithm, rendezvous=rendezvous_of(self), device=self.device
@@ -62,6 +66,9 @@ class ActorWorker(PublishingWorker, LearningWorker):
         self.sync = sync
         self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
         self._warm_start: WarmStart | None = None
+        self._log = None if run_dir is None else TrainedLog(Path(run_dir), f"actor-{self.rank}")
+        if self._log is not None:
+            self.trainer.on_trained = self._log.write
 
     def onload(self) -> None:
         super().onload()
@@ -77,6 +84,8 @@ class ActorWorker(PublishingWorker, LearningWorker):
         if self.publisher is not None:
             self.publisher.close()
         self.trainer.close()
+        if self._log is not None:
+            self._log.close()
 
     # --- training -----------------------------------------------------------------------------------------
 

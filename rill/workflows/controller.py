@@ -23,7 +23,7 @@ import math
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,9 @@ from rill.data.base import Split, open_dataset, open_indexed
 from rill.data.curriculum import Curriculum, CurriculumConfig
 from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import LoaderConfig, PromptSource, open_loader
-from rill.errors import CheckpointError, StuckError
+from rill.errors import CheckpointError
+from rill.runtime.context import current
+from rill.runtime.process.report import stuck
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion, Sample
@@ -114,15 +116,11 @@ class Controller(Worker):
         """Open the batch that follows `num_trained` steps; returns when it is full. StuckError: it did not come
         together in time."""
         self.trained(num_trained)
-        timeout_s = self.config.step_timeout_s
         with self._changed:
             self._is_open = True
             self.groups.open_batch()
             self._advance()
-            if not self._changed.wait_for(lambda: self._failure or self.groups.is_full, timeout_s):
-                raise StuckError(f"after {timeout_s:.0f} s {self.groups.describe()}")
-            if self._failure is not None:
-                raise self._failure
+            self._wait_until(lambda: self.groups.is_full, lambda: f"a batch: {self.groups.describe()}")
             batch, since, step = tuple(self._batch), self.groups.since_last_batch(), self.groups.version
             epoch = self._epoch
         if self.config.max_lag == 0:
@@ -181,16 +179,11 @@ class Controller(Worker):
         self._flows.tasks.put_many(tasks)
         if not self._is_open:
             self._end_epoch()
-        timeout_s = self.config.step_timeout_s
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._failure or self._num_evaluated == len(tasks), timeout_s
-            ):
-                raise StuckError(
-                    f"{self._num_evaluated} of {len(tasks)} prompts evaluated after {timeout_s:.0f} s"
-                )
-            if self._failure is not None:
-                raise self._failure
+            self._wait_until(
+                lambda: self._num_evaluated == len(tasks),
+                lambda: f"an evaluation: {self._num_evaluated} of {len(tasks)} prompts are done",
+            )
             found = self._evaluated
         metrics: dict[str, float] = {}
         for name, outcomes in found.items():
@@ -291,12 +284,18 @@ class Controller(Worker):
     def _wait_for_stopped(self) -> None:
         """Episodes have ended their epoch, so every outcome is on its way here: the next batch begins with what was
         stopped, and a checkpoint holds it."""
+        self._wait_until(
+            lambda: self.groups.num(State.RUNNING) == 0,
+            lambda: f"{self.groups.num(State.RUNNING)} groups that were told to stop",
+        )
+
+    def _wait_until(self, is_so: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Under the lock. A failure of the flows is raised; past the deadline everybody is asked what they wait for."""
         timeout_s = self.config.step_timeout_s
-        num_running = self.groups.num(State.RUNNING)
-        if not self._changed.wait_for(
-            lambda: self._failure or self.groups.num(State.RUNNING) == 0, timeout_s
-        ):
-            raise StuckError(f"{num_running} groups were not stopped within {timeout_s:.0f} s")
+        if not self._changed.wait_for(lambda: self._failure or is_so(), timeout_s):
+            raise stuck(current(), what(), timeout_s)
+        if self._failure is not None:
+            raise self._failure
 
 
 def limits_of(config: LoopConfig) -> Limits:

@@ -11,6 +11,7 @@ give it a PolicyClient. An episode that fails is data: it is counted, and left o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,8 @@ class Episodes:
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)
         group = Group(id=task.id, prompt=task.prompt, trajectories=trajectories)
         verdict, samples = self._finish(self._algorithm, group, greedy)
-        self._log.write(group, dropped=verdict.reason, trained={sample.id: sample for sample in samples})
+        if self._log.write(group, dropped=verdict.reason, trained={sample.id: sample for sample in samples}):
+            samples = [dataclasses.replace(sample, is_logged=True) for sample in samples]
         outcome = self._outcome(
             task,
             lengths=tuple(sample.num_tokens for sample in samples),

@@ -101,6 +101,7 @@ class Flow:
         self._flows = flows
         self._channel = channel
         self._edges: dict[str, tuple[Edge, Channel]] = {}
+        self._num_shares: dict[str, int] = {}
         self._lines: dict[str, tuple[WorkerGroup[Any], Stream]] = {}
         """What each edge was made for."""
         self._num_wirings = 0
@@ -149,6 +150,7 @@ class Flow:
     def rewire(self, config: FlowConfig) -> None:
         """Between two steps: other chunks, or the same ones to groups that are on other devices now."""
         self.config = config
+        self._num_shares.clear()
         self._num_wirings += 1
         for name, (group, batch) in self._lines.items():
             self._edges[name] = (self._connected(name, group, batch), self._edges[name][1])
@@ -197,11 +199,15 @@ class Flow:
     def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Edge:
         """An edge that the controller knows of."""
         nth = f"#{self._num_wirings}" if self._num_wirings else ""
+        if (
+            group.name not in self._num_shares
+        ):  # asked before its first line: later it may wait behind that one
+            self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
         edge = Edge(
             name=name,
             samples=batch.samples,
             announced=tuple(self._channel(f"{name}[{rank}]{nth}") for rank in range(group.size)),
-            num_shares=answer(group.on(0).num_shares(), self._loop.step_timeout_s),
+            num_shares=self._num_shares[group.name],
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
             is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
         )

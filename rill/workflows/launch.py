@@ -207,6 +207,7 @@ class Launcher:
             sync=self.sync.model_copy(update={"transport": transport}),
             teachers=config.teachers,
             has_critic=has_critic,
+            run_dir=str(self.folder.path.resolve()),
         )
         group.ready(config.loop.step_timeout_s)
         if not self._is_warm:

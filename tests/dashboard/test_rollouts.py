@@ -16,7 +16,7 @@ from tests.dashboard.folders import append, group, sample, small_run
 
 def rollouts_of(run: Run) -> Rollouts:
     indexer.bring_up_to_date(run.path)
-    return Rollouts(indexer.rollout_indexes(run.path))
+    return indexer.rollouts(run.path)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize(("query", "fits"), FILTERS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("query", "fits"), FILTERS, ids=[f"filter {n}" for n in range(len(FILTERS))])
 def test_a_filter_finds_what_a_look_at_every_line_finds(big: Run, query: Query, fits: Any) -> None:
     assert rollouts_of(big).find(query)["total"] == sum(1 for one in lines(big) if fits(one))
 
@@ -122,6 +122,17 @@ def test_a_group_comes_as_its_log_has_it(tmp_path: Path) -> None:
     for log, place in ((0, 99), (9, 0), (-1, 0), (0, -1)):
         with pytest.raises(UserError, match="no group"):
             found.group(log, place)
+
+
+def test_what_the_trainer_knows_of_a_sample_comes_with_it(tmp_path: Path) -> None:
+    """The newest it wrote: a run that was resumed may have trained on a sample again."""
+    run = small_run(tmp_path)
+    name = rollouts_of(run).group(0, 0)["samples"][0]["id"]
+    for entropy in (0.5, 0.25):
+        append(run.path / "trained" / "actor-0.jsonl", {"id": name, "entropies": [None, None, entropy]})
+    append(run.path / "trained" / "actor-1.jsonl", {"id": "another", "entropies": [1.0]})
+    for one in rollouts_of(run).group(0, 0)["samples"]:
+        assert one.get("entropies") == ([None, None, 0.25] if one["id"] == name else None)
 
 
 def test_a_log_changed_under_its_index_is_told_in_words(tmp_path: Path) -> None:

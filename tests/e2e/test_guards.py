@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rill.dashboard import indexer
 from rill.errors import StuckError
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import RunStatus
@@ -33,6 +34,11 @@ def test_a_constant_reward_and_logprobs_that_are_not_the_engines_are_named(
     assert re.search(r"guards +\d+ findings, told above and in the report", printed), "counted in the summary"
     page = (run.path / "report.html").read_text(encoding="utf-8")
     assert "the reward does not see the answer" in page
+    for sample in indexer.rollouts(run.path).group(0, 0)["samples"]:
+        pairs = zip(sample["trainer_logprobs"], sample["logprobs"], strict=True)
+        assert any(abs(found - said) > 0.1 for found, said in pairs if found is not None), (
+            "token by token too"
+        )
 
 
 @pytest.mark.slow
@@ -52,7 +58,7 @@ def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Pat
 @pytest.mark.slow
 def test_a_part_that_is_stuck_ends_the_run_with_who_waits_for_whom(tmp_path: Path) -> None:
     with pytest.raises(StuckError) as stuck:
-        as_command(tmp_path, "stuck", "rollout.env.type=tests.e2e.faults:Stuck", "loop.step_timeout_s=25")
+        as_command(tmp_path, "stuck", "rollout.env.type=tests.e2e.faults:Stuck", "loop.step_timeout_s=60")
     message = str(stuck.value)
     assert "rollout" in message
     (report,) = (tmp_path / "stuck" / "logs").glob("stuck-*.md")

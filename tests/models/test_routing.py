@@ -182,10 +182,67 @@ def test_the_busiest_expert_shows() -> None:
     routing = trainer.engine.module.routing
     assert isinstance(routing, Routing)
     scores = torch.zeros(6, 8)
-    for layer in range(routing.num_layers):
-        routing.choose(layer, scores, torch.tensor([[0, 1]] * 6))  # 12 choices on 2 of 8 experts
-    assert routing.metrics()["router/max_violation"] == pytest.approx(3.0)
-    assert routing.metrics() == {}
+    with routing.training_pass():
+        for layer in range(routing.num_layers):
+            routing.choose(layer, scores, torch.tensor([[0, 1]] * 6))  # 12 choices on 2 of 8 experts
+    assert routing.finish_step(lambda sums: sums) == {"router/max_violation": pytest.approx(3.0)}
+    assert routing.finish_step(lambda sums: sums) == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_balance_loss_is_transformers_own(name: str, checkpointing: str) -> None:
+    """Added to a loss of nothing, its gradient is that of load_balancing_loss_func, layer by layer."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    samples = [dataclasses.replace(s, advantages=0 * s.advantages) for s in rollouts(name, (40,))]
+    options = {"routing_replay": False, "activation_checkpointing": checkpointing}
+    trainer = make_trainer(name, router_balance_loss=0.5, **options)
+    trainer.begin()
+    trainer.accumulate(samples)
+    found = trainer.engine.gradients()
+    shape = SHAPES[name] | {"model_type": name}
+    reference = load_model(ModelConfig(shape=shape), dtype=torch.float32, attention="eager")
+    logits: list[torch.Tensor] = []
+    for block in expert_blocks(reference):
+        gate = block.gate if hasattr(block, "gate") else block.router
+        bias = getattr(gate, "bias", None)
+        gate.register_forward_pre_hook(
+            lambda module, args, bias=bias: logits.append(
+                torch.nn.functional.linear(args[0].reshape(-1, 32), module.weight, bias)
+            )
+        )
+    with torch.enable_grad():
+        for parameter in reference.parameters():
+            parameter.requires_grad_(True)
+        reference(torch.tensor(samples[0].trajectory.token_ids[None].astype(np.int64)))
+        terms = [load_balancing_loss_func((layer,), 8, 2) for layer in logits]
+        (0.5 * torch.stack(terms).mean()).backward()
+    trained = int(samples[0].trajectory.loss_mask.sum())
+    for key, parameter in reference.named_parameters():
+        if parameter.grad is not None and parameter.grad.norm() > 0:
+            torch.testing.assert_close(found[f"lm.{key}"] / trained, parameter.grad, rtol=2e-3, atol=1e-6)
+
+
+def test_a_correction_bias_moves_towards_idle_experts() -> None:
+    samples = rollouts("deepseek_v3")
+    trainer = make_trainer("deepseek_v3", routing_replay=False, router_bias_rate=0.1)
+    (block,) = expert_blocks(trainer.engine.module.lm)
+    before = block.gate.e_score_correction_bias.clone()
+    first = trainer.update(samples)["router/max_violation"]
+    moved = block.gate.e_score_correction_bias - before
+    assert set(moved.sign().tolist()) == {-1.0, 1.0}
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 0.1))
+    for _ in range(6):
+        last = trainer.update(samples)["router/max_violation"]
+    assert last < first
+
+
+def test_the_wrong_way_to_balance_names_the_right_one() -> None:
+    with pytest.raises(UnsupportedError, match="router_bias_rate instead"):
+        make_trainer("deepseek_v3", router_balance_loss=0.1)
+    with pytest.raises(UnsupportedError, match="router_balance_loss instead"):
+        make_trainer("mixtral", router_bias_rate=0.1)
 
 
 def test_the_bias_of_a_router_travels_with_the_weights(tmp_path: Path) -> None:

@@ -180,6 +180,22 @@ def test_rollout_logprobs_and_lag_reach_the_algorithm_beside_the_recomputed_ones
     assert batch.lag_N is not None and batch.lag_N.eq(3).all()
 
 
+@pytest.mark.parametrize("values", [{}, {"micro_batch_tokens": 33}, {"tree_packing": True}], ids=str)
+def test_of_logged_samples_the_trainers_figures_are_told_token_by_token(values: dict[str, Any]) -> None:
+    samples = [dataclasses.replace(s, is_logged=i % 2 == 0) for i, s in enumerate(make_samples())]
+    t, told = trainer(**values), {}
+    t.on_trained = lambda sample, *columns: told.update({sample.id: (sample, *columns)})
+    t.update(samples)
+    assert set(told) == {sample.id for sample in samples if sample.is_logged}
+    model = load_model(MODEL, dtype=torch.float32)
+    for sample, logprobs, entropies in told.values():
+        mask = sample.trajectory.loss_mask
+        assert not logprobs[~mask].any() and not entropies[~mask].any()
+        wanted = np.append(0, plain_logprobs(model, sample).detach().numpy())
+        np.testing.assert_allclose(logprobs[mask], wanted[mask], rtol=1e-4, atol=1e-5)
+        assert (entropies[mask] > 0).all()
+
+
 def test_training_raises_the_probability_of_what_was_good() -> None:
     samples = make_samples(4)
     t = trainer(optimizer={"learning_rate": 1e-2})

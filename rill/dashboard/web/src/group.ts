@@ -19,7 +19,7 @@ interface Shade {
 const steps = (share: number) => Math.max(0, Math.min(9, Math.round(share * 9)));
 const SHADES: Record<string, Shade> = {
   logprob: { title: "log-probability", values: (sample) => sample.logprobs, look: (value) => `warm${steps(-value / 4)}` },
-  mismatch: { title: "mismatch", values: (sample) => sample.logprobs && sample.trainer_logprobs?.map((value, i) => value - sample.logprobs![i]!), look: (value) => (value < 0 ? `warm${steps(-value * 4)}` : `cool${steps(value * 4)}`) },
+  mismatch: { title: "mismatch", values: (sample) => sample.logprobs && sample.trainer_logprobs?.map((value, i) => (value === null ? null : value - sample.logprobs![i]!)), look: (value) => (value < 0 ? `warm${steps(-value * 4)}` : `cool${steps(value * 4)}`) },
   advantage: { title: "advantage", values: (sample) => sample.advantages, look: (value, all) => (value < 0 ? "warm" : "cool") + steps(Math.abs(value) / Math.max(1e-9, ...all.map(Math.abs))) },
   entropy: { title: "entropy", values: (sample) => sample.entropies, look: (value) => `warm${steps(value / 3)}` },
   version: { title: "policy version", values: (sample) => sample.versions, look: (value, all) => `hue${(value - Math.min(...all.filter((one) => one >= 0))) % 8}` },
@@ -172,8 +172,8 @@ function tokensOf(sample: Sample, from: number, context: Context): HTMLElement {
 
 function tokenTitle(sample: Sample, i: number): string {
   if (!sample.sampled[i]) return "given, not sampled";
-  const facts: [string, number | undefined][] = [["log-probability", sample.logprobs?.[i]], ["trainer's", sample.trainer_logprobs?.[i]], ["advantage", sample.advantages?.[i]], ["entropy", sample.entropies?.[i]]];
-  const said = facts.filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${number(value)}`);
+  const facts: [string, number | null | undefined][] = [["log-probability", sample.logprobs?.[i]], ["trainer's", sample.trainer_logprobs?.[i]], ["advantage", sample.advantages?.[i]], ["entropy", sample.entropies?.[i]]];
+  const said = facts.filter(([, value]) => value !== undefined && value !== null).map(([name, value]) => `${name} ${number(value)}`);
   const version = sample.versions?.[i];
   if (version !== undefined) said.push(`sampled after step ${version - 1}`);
   if (sample.mask && !sample.mask[i]) said.push("not trained on");

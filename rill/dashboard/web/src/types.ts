@@ -121,9 +121,9 @@ export interface Sample {
   sampled: number[];
   logprobs?: number[];
   versions?: number[];
-  advantages?: number[];
-  entropies?: number[];
-  trainer_logprobs?: number[];
+  advantages?: (number | null)[];
+  entropies?: (number | null)[];
+  trainer_logprobs?: (number | null)[];
   mask?: number[];
   turns?: Turn[];
   tags?: string[];
