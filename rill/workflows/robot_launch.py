@@ -17,6 +17,7 @@ from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
 from rill.errors import PlanError
 from rill.journal.checkpoints import RunCheckpoints, whole_checkpoints
+from rill.journal.token_log import JournalConfig
 from rill.models.robots.base import check_fits
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
@@ -128,6 +129,8 @@ class RobotLauncher:
             config=config.loop,
             group_size=config.rollout.group_size,
             evals=self.evals,
+            run_dir=self.settings.run_dir,
+            journal=JournalConfig(),  # the batches that were chosen; an episode's chunks are played again
         )
         self._starting.append(group)
         return group
