@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rill.cli.completion import recipe_names
 from rill.cli.console import say, waiting
-from rill.config.files import load_recipe
+from rill.config.files import RecipeValues, load_recipe
 from rill.config.known import check_known, remember
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UnsupportedError, UserError
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus
+
+if TYPE_CHECKING:
+    from rill.workflows.config import RecipeConfig
 
 AUTO = "auto"
 
@@ -60,11 +63,7 @@ def train(
       rill train --resume runs/demo                 continue from its last checkpoint
       rill train demo --resume auto                 start it, or continue what was begun: for job schedulers
     """
-    if sys.platform != "linux":
-        raise UnsupportedError(
-            f"runs need Linux (shared memory, process supervision), and this is {sys.platform}: use a container or a "
-            "virtual machine; `rill runs`, `report`, `dashboard`, `config` and `recipes` work here"
-        )
+    _require_linux()
     changes = [*(overrides or []), *([f"cluster.type={cluster}"] if cluster else [])]
     if resume == AUTO:
         if not recipe:
@@ -73,40 +72,62 @@ def train(
         if resume and Run.open(resume).state().status is RunStatus.FINISHED:
             say(f"{resume} has finished: nothing to resume")
             return
-        recipe = "" if resume else recipe
+        if resume:  # with the plan that it has
+            recipe, plan = "", ""
     if resume:
         if plan:
             raise UserError("--plan is for a new run: a resumed one goes on with the plan that it has")
-        if recipe:
-            changes = [recipe, *changes]  # with --resume there is no recipe, so the first word is a change
-        found = Run.open(resume, root=root)
-        if found.state().status is RunStatus.FINISHED and not changes:
-            raise UserError(
-                f"{found.path} has finished: to continue it, change something, such as loop.steps=200"
-            )
-        values = load_recipe(found.config_path, changes)
+        # with --resume there is no recipe, so the first word is a change
+        _go_on(Run.open(resume, root=root), [*([recipe] if recipe else []), *changes])
     elif recipe:
-        values = load_recipe(recipe, changes)
+        _begin(load_recipe(recipe, changes), recipe, name, root, plan)
     else:
         raise typer.BadParameter("give a recipe (see `rill recipes`), or --resume RUN")
 
-    check_known(values)
-    for note in values.dropped:
-        say(f"note: {note}")
-    chosen = None
+
+def _begin(values: RecipeValues, recipe: str, name: str, root: Path, plan: str) -> None:
+    config, chosen = _checked(values), None
     if plan:
         from rill.cli.plan import choose
 
         chosen = choose(plan, values, root=root)
-    with waiting("loading"):
-        from rill.cli.driver import carry_out
+        config = resolve(type(config), values.values, values.provenance)
+    from rill.cli.driver import carry_out
+
+    run = Run.create(name or values.name, root=root, config_toml=dump_config(config, values.provenance))
+    if chosen is not None:
+        chosen.leave_in(run.path)
+    carry_out(config, run, recipe)
+
+
+def _go_on(run: Run, changes: list[str]) -> None:
+    if run.state().status is RunStatus.FINISHED and not changes:
+        raise UserError(f"{run.path} has finished: to continue it, change something, such as loop.steps=200")
+    values = load_recipe(run.config_path, changes)
+    config = _checked(values)
+    from rill.cli.driver import carry_out
+
+    if changes:
         from rill.journal.changes import accept
+
+        before = resolve(type(config), load_recipe(run.config_path, []).values).model_dump()
+        for line in accept(run.path, before, config.model_dump()):
+            say(line)
+    resumed = Run.resume(str(run.path))
+    carry_out(config, resumed, str(run.config_path), changed_config=dump_config(config, values.provenance))
+
+
+def _checked(values: RecipeValues) -> RecipeConfig:
+    """The recipe as it will run. What can be seen to fail is told here, before anything starts."""
+    check_known(values)
+    for note in values.dropped:
+        say(f"note: {note}")
+    with waiting("loading"):
         from rill.workflows import recipe_schema
         from rill.workflows.config import RecipeConfig
         from rill.workflows.preflight import preflight
 
-        schema = recipe_schema(values.values, str(values.path))
-        config = resolve(schema, values.values, values.provenance)
+        config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
         remember(config)
     if not isinstance(config, RecipeConfig):
         raise UserError(
@@ -116,18 +137,15 @@ def train(
     with waiting("checking"):
         for note in preflight(config):
             say(f"note: {note}")
-    config_toml = dump_config(config, values.provenance)
-    if resume:
-        if changes:
-            before = resolve(schema, load_recipe(found.config_path, []).values).model_dump()
-            for line in accept(found.path, before, config.model_dump()):
-                say(line)
-        carry_out(config, Run.resume(resume, root=root), str(found.config_path), changed_config=config_toml)
-    else:
-        run = Run.create(name or values.name, root=root, config_toml=config_toml)
-        if chosen is not None:
-            chosen.leave_in(run.path)
-        carry_out(config, run, recipe)
+    return config
+
+
+def _require_linux() -> None:
+    if sys.platform != "linux":
+        raise UnsupportedError(
+            f"runs need Linux (shared memory, process supervision), and this is {sys.platform}: use a container or a "
+            "virtual machine; `rill runs`, `report`, `dashboard`, `config` and `recipes` work here"
+        )
 
 
 def _begun(folder: Path) -> str:
