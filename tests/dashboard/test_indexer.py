@@ -49,7 +49,7 @@ def test_a_log_that_cannot_be_read_costs_itself_only(tmp_path: Path, monkeypatch
             raise PermissionError(f"{log} is not yours")
         return make(log, folder)
 
-    monkeypatch.setattr(indexer, "TraceIndexer", refuse)
+    monkeypatch.setitem(indexer.INDEXERS, indexer.TRACE, refuse)
     RunIndexer(run.path).update()
     assert [index.log.stem for index in indexer.trace_indexes(run.path)] == ["rollout[0]#0"]
 

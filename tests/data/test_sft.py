@@ -88,7 +88,7 @@ def test_a_prompt_without_solution_or_a_row_over_the_limit_is_refused() -> None:
 
 
 def test_messages_without_a_template_say_what_to_do() -> None:
-    coder = encoder()
-    coder.tokenizer.chat_template = None
+    tokenizer = build_char_tokenizer()
+    tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
-        coder.encode(Prompt(id="p", messages=talk(("user", "hi"))))
+        PromptEncoder(tokenizer).encode(Prompt(id="p", messages=talk(("user", "hi"))))

@@ -20,6 +20,8 @@ GENERATION = [
     "/v1/chat/completions",
     "/v1/chat/completions/tokens",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/inference/v1/generate",
     "/v1/embeddings",
     "/abort_requests",
@@ -62,7 +64,9 @@ def check(case: Any, url: str) -> None:
     allowed = (502, 503) if case.path == "/update_weights" else (503,)
     assert response.status_code < 500 or response.status_code in allowed, response.text
     if response.status_code >= 400 and case.method != "HEAD":
-        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        keys = response.json()["error"].keys()
+        is_anthropic = case.path == "/v1/messages" and keys == {"message", "type"}
+        assert is_anthropic or keys == {"message", "type", "param", "code"}
 
 
 def bounded(max_examples: int) -> settings:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from rill.errors import RunError
 from rill.runtime.hub.history import CallRecord, Flowed, TurnRecord
 from rill.runtime.hub.messages import Item
 from rill.runtime.process import waits
@@ -97,7 +99,10 @@ class Recorder:
         record.is_whole = is_whole
         has_moved = record.took or record.put or record.turns or record.offload_s
         if has_moved or record.ended_s - record.started_s >= WORTH_S:
-            self._hub.submit("history.tell", record)
+            with suppress(
+                RunError
+            ):  # without a hub there is no history, and a call's outcome does not depend on it
+                self._hub.submit("history.tell", record)
 
     def _tick(self, _: float) -> float:
         """On the hub's io thread."""
