@@ -87,6 +87,7 @@ class TestPlainEngine(EngineConformance):
         return reference()
 
 
+@pytest.mark.slow
 def test_a_run_with_the_example_engine_trains(tmp_path: Path) -> None:
     run = start(tmp_path, "plain", "loop.steps=2", "rollout.engine.type=examples.own_engine:PlainEngine")
     steps = [row.values for row in read_metrics(run.path) if "mismatch/abs_mean" in row.values]

@@ -87,6 +87,7 @@ def wait_until(is_true: Callable[[], bool], what: str, explain: Callable[[], str
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_result(
     whole: Run, tmp_path: Path

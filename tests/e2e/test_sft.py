@@ -118,6 +118,7 @@ def test_two_ranks_give_the_weights_of_one(
         assert found.metrics["sft/rank_imbalance"] < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     whole: tuple[Run, list[StepReport]], jsonl: str, tmp_path: Path

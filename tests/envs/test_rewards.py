@@ -181,9 +181,9 @@ def test_tests_that_test_nothing_are_no_score(tests: Any, said: str) -> None:
 @needs_sandbox
 def test_programs_wait_for_one_another_without_losing_their_time() -> None:
     prompt = Prompt(id="a", text="q", metadata={"tests": ["assert True"]})
-    slow = answered("import time; time.sleep(0.4)")
-    scored = run({"type": "code", "timeout_s": 2.0, "max_concurrent": 2}, [(prompt, slow)] * 12)
-    assert [t.error for t in scored] == [None] * 12
+    slow = answered("import time; time.sleep(0.5)")
+    scored = run({"type": "code", "timeout_s": 5.0, "max_concurrent": 2}, [(prompt, slow)] * 24)
+    assert [t.error for t in scored] == [None] * 24
 
 
 def test_a_prompt_without_an_answer_is_no_match_but_a_failure() -> None:

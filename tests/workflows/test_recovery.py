@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from rill.errors import RunError, WeightSyncError
+from rill.journal.records import Finished, Segment
+from rill.journal.token_log import FOLDER
 from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
@@ -30,17 +32,35 @@ SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
 def kill_at_step(
     scene: Scene, rank: int, step: int, group: WorkerGroup[Any] | None = None
 ) -> threading.Thread:
-    """Kill an engine while the batch of `step` is being made."""
+    """Kill an engine, or a rank of `group`, while the batch of `step` is being made: once a token of it is logged."""
 
     def work() -> None:
+        pid = (group or scene.rollout).addresses()[rank].pid
+        of_engine = f"*-{pid}-*" if group in (None, scene.rollout) else "rollout*"
         while (counts := scene.counts())["version"] < step or not counts["running"]:
             time.sleep(0.005)
-        time.sleep(0.05)
-        os.kill((group or scene.rollout).addresses()[rank].pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not is_speaking(scene, of_engine) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def is_speaking(scene: Scene, pattern: str) -> bool:
+    """Whether an answer has tokens in these logs and no end."""
+    for path in (scene.folder / FOLDER).glob(pattern):
+        said: set[int] = set()
+        for record in Segment(path).read():
+            if isinstance(record, list):
+                said |= {entry.number for entry in record}
+            elif isinstance(record, Finished):
+                said.discard(record.number)
+        if said:
+            return True
+    return False
 
 
 def num_continued(scene: Scene) -> int:
@@ -133,6 +153,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -172,6 +193,7 @@ def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
     scene.close()
 
 
+@pytest.mark.slow
 def test_over_broadcasts_a_lost_engine_catches_up_alone_and_joins_the_next_group(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -228,6 +250,7 @@ def test_a_damaged_transfer_is_caught_and_named(
     scene.close()
 
 
+@pytest.mark.slow
 def test_a_transfer_damaged_once_costs_a_relaunch_and_the_run_goes_on(
     tmp_path: Path, cluster: Cluster
 ) -> None:
