@@ -239,7 +239,11 @@ def test_weight_updates_in_the_middle_never_mix_versions() -> None:
                     table = versions[version](whole[None]).logits[0].log_softmax(-1)
                 expected = table[:-1].gather(1, whole[1:, None])[len(prompt) - 1 :, 0].numpy()
                 mine = done.versions == version
-                np.testing.assert_allclose(done.logprobs[mine], expected[mine], atol=1e-4)
+                # Larger weights round more: an order below what tells one version from the next.
+                np.testing.assert_allclose(done.logprobs[mine], expected[mine], atol=1e-3)
+                with torch.no_grad():
+                    other = versions[version - 1 if version else 1](whole[None]).logits[0].log_softmax(-1)
+                assert (other - table).abs().mean() > 1e-2
             assert (np.diff(done.versions) >= 0).all()
         assert 3 in seen
     finally:
