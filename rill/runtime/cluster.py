@@ -216,12 +216,7 @@ class Cluster:
             key.save(session.session_dir)  # for the hub
         mailbox = Mailbox(f"ipc://{session.session_dir}/driver", tcp_host=node.host if key else None, key=key)
         address = WorkerAddress(
-            DRIVER_GROUP,
-            0,
-            node.node_id,
-            os.getpid(),
-            mailbox.endpoint,
-            mailbox.tcp_endpoint,
+            DRIVER_GROUP, 0, node.node_id, os.getpid(), mailbox.endpoint, mailbox.tcp_endpoint
         )
         site = Site(
             session_id=session.session_id,

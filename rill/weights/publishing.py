@@ -84,11 +84,7 @@ class Engines:
     """The engines of a run, as the publishing rank sees them."""
 
     def __init__(
-        self,
-        publisher: Publisher,
-        rollout: WorkerGroup[Any],
-        timeout_s: float,
-        interrupt: bool,
+        self, publisher: Publisher, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool
     ) -> None:
         self._publisher = publisher
         self._group = EngineGroup(rollout, interrupt)

@@ -304,12 +304,7 @@ class PullTarget(Protocol):
 class LocalTarget:
     """An engine in this process."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: _UpdatableEngine,
-        receiver: Receiver,
-    ) -> None:
+    def __init__(self, name: str, engine: _UpdatableEngine, receiver: Receiver) -> None:
         self.name = name
         self._engine = engine
         self._receiver = receiver

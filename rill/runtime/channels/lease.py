@@ -43,16 +43,7 @@ _joined: ContextVar[tuple[Lease, ...]] = ContextVar("rill-leases", default=())
 class Lease:
     """Items taken together. From `Channel.leases` it is one item: `lease.value`."""
 
-    __slots__ = (
-        "_consumer",
-        "_error_before",
-        "_ids",
-        "_puts",
-        "_thread",
-        "is_left",
-        "state",
-        "value",
-    )
+    __slots__ = ("_consumer", "_error_before", "_ids", "_puts", "_thread", "is_left", "state", "value")
 
     def __init__(self, consumer: Consumer, items: Sequence[Item], *, is_of_thread: bool) -> None:
         """`is_of_thread`: the calling thread has it; it is settled at the latest when that one's call ends."""

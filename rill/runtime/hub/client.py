@@ -29,15 +29,7 @@ import zmq
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.hub.answer import Asked, as_error
 from rill.runtime.hub.messages import Commit, Done, Puts
-from rill.runtime.hub.protocol import (
-    Answer,
-    FromHub,
-    Gap,
-    Output,
-    Ping,
-    Query,
-    Requests,
-)
+from rill.runtime.hub.protocol import Answer, FromHub, Gap, Output, Ping, Query, Requests
 from rill.runtime.hub.service import OutKind
 from rill.runtime.process.session_key import SessionKey
 

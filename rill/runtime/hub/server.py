@@ -28,17 +28,7 @@ import zmq
 
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
-from rill.runtime.hub.protocol import (
-    Answer,
-    Expelled,
-    FromHub,
-    Gap,
-    Output,
-    Ping,
-    Query,
-    Requests,
-    ToHub,
-)
+from rill.runtime.hub.protocol import Answer, Expelled, FromHub, Gap, Output, Ping, Query, Requests, ToHub
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
@@ -65,12 +55,7 @@ class Hub:
     """One ROUTER socket over a Machine."""
 
     def __init__(
-        self,
-        session_dir: Path,
-        endpoint: str,
-        *,
-        tcp: str = "",
-        shm_dir: Path | None = None,
+        self, session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None
     ) -> None:
         self._shm_dir = shm_dir
         self._journal = HubJournal(session_dir)

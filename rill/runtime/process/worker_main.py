@@ -200,10 +200,5 @@ def _make_context(spec: WorkerSpec) -> RuntimeContext:
         "devices": [device.id for device in spec.devices],
     }
     return RuntimeContext(
-        site,
-        address,
-        mailbox,
-        Calls(mailbox, address),
-        torch_device=spec.device,
-        registration=registration,
+        site, address, mailbox, Calls(mailbox, address), torch_device=spec.device, registration=registration
     )
