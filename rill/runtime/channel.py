@@ -1,24 +1,17 @@
 """Channel: a first-in first-out flow of objects between any producers and any consumers of a cluster.
 
-Descriptors go through the broker (hub/broker.py), payloads stay in shared memory where they were produced
-(transfer/store.py). A handle can be pickled and passed to workers; every process opens its own ends at first use
-(channels/).
-
     producers ──put──▶ [ broker: descriptors, leases, epochs ] ──take──▶ consumers
         └──────────── payload: shared memory of the producer's node ────────────┘
 
-Guarantees:
+A handle can be pickled and passed to workers; every process opens its own ends at first use (channels/). Guarantees:
 - An item is leased to one live consumer at a time. A loop's item is finished when the loop goes on, together with
   everything its body has put: one record, all or nothing. If the consumer dies before that, or its call fails, the item
   goes back to the front and nothing of it was put. `take` finishes what the same thread took before.
 - An item at which consumers failed `max_failures` times is set aside and named in `stats`.
-- What one producer puts is taken in that order; what goes back goes to the front. `flush` returns when everything put
-  so far would survive this process.
+- What one producer puts is taken in that order. `flush`: everything put so far would survive this process.
 - `capacity_items` and `capacity_bytes` bound what waits in the channel; `put` on a full channel waits.
 - Epochs: `end()` ends the current one, when called once by the channel's creator, or by every rank of every group that
-  has put into it. A consumer's loop ends when its epoch has ended and all its items are finished; items put after an
-  `end()` belong to the next. A consumer meets every epoch that was not over when its group was launched.
-- Objects are built on shared memory without a copy; the memory is used again only when nothing looks at it any more.
+  has put into it. A loop ends when its epoch has ended and all its items are finished.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from rill.runtime.channels.consumer import Consumer
 from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
 from rill.runtime.channels.producer import HUB_S, Producer
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.hub.messages import ChannelOptions, Configure, Descriptor, Take
+from rill.runtime.hub.messages import ChannelOptions, Descriptor, Take
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
@@ -59,23 +52,19 @@ class Channel:
         *,
         capacity_items: int | None = None,
         capacity_bytes: int | None = None,
-        granularity: int = 1,
         max_failures: int = 3,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Channel:
         """Make a channel in `cluster` (None: the cluster of this process).
 
-        `granularity`: items that loops receive at a time; a plan sets it, worker code never mentions it.
         `max_failures`: how often consumers may fail at an item before it is set aside.
         `timeout_s`: deadline of every wait that gives none of its own.
         """
-        for what, value in (("capacity_items", capacity_items), ("capacity_bytes", capacity_bytes)):
+        options = ChannelOptions(name, capacity_items, capacity_bytes, max_failures)
+        for what in ("capacity_items", "capacity_bytes", "max_failures"):
+            value = getattr(options, what)
             if value is not None and value < 1:
-                raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1, or None for no bound")
-        for what, value in (("granularity", granularity), ("max_failures", max_failures)):
-            if value < 1:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
-        options = ChannelOptions(name, capacity_items, capacity_bytes, granularity, max_failures)
         context = current() if cluster is None else cluster.context
         context.hub.call("broker", "create", options, HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
@@ -94,7 +83,7 @@ class Channel:
     ) -> None:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
-        self._ends().producer.put([self.describe(obj, weight, key, timeout_s)], timeout_s)
+        self._ends().producer.put([self._describe(obj, weight, key, timeout_s)], timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -103,21 +92,17 @@ class Channel:
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
         weighted = zip(objects, weights or [1.0] * len(objects), strict=True)
-        descriptors = [self.describe(obj, weight, None, timeout_s) for obj, weight in weighted]
+        descriptors = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
         self._ends().producer.put(descriptors, timeout_s)
 
     async def put_async(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        await self._ends().producer.put_async([self.describe(obj, weight, key, timeout_s)], timeout_s)
+        await self._ends().producer.put_async([self._describe(obj, weight, key, timeout_s)], timeout_s)
 
-    def describe(
-        self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
-    ) -> Descriptor:
-        """What a put of `obj` sends; its payload lies in shared memory afterwards. For `Lease.put`."""
-        checked = None if key is None else _checked_key(self.name, key)
-        return self._ends().producer.describe(obj, weight, checked, timeout_s)
+    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Descriptor:
+        return self._ends().producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
@@ -136,47 +121,28 @@ class Channel:
     def take(self, timeout_s: float | None = None, *, keys: Sequence[Hashable] | None = None) -> Any:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
         wanted = None if keys is None else [_checked_key(self.name, key) for key in keys]
-        values = self._take(Take(self.name, keys=wanted), timeout_s)
-        return values[0] if keys is None else values
-
-    def take_batch(
-        self, *, weight: float | None = None, count: int | None = None, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Objects whose weights reach `weight`, or `count` objects; fewer when the epoch ends, none after its end."""
-        if (weight is None) == (count is None):
-            raise ConfigError(f"{self.name}: take_batch needs one of weight= and count=")
-        wanted = None if weight is None else float(weight)
-        return self._take(Take(self.name, min_items=count or 1, in_loop=True, weight=wanted), timeout_s)
-
-    def _take(self, take: Take, timeout_s: float | None) -> list[Any]:
         consumer = self._ends().consumer
         consumer.replace_taken(None)
+        take = Take(self.name, keys=wanted)
         lease, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
         consumer.replace_taken(lease)
-        return values
+        return values[0] if keys is None else values
 
     def __iter__(self) -> Iterator[Any]:
         """Objects until the epoch ends. Each is finished, with what the body put, when the loop goes on."""
-        for chunk in self.batches():
-            yield from chunk  # of one object where the granularity is 1
-
-    def batches(self) -> Iterator[list[Any]]:
-        """Lists of `granularity` objects (the last may be shorter) until the epoch ends."""
         consumer = self._ends().consumer
         consumer.replace_taken(None)
         try:
             while True:
-                take = Take(self.name, min_items=0, in_loop=True)  # 0: of the channel's granularity
-                lease, values = consumer.take(take, self.timeout_s)
+                lease, values = consumer.take(Take(self.name, in_loop=True), self.timeout_s)
                 if lease is None:
                     return
                 join(lease)
                 try:
-                    yield values
+                    yield values.pop()
                 except GeneratorExit:
                     lease.is_left = True  # by `break` or an exception: what comes next will tell
                     raise
-                del values
                 unjoin(lease)
                 lease.done()
         finally:
@@ -188,8 +154,7 @@ class Channel:
         consumer = self._ends().consumer
         try:
             while True:
-                take = Take(self.name, min_items=1, in_loop=True)
-                lease, values = await consumer.take_async(take, self.timeout_s)
+                lease, values = await consumer.take_async(Take(self.name, in_loop=True), self.timeout_s)
                 if lease is None:
                     return
                 (lease.value,) = values
@@ -200,15 +165,9 @@ class Channel:
 
     # --- the channel itself -------------------------------------------------------------------------------
 
-    def set_granularity(self, granularity: int) -> None:
-        """From the next chunk on, loops receive this many items at a time."""
-        if granularity < 1:
-            raise ConfigError(f"channel {self.name!r}: granularity={granularity}: give at least 1")
-        current().hub.call("broker", "configure", Configure(self.name, granularity), HUB_S)
-
     def stats(self) -> dict[str, Any]:
         """Depth, bytes, leases, epochs, who waits, what each worker put and took, and what was set aside."""
-        stats: dict[str, Any] = current().hub.query("broker", "stats", self.name, HUB_S)
+        stats: dict[str, Any] = current().hub.call("broker", "stats", self.name, HUB_S)
         return stats
 
     def close(self) -> None:
@@ -227,9 +186,7 @@ class Channel:
             with context.lock:
                 ends = context.channels.get(self.name)
                 if ends is None:
-                    producer = Producer(
-                        context, self.name, is_bounded=self._is_bounded, timeout_s=self.timeout_s
-                    )
+                    producer = Producer(context, self.name, self._is_bounded, self.timeout_s)
                     ends = context.channels[self.name] = ChannelEnds(producer, Consumer(context, producer))
         return ends
 

@@ -3,9 +3,6 @@
     with Cluster(devices=4) as cluster:               # this machine: child processes, no daemon
     with Cluster.ray("auto", devices=4) as cluster:   # Ray finds the nodes and starts an agent on each
 
-    driver ── Cluster ──▶ node agent (one per node) ──▶ hub (first node), workers
-        └──────── calls (mailbox) ───────────────────────────▶┘
-
 Leaving the `with` block, the driver's exit and the driver's death all end every process and remove every file of the
 session. A worker's death fails the calls that wait for it and nothing else.
 """
@@ -32,7 +29,7 @@ from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Event, Exited
+from rill.runtime.process.agent_protocol import Exited
 from rill.runtime.process.backend import Backend, LocalBackend, OpenedNode
 from rill.runtime.process.call import Calls
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
@@ -147,7 +144,7 @@ class Cluster:
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
         those that ended after this time.time()."""
-        records: list[CallRecord] = self.context.hub.query(
+        records: list[CallRecord] = self.context.hub.call(
             "history", "calls", since_s, HUB_WAIT_S, list[CallRecord]
         )
         return records
@@ -181,7 +178,7 @@ class Cluster:
         """End what runs on a node, as `WorkerGroup.remove` does, and give the node up. Items of channels that were put
         there and are not taken yet go with it."""
         self._check_open()
-        if node_id == self.context.node_id:
+        if node_id == self.context.site.node_id:
             raise PlanError(f"{node_id} is the driver's own node: close the cluster instead")
         self._node(node_id)
         for group, ranks in self._supervisor.ranks_on(node_id).items():
@@ -252,15 +249,13 @@ class Cluster:
 
     def _start_services(self, client: NodeClient) -> None:
         """The hub on the driver's node, and where there may be several nodes a store server on each."""
-        if client.node.node_id == self.context.node_id:
+        if client.node.node_id == self.context.site.node_id:
             client.start(self._launcher.hub())
         if self._backend.is_spread:
             client.start(self._launcher.store_server(client))
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, event: Exited) -> None:
         """On a node's reader thread."""
-        if not isinstance(event, Exited):
-            return
         how = event.how()
         if not is_service(event.key):
             self._supervisor.process_ended(event.key, how)

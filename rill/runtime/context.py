@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import RunError
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from rill.runtime.process.call import Calls
     from rill.runtime.process.directory import Directory
     from rill.runtime.process.mailbox import Mailbox
-    from rill.runtime.process.session_key import SessionKey
     from rill.runtime.transfer.parcel import Parcels
     from rill.runtime.transfer.point_to_point import PointToPoint
     from rill.runtime.transfer.store import Store
@@ -85,28 +83,12 @@ class RuntimeContext:
         self.lock = threading.RLock()
         self.doors: list[Door] = []
 
-    @property
-    def shm_dir(self) -> Path:
-        return self.site.shm_dir
-
-    @property
-    def node_id(self) -> str:
-        return self.site.node_id
-
-    @property
-    def host(self) -> str:
-        return self.site.host
-
-    @property
-    def key(self) -> SessionKey | None:
-        return self.site.key
-
     @_opened_once
     def hub(self) -> HubClient:
         """This process's client of the control plane."""
         from rill.runtime.hub.client import HubClient
 
-        hub = HubClient(self.site.hub_endpoint, self.address.identity, self.key)
+        hub = HubClient(self.site.hub_endpoint, self.address.identity, self.site.key)
         if self.registration is not None:  # does not wait: the hub may still be starting
             hub.submit("registry.register", self.registration)
         return hub
@@ -190,6 +172,5 @@ def install(context: RuntimeContext) -> None:
 
 
 def uninstall(context: RuntimeContext) -> None:
-    """Undo `install`."""
     if context in _of_process:
         _of_process.remove(context)

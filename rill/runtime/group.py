@@ -4,10 +4,6 @@
     handle = group.on(0, 2).stats()                # on ranks 0 and 2
     results = handle.wait(timeout_s=60)
 
-    group.add(count=2)                             # two more ranks on free devices; their ids were never used before
-    group.remove(1, notice_s=30)                   # rank 1 finishes what it was asked for, then goes
-    group.move("4-7")                              # the whole group to other devices, with its state
-
 A group may be passed to other workers as an argument; they call it directly, without the driver. Calls go to those who
 are members when the call is made. Only the driver changes a group.
 """

@@ -55,8 +55,6 @@ class LaunchSpec:
     """Added to each process's environment before anything is imported."""
     threads: int | None = None
     """A bound for OpenMP and torch threads. None: the node's cores, shared evenly by the group's ranks there."""
-    peer_access: bool = False
-    """Whether each process sees the other GPUs of its node, after its own."""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -81,7 +79,6 @@ class Worker:
         placement: Placement = "all",
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
-        peer_access: bool = False,
         launch_timeout_s: float | None = LAUNCH_WAIT_S,
         **init_kwargs: Any,
     ) -> WorkerGroup[Self]:
@@ -89,8 +86,6 @@ class Worker:
 
         `name` defaults to the class's name; `env` is added to each process's environment before anything is
         imported; `threads` bounds OpenMP and torch threads (default: the node's cores shared evenly).
-        `peer_access`: let each process see the other GPUs of its node, after its own, so that tensors sent from them
-        come from GPU to GPU; costs a CUDA context on each GPU that sends.
         Returns when every rank is ready (None: at once); raises what the first failing `__init__` raised.
         """
         spec = LaunchSpec(
@@ -98,7 +93,6 @@ class Worker:
             placement=placement,
             env=dict(env or {}),
             threads=threads,
-            peer_access=peer_access,
             init_kwargs=init_kwargs,
         )
         group = cluster.launch(cls, spec)

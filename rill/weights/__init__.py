@@ -15,7 +15,6 @@ from rill.weights.base import (
 from rill.weights.canary import Canary, CanaryProof, CanaryReport, Tolerance
 from rill.weights.manifest import SealedManifest, WeightManifest
 from rill.weights.sync import (
-    LocalTarget,
     Pulled,
     PullTarget,
     PullTargets,
@@ -29,7 +28,6 @@ __all__ = [
     "Canary",
     "CanaryProof",
     "CanaryReport",
-    "LocalTarget",
     "ThreadedTargets",
     "PullTarget",
     "PullTargets",

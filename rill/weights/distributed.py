@@ -1,18 +1,12 @@
 """Over torch.distributed: every bucket is one broadcast from the publisher to all receivers at once.
 
-Both ends join one process group (gloo on CPU, nccl between GPUs) and move together:
-
     publisher   publish: gather, stage, checksum ──▶ manifest   │ serve:  broadcast 0, 1, 2 …
     receiver                                       manifest ──▶ │ pull:   broadcast 0, 1, 2 … verify each
 
-`publish` returns once the weights are staged, so the trainer goes on; `serve` and the receivers' pulls run beside
-one another afterwards. A pull that finds a damaged bucket still takes part in the remaining broadcasts before it
-raises, so that the others are not left waiting.
-
-A receiver that was started again is in no group, and a group with a dead member is of no use to anybody:
-
-    for_one   the staged weights over TCP, for the one that is late, while the others go on
-    publish   the next version names a new group (its generation); both ends join it before they move
+Both ends join one process group (gloo on CPU, nccl between GPUs). `publish` returns once the weights are staged;
+`serve` and the pulls run beside one another afterwards. A pull that finds a damaged bucket still takes part in the remaining
+broadcasts before it raises. A receiver that was started again is in no group: it gets the staged weights over TCP
+(`for_one`), and the next version names a new group (its generation), which both ends join before they move.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Buffers that take turns: two sets on the publisher's side, what a receiver keeps mapped of them on the other.
 
-A version goes into the set that is not the newest one. A slot's stamp, a small file in shared memory, says which
-version lies in it: cleared before the first byte of a new version is written, set after the last. A reader looks before
-and after it uses a bucket:
-
     publisher   stamp ← none │ write buckets │ stamp ← version        (slot = publishes mod 2)
     receiver    stamp = version? │ map, verify, hand on │ stamp = version still?
 
-So a reader that is overtaken by two publishes learns of it, and never hands on bytes of two versions. Stamps are files
-that are opened, read or written and closed: system calls, which no processor reorders with the copies between them.
-
-A publisher that was killed cannot clean up after itself: its folder is a scratch folder of the runtime, which goes with
-the cluster's session, or is swept by the next that is opened in its place; receivers of its cluster hear of its death
-and let go of what they had mapped.
+A slot's stamp, a small file, says which version lies in it: a reader that is overtaken by two publishes learns of it,
+and never hands on bytes of two versions. Stamps are read and written by system calls, which no processor reorders with the
+copies between them. The folder of a publisher that was killed goes with the cluster's session, or is swept by the next
+that is opened in its place; receivers hear of its death and let go of what they had mapped.
 """
 
 from __future__ import annotations

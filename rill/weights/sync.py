@@ -1,13 +1,10 @@
 """Brings every engine to the trainer's version, and knows which ones are there.
 
-Called by the loop after every optimizer step:
-
     sync(named_weights, version)
         publish ──▶ manifest ──▶ every engine pulls (beside one another, one deadline), proves it ──▶ in service
                                      └── failed or late: named, out of service, tried again at the next sync
 
-An engine that is out of service holds an older version and must get no new requests; the run goes on with the
-others. It comes back by itself once a pull of a newer version succeeds and its canary agrees.
+An engine that is out of service holds an older version and must get no new requests; the run goes on with the others.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from pydantic import Field
 from rill.config import Config
 from rill.errors import RillError, StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import Publisher, Receiver
+from rill.weights.base import Publisher
 from rill.weights.buckets import NamedTensors
 from rill.weights.canary import Canary, CanaryProof
 from rill.weights.manifest import SealedManifest
@@ -277,42 +274,13 @@ class WeightSync:
         )
 
 
-class _UpdatableEngine(Protocol):
-    """What a target needs of rill.inference.base.Engine."""
-
-    @property
-    def version(self) -> PolicyVersion: ...
-
-    def update_weights(
-        self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False
-    ) -> None: ...
-
-    def score(
-        self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
-    ) -> list[Floats]: ...
-
-
 class PullTarget(Protocol):
-    """One engine whose pull blocks: in this process, or a server."""
+    """One engine whose pull blocks, such as a server."""
 
     @property
     def name(self) -> str: ...
 
     def pull(self, manifest: SealedManifest) -> Pulled: ...
-
-
-class LocalTarget:
-    """An engine in this process."""
-
-    def __init__(self, name: str, engine: _UpdatableEngine, receiver: Receiver) -> None:
-        self.name = name
-        self._engine = engine
-        self._receiver = receiver
-
-    def pull(self, manifest: SealedManifest) -> Pulled:
-        engine = self._engine
-        engine.update_weights(self._receiver.pull(manifest.open()), manifest.version)
-        return Pulled.proven(self.name, manifest, engine.version, engine.score)
 
 
 class ThreadedTargets:

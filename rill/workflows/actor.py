@@ -64,7 +64,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
             self.trainer.set_teachers(self.teachers)
         self.judges = not (has_critic or self.algorithm.is_group_scoped)
         self.sync = sync
-        self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
+        self.publisher = open_publisher(sync.transport, host=current().site.host) if self.rank == 0 else None
         self._warm_start: WarmStart | None = None
         self._log = None if run_dir is None else TrainedLog(Path(run_dir), f"actor-{self.rank}")
         if self._log is not None:

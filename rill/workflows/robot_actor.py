@@ -55,7 +55,7 @@ class RobotActor(PublishingWorker):
             seed=seed,
         )
         self.sync = sync
-        self.publisher = open_publisher(sync.transport, host=current().host) if self.rank == 0 else None
+        self.publisher = open_publisher(sync.transport, host=current().site.host) if self.rank == 0 else None
         self._shown: Demonstration | None = None
 
     def onload(self) -> None:

@@ -94,9 +94,6 @@ class Consumer(Worker):
         onwards.put(number)
         return number
 
-    def consume_batches(self, channel: Channel) -> list[list[int]]:
-        return [[_number(item) for item in batch] for batch in channel.batches()]
-
     def consume_and_log(self, channel: Channel, log: str, delay_s: float = 0.0) -> int:
         """Writes an item's number and its own process down when it is finished, just before taking the next."""
         count = 0

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from rill.runtime.hub.messages import Commit, Descriptor, Done, Grant, Puts, Take
+from rill.runtime.hub.messages import Commit, Descriptor, Done, Grant, OutKind, Puts, Take
 from rill.runtime.hub.server import hub_command
-from rill.runtime.hub.service import OutKind
 from rill.runtime.hub.state import Machine
 
 
@@ -55,6 +54,10 @@ class FakeHub:
     def call(self, client: str, method: str, payload: Any) -> Any:
         """Apply one request and give its reply, which must be there at once."""
         return self.replies[(client, self.send(client, method, payload))]
+
+    def stats(self, channel: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.machine.broker.view.stats(channel)
+        return found
 
     def kill(self, client: str) -> None:
         self.journal.append(("end", client, self.now_s))
@@ -117,7 +120,7 @@ def done(ids: list[int], *outputs: Puts, channel: str = "c", wants_reply: bool =
 
 
 def take(count: int = 1, *, channel: str = "c", in_loop: bool = True, **kwargs: Any) -> Take:
-    return Take(channel, min_items=count, in_loop=in_loop, **kwargs)
+    return Take(channel, max_items=count, in_loop=in_loop, **kwargs)
 
 
 def values_of(grant: Grant) -> list[int]:

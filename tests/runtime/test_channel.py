@@ -101,18 +101,16 @@ def test_a_closed_channel_says_so(channel: Channel) -> None:
 def test_wrong_options_are_refused(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="capacity_items"):
         Channel.create(cluster, "bad", capacity_items=0)
-    with pytest.raises(ConfigError, match="granularity"):
-        Channel.create(cluster, "bad", granularity=0)
+    with pytest.raises(ConfigError, match="max_failures"):
+        Channel.create(cluster, "bad", max_failures=0)
     channel = Channel.create(cluster, next(_names))
     with pytest.raises(ConfigError, match="exists"):
         Channel.create(cluster, channel.name)
-    with pytest.raises(ConfigError, match="weight= and count="):
-        channel.take_batch()
 
 
 def test_weights_may_be_numpy_scalars_and_keys_must_be_plain(channel: Channel) -> None:
     channel.put(1, weight=np.float32(2.0))  # type: ignore[arg-type]
-    assert channel.take_batch(weight=np.int64(2)) == [1]  # type: ignore[arg-type]
+    assert channel.take() == 1
     for key in (object(), 1 << 64, "\ud800", ("g", b"bytes")):
         with pytest.raises(ConfigError, match="a key is text"):
             channel.put(1, key=key)
@@ -129,17 +127,6 @@ def test_a_full_channel_stops_its_producer(cluster: Cluster) -> None:
     assert channel.take() == 1
     channel.put(4, timeout_s=10)
     assert [channel.take(), channel.take()] == [2, 4]
-
-
-def test_batches_by_weight_and_count_end_with_the_epoch(channel: Channel) -> None:
-    channel.put_many(list(range(7)), weights=[1.0, 1, 1, 5, 1, 1, 1])
-    channel.end()
-    assert channel.take_batch(weight=3.0) == [0, 1, 2]
-    assert channel.take_batch(count=2) == [3, 4]
-    assert channel.take_batch(weight=100.0) == [5, 6]
-    assert channel.take_batch(count=1) == []
-    channel.put(8)
-    assert channel.take_batch(count=1) == [8]
 
 
 def test_items_are_taken_by_key_in_the_order_asked(channel: Channel) -> None:
@@ -242,12 +229,12 @@ def test_read_ahead_is_given_back_to_others(channel: Channel, consumers) -> None
     assert sorted(n for part in taken for n in part) == list(range(50, 300))
 
 
-def test_a_batch_is_whole_although_a_loop_had_read_ahead(channel: Channel) -> None:
+def test_a_take_goes_on_where_a_loop_that_had_read_ahead_was_left(channel: Channel) -> None:
     channel.put_many(list(range(300)))
     for number in channel:
         if number == 99:
             break
-    assert channel.take_batch(count=64) == list(range(100, 164))
+    assert [channel.take() for _ in range(64)] == list(range(100, 164))
 
 
 def test_puts_that_found_no_room_in_time_stay_out(cluster: Cluster) -> None:
@@ -441,20 +428,6 @@ def test_epochs_follow_each_other(channel: Channel, consumers) -> None:
         assert sorted(n for part in taken for n in part) == [100 * epoch + n for n in range(10)]
 
 
-def test_granularity_shapes_batches_that_worker_code_never_mentions(channel: Channel, consumers) -> None:
-    channel.set_granularity(4)
-    channel.put_many(list(range(10)))
-    channel.end()
-    batches = [b for part in consumers.consume_batches(channel).wait(timeout_s=WAIT_S) for b in part]
-    assert sorted(map(len, batches)) == [2, 4, 4]
-    assert all(batch == sorted(batch) for batch in batches)
-    channel.set_granularity(1)
-    channel.put_many([7, 8])
-    channel.end()
-    batches = [b for part in consumers.consume_batches(channel).wait(timeout_s=WAIT_S) for b in part]
-    assert sorted(batches) == [[7], [8]]
-
-
 def test_a_slow_consumer_bounds_the_memory_of_its_producer(cluster: Cluster, producers, consumers) -> None:
     size = 250_000  # 2 MB an item
     channel = Channel.create(cluster, next(_names), capacity_bytes=8_000_000, timeout_s=WAIT_S)
@@ -616,7 +589,7 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
         kill(last.pid)
         deadline_s = time.monotonic() + WAIT_S
         # What it had sent counts before its death, not after the epoch's end.
-        while last.identity in cluster.context.hub.query("registry", "members", None, WAIT_S):
+        while last.identity in cluster.context.hub.call("registry", "members", None, WAIT_S):
             assert time.monotonic() < deadline_s
         channel.end()
         for handle in consuming.values():

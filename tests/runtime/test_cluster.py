@@ -111,7 +111,7 @@ def test_a_worker_that_dies_while_the_hub_is_down_is_buried_when_it_is_back() ->
 
 
 def members_of(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.context.hub.query("registry", "members", None, 20)
+    found: dict[str, Any] = cluster.context.hub.call("registry", "members", None, 20)
     return found
 
 

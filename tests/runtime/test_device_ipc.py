@@ -35,7 +35,7 @@ def at(node: str, *gpus: int) -> WorkerAddress:
     ("me", "peer", "is_shared"),
     [
         (at("a", 0), at("a", 0), True),
-        (at("a", 0), at("a", 1, 0), True),  # the receiver was launched with peer_access
+        (at("a", 0), at("a", 1, 0), True),
         (at("a", 0), at("a", 1), False),
         (at("a", 0), at("b", 0), False),
         (at("a"), at("a", 0), False),

@@ -13,8 +13,7 @@ import pytest
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
 from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.journal import HubJournal
-from rill.runtime.hub.messages import ChannelOptions, Grant
-from rill.runtime.hub.protocol import Requests
+from rill.runtime.hub.messages import ChannelOptions, Grant, Requests
 from rill.runtime.hub.server import HubClient
 from rill.runtime.hub.state import Machine
 from tests.runtime.hub_fakes import FakeHub, HubProcess, hub_process, put, take, values_of
@@ -71,7 +70,7 @@ def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(c
 def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
     with pytest.raises(RunError, match="no_such"):
         client.call("broker", "no_such", None, 20)
-    assert "driver[0]#0" in client.query("registry", "members", None, 20)
+    assert "driver[0]#0" in client.call("registry", "members", None, 20)
 
 
 def test_a_wait_for_the_hub_has_a_deadline(tmp_path: Path) -> None:
@@ -152,7 +151,7 @@ def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "hub.0.log"
     log.write_bytes(log.read_bytes()[:-3])
     machine = HubJournal(tmp_path).recover(Machine)
-    assert machine.query("registry.values", "") == {"k": 1}
+    assert machine.membership.values("") == {"k": 1}
     assert machine.expected("a[0]#0") == 3
 
 
@@ -176,7 +175,7 @@ def test_compaction_keeps_the_state_and_drops_the_log(
     assert num_compacted > 0
     assert len(list(tmp_path.glob("hub.*.log"))) == 1
     again = HubJournal(tmp_path).recover(Machine)
-    assert again.query("registry.values", "") == machine.query("registry.values", "")
+    assert again.membership.values("") == machine.membership.values("")
     assert again.expected("a[0]#0") == 201
 
 

@@ -20,8 +20,7 @@ from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.hub.locks import LINGER_S
-from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted
-from rill.runtime.hub.service import OutKind
+from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted, OutKind
 from rill.runtime.process.report import collect
 from tests.runtime.channel_workers import Stage
 from tests.runtime.hub_fakes import FakeHub, done, put, take
@@ -440,7 +439,7 @@ def test_turns_survive_a_hub_restart() -> None:
 
 def states(cluster: Cluster, group: Any) -> set[str]:
     """Whether a rank of the group is in its turn, or waits for one, as the hub knows it."""
-    turns = cluster.context.hub.query("locks", "turns", None, WAIT_S)
+    turns = cluster.context.hub.call("locks", "turns", None, WAIT_S)
     return {
         state
         for turn in turns

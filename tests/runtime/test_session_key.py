@@ -94,7 +94,7 @@ def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> N
     for stranger in strangers:
         with pytest.raises(StuckError):
             stranger.call("registry", "sync", None, 0.5)
-    known = member.query("registry", "members", None, 10)
+    known = member.call("registry", "members", None, 10)
     assert set(known) == {"member[0]#0", "neighbour[0]#0"}
     for client in clients:
         client.close()

@@ -66,7 +66,7 @@ def test_a_killed_store_server_loses_no_item_and_no_object(
 
 def store_server_of(cluster: Cluster, node_id: str) -> int:
     """Its process id, which is in its name."""
-    members = cluster.context.hub.query("registry", "members", None, 10)
+    members = cluster.context.hub.call("registry", "members", None, 10)
     (server,) = (member for member in members if member.startswith(f"store-{node_id}["))
     return int(server.rpartition("#")[2])
 
@@ -117,7 +117,7 @@ def test_the_key_of_a_session_shows_nowhere_but_in_its_file(
     cluster: Cluster, group: WorkerGroup[Host]
 ) -> None:
     group.where().wait(30)
-    key = cluster.context.key
+    key = cluster.context.site.key
     assert key is not None
     folder = cluster.session.session_dir
     assert (folder / KEY_NAME).stat().st_mode & 0o777 == 0o600

@@ -18,10 +18,10 @@ from rill.runtime.worker import Worker
 
 class Host(Worker):
     def where(self) -> tuple[str, str]:
-        return current().node_id, current().host
+        return current().site.node_id, current().site.host
 
     def npus(self) -> tuple[str, str]:
-        return current().node_id, os.environ["TEST_NPUS"]
+        return current().site.node_id, os.environ["TEST_NPUS"]
 
     def send_array(self, size: int) -> dict[str, int]:
         self.send({"array": np.arange(size, dtype=np.int32), "text": "x" * 70_000}, self.group_name, 1)

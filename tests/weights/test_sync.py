@@ -11,10 +11,11 @@ import torch
 
 from rill.errors import StaleWeightsError, WeightSyncError
 from rill.types import Floats, PolicyVersion, TokenIds
-from rill.weights.base import Publisher, open_publisher, open_receiver
+from rill.weights.base import Publisher, Receiver, open_publisher, open_receiver
 from rill.weights.buckets import NamedTensors
 from rill.weights.canary import Canary, CanaryProof, Tolerance
-from rill.weights.sync import LocalTarget, ThreadedTargets, WeightSync, WeightSyncConfig
+from rill.weights.manifest import SealedManifest
+from rill.weights.sync import Pulled, ThreadedTargets, WeightSync, WeightSyncConfig
 from tests.weights.scene import same, transport, weights
 
 
@@ -42,6 +43,20 @@ class FakeEngine:
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 60.0
     ) -> list[Floats]:
         return scores(self.held, sequences)
+
+
+class LocalTarget:
+    """An engine in this process."""
+
+    def __init__(self, name: str, engine: FakeEngine, receiver: Receiver) -> None:
+        self.name = name
+        self._engine = engine
+        self._receiver = receiver
+
+    def pull(self, manifest: SealedManifest) -> Pulled:
+        engine = self._engine
+        engine.update_weights(self._receiver.pull(manifest.open()), manifest.version)
+        return Pulled.proven(self.name, manifest, engine.version, engine.score)
 
 
 def scores(held: dict[str, torch.Tensor], sequences: Sequence[TokenIds]) -> list[Floats]:

@@ -61,34 +61,37 @@ class Consumer:
     # --- taking -------------------------------------------------------------------------------------------
 
     def take(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
-        """The next chunk, or nothing at the epoch's end."""
+        """The next item, or those of `take.keys`; nothing at the epoch's end."""
         items = self._next_ahead(take)
         if items is None:
-            asked = self._ask(take)
+            asked, what = self._ask(take), f"take from channel {self.name!r}"
             try:
-                items = self._accept(take, self._answer(asked, timeout_s))
+                if not asked.done():
+                    with waiting(what, f"channel:{self.name}"):
+                        if not came_while_lending(self._context, asked, timeout_s):
+                            # While it still waits, so that the report shows it.
+                            raise stuck(self._context, what, timeout_s)
+                items = self._accept(take, asked.result())
             except BaseException:  # an interrupt must not leave a lease that nobody knows of
                 self._withdraw(asked)
                 raise
         return self._open(items, is_of_thread=True)
 
     async def take_async(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
-        """As `take`, on an event loop; nothing but the lease itself says when it is done."""
-        items = self._next_ahead(take)
-        if items is None:
-            asked = self._ask(take)
-            what = f"take from channel {self.name!r}"
-            try:
-                with waiting(what, f"channel:{self.name}"):
-                    grant = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
-                items = self._accept(take, grant)
-            except TimeoutError:
-                error = stuck(self._context, what, timeout_s)
-                self._withdraw(asked)
-                raise error from None
-            except BaseException:
-                self._withdraw(asked)
-                raise
+        """As `take`, on an event loop, one at a time; nothing but the lease itself says when it is done."""
+        self.return_ahead()
+        asked, what = self._ask(take), f"take from channel {self.name!r}"
+        try:
+            with waiting(what, f"channel:{self.name}"):
+                grant = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
+            items = self._accept(take, grant)
+        except TimeoutError:
+            error = stuck(self._context, what, timeout_s)
+            self._withdraw(asked)
+            raise error from None
+        except BaseException:
+            self._withdraw(asked)
+            raise
         return self._open(items, is_of_thread=False)
 
     def replace_taken(self, lease: Lease | None) -> None:
@@ -105,18 +108,17 @@ class Consumer:
         """From what is here already. Only loops read ahead; whoever else takes gives it back first."""
         with self._lock:
             now_s = self._touched_s = time.monotonic()
-            is_loop = take.in_loop and take.min_items == 0 and take.weight is None
-            if self._ahead and not is_loop:
+            if not take.in_loop:
                 self._return_ahead()
-            if self._ahead:
+            elif self._ahead:
                 self._num_given += 1
                 return [self._ahead.popleft()]
-            if is_loop:
-                is_quick = now_s - self._refilled_s < QUICK_S * max(1, self._num_given)
+            elif not self.producer.is_bounded:
+                is_quick = now_s - self._refilled_s < QUICK_S * self._num_given
                 self._num_ahead = (
-                    min(MAX_AHEAD, 2 * self._num_ahead) if is_quick else max(1, self._num_ahead // 2)
+                    min(MAX_AHEAD, 2 * self._num_ahead) if is_quick else self._num_ahead // 2 or 1
                 )
-                take.max_items = 1 if self.producer.is_bounded else self._num_ahead
+                take.max_items = self._num_ahead
             return None
 
     def _ask(self, take: Take) -> Asked[Grant]:
@@ -124,29 +126,19 @@ class Consumer:
             self._settle()
         return self._hub.ask("broker.take", take, Grant, self._return_grant)
 
-    def _answer(self, asked: Asked[Grant], timeout_s: float) -> Grant:
-        if asked.done():
-            return asked.result()
-        what = f"take from channel {self.name!r}"
-        with waiting(what, f"channel:{self.name}"):
-            if not came_while_lending(self._context, asked, timeout_s):
-                raise stuck(
-                    self._context, what, timeout_s
-                )  # while it still waits, so that the report shows it
-        return asked.result()
-
     def _accept(self, take: Take, grant: Grant) -> list[Item]:
-        """Of what was granted the first are this chunk, the rest is read ahead."""
+        """Of what was granted without keys the first is wanted, the rest is read ahead."""
         if grant.kind is not GrantKind.ITEMS:
             self._is_passing = grant.kind is GrantKind.EPOCH_END
             return []
+        num_wanted = 1 if take.keys is None else len(grant.items)
         with self._lock:
             self._refilled_s = self._touched_s = time.monotonic()
-            self._num_given = grant.num_wanted
-            self._ahead.extend(grant.items[grant.num_wanted :])
-        if len(grant.items) > grant.num_wanted:
+            self._num_given = 1
+            self._ahead.extend(grant.items[num_wanted:])
+        if self._ahead:
             self._hub.wake()
-        return grant.items[: grant.num_wanted]
+        return grant.items[:num_wanted]
 
     def _open(self, items: list[Item], *, is_of_thread: bool) -> tuple[Lease | None, list[Any]]:
         if not items:

@@ -1,11 +1,9 @@
 """A lease: what a consumer has taken and not finished, and what it has put meanwhile.
 
     take ──▶ OPEN ──done──▶ one record: the items are finished and everything put under the lease is in
-               │
-               ├── give_back, or an exception ──▶ the items go to somebody else, and nothing was put
-               └── the process dies ────────────▶ the same
+               └── give_back, an exception, the process's death ──▶ somebody else's, and nothing was put
 
-Puts made inside a loop's body, or inside `with lease:`, by the thread or task that works on it (and by tasks that it
+Puts made inside a loop's body, or `async with lease`, by the thread or task that works on it (and by tasks that it
 starts) join the innermost lease. Before a wait of any other kind they are sent by themselves: whoever is waited for
 may need them. A loop that is left (`break`, an exception) cannot say why; that is settled by what its thread does next:
 another operation on a channel, or the end of its call, finishes the item, an exception on its way out gives it back.
@@ -15,10 +13,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import Enum
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rill.errors import RunError
@@ -26,7 +23,6 @@ from rill.runtime.hub.messages import Descriptor, Done, Item, Puts
 from rill.runtime.process import waits
 
 if TYPE_CHECKING:
-    from rill.runtime.channel import Channel
     from rill.runtime.channels.consumer import Consumer
 
 
@@ -62,10 +58,6 @@ class Lease:
 
     # --- for whoever works on it ----------------------------------------------------------------------------
 
-    def put(self, channel: Channel, obj: Any, weight: float = 1.0, key: Hashable | None = None) -> None:
-        """Put `obj` when this lease is done, from any task or thread."""
-        self.add(channel.name, channel.describe(obj, weight, key))
-
     def done(self, timeout_s: float | None = None) -> None:
         """These items are dealt with: finish them and put what was put under them. Waits for room in bounded
         channels. A second call does nothing."""
@@ -89,25 +81,11 @@ class Lease:
         if self.state is LeaseState.OPEN:  # nobody can finish it any more
             self._consumer.dropped(self._ids, self._puts)
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         join(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        unjoin(self)
-        if error is None:
-            self.done()
-        else:
-            self.give_back(describe(error))
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         unjoin(self)
         if error is None:
             await self.done_async()

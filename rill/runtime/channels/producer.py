@@ -36,7 +36,7 @@ HUB_S = 30.0
 class Producer:
     """Thread-safe."""
 
-    def __init__(self, context: RuntimeContext, name: str, *, is_bounded: bool, timeout_s: float) -> None:
+    def __init__(self, context: RuntimeContext, name: str, is_bounded: bool, timeout_s: float) -> None:
         self.name = name
         self.is_bounded = is_bounded
         self.timeout_s = timeout_s

@@ -50,33 +50,24 @@ class Recorder:
             self._tell(record, is_whole=True)
 
     def took(self, channel: str, items: Sequence[Item]) -> None:
-        record = self._calls.get(threading.get_ident())
-        if record is not None:
-            flowed = record.took.get(channel)
-            if flowed is None:
-                flowed = record.took[channel] = Flowed()
+        if record := self._calls.get(threading.get_ident()):
+            flowed = record.took.setdefault(channel, Flowed())
             for item in items:
                 flowed.count(item.num_bytes, item.weight)
 
     def put(self, channel: str, num_bytes: int, weight: float) -> None:
-        record = self._calls.get(threading.get_ident())
-        if record is not None:
-            flowed = record.put.get(channel)
-            if flowed is None:
-                flowed = record.put[channel] = Flowed()
-            flowed.count(num_bytes, weight)
+        if record := self._calls.get(threading.get_ident()):
+            record.put.setdefault(channel, Flowed()).count(num_bytes, weight)
 
     def had_turn(self, devices: list[int], seconds: float) -> None:
         """A turn on devices has just ended."""
-        record = self._calls.get(threading.get_ident())
-        if record is not None:
+        if record := self._calls.get(threading.get_ident()):
             now_s = time.time()
             record.turns.append(TurnRecord(devices, now_s - seconds, now_s))
 
     def loaded(self, seconds: float) -> None:
         """Memory came in for this thread's call."""
-        record = self._calls.get(threading.get_ident())
-        if record is not None:
+        if record := self._calls.get(threading.get_ident()):
             record.onload_s += seconds
 
     def offloaded(self, seconds: float) -> None:
@@ -87,8 +78,7 @@ class Recorder:
         self._tell(record, is_whole=True)
 
     def _waited(self, on: str, seconds: float) -> None:
-        record = self._calls.get(threading.get_ident())
-        if record is not None:
+        if record := self._calls.get(threading.get_ident()):
             record.waits_s[on] = record.waits_s.get(on, 0.0) + seconds
 
     def _record(self, method: str) -> CallRecord:
@@ -99,9 +89,7 @@ class Recorder:
         record.is_whole = is_whole
         has_moved = record.took or record.put or record.turns or record.offload_s
         if has_moved or record.ended_s - record.started_s >= WORTH_S:
-            with suppress(
-                RunError
-            ):  # without a hub there is no history, and a call's outcome does not depend on it
+            with suppress(RunError):  # without a hub there is no history, and no call depends on it
                 self._hub.submit("history.tell", record)
 
     def _tick(self, _: float) -> float:

@@ -1,12 +1,12 @@
 """What the runtime must know of a kind of device: one small class, one file per kind, found by its name.
 
-`cpu.py` and `cuda.py` are those that rill has. Another kind is a subclass in a module of your own, registered by name:
+Another kind than those of cpu.py and cuda.py is a subclass in a module of your own:
 
     ACCELERATORS.register("npu", "my_lab.npu:Npu")
     Cluster(devices="npu:auto")
 
-A device of any other `kind` can be placed without this. It is needed where processes must be shown their own devices by
-a variable of the environment, where torch knows them, or where nodes can say themselves how many they have.
+Needed where processes must be shown their own devices by a variable of the environment, where torch knows them, or
+where nodes can say themselves how many they have. A device of any other `kind` can be placed without.
 """
 
 from __future__ import annotations

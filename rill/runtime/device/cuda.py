@@ -54,7 +54,7 @@ class Cuda(Accelerator):
         if uuid not in seen:
             raise UnsupportedError(
                 f"memory on GPU {uuid} cannot be opened here: this process sees {', '.join(seen) or 'no GPU'}; "
-                "place both ends on one GPU, or launch the reader with peer_access=True"
+                "place both ends on one GPU"
             )
         here = (*arguments[:_DEVICE_ARGUMENT], seen[uuid], *arguments[_DEVICE_ARGUMENT + 1 :])
         return _reductions().rebuild_cuda_tensor(*here)

@@ -144,11 +144,10 @@ def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(device.index for device in devices if device.kind == CUDA))
 
 
-def torch_device(devices: Sequence[Device], seen: Sequence[int]) -> str:
-    """The torch name of a rank's first device in a process that sees the GPUs `seen`; "cpu" if torch knows none."""
-    gpus = gpus_of(devices)
-    if gpus:
-        return f"cuda:{seen.index(gpus[0])}"
+def torch_device(devices: Sequence[Device]) -> str:
+    """The torch name of a rank's first device, as its process sees it; "cpu" if torch knows none."""
+    if gpus_of(devices):
+        return "cuda:0"
     for device in devices:
         kind = accelerator(device.kind) if device.kind in ACCELERATORS else None
         if kind is not None and kind.torch_name and device.kind != CPU:

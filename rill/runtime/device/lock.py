@@ -1,20 +1,15 @@
 """DeviceLock: a worker's exclusive turn on devices that it shares with other groups; its memory comes in and goes out.
 
     with self.device_lock(prompts, rollouts):       # the channels this block works on: they give the order
-        for batch in prompts: ...
+        for prompt in prompts: ...
 
-Whose turn it is is decided in the hub (hub/locks.py). Here the worker's `onload` runs before the block if its memory
-is not on the device, and `offload` runs only when another group needs the devices:
+    user thread:  acquire ──▶ onload, if need be ──▶ block ──▶ release        (memory stays: resident)
+    lock thread:                       "evict" from the hub ──▶ offload ──▶ "evicted"
 
-    user thread:  acquire ──▶ onload ──▶ block ──▶ release                    (memory stays: resident)
-    lock thread:                       "evict" from the hub ──▶ offload ──▶ "offloaded"
-
-`offload` therefore runs on a thread of its own, at a moment when no block of this worker runs, or when every thread in
-one waits inside `take` or `put` for a group that needs these devices (the turn is lent, and regained, with an
-`onload`, before the `take` or `put` returns). Threads that wait without being in a block do not count. Code outside the
-block must not use device memory.
-
-Where no other group shares the devices there is no switch: the first block calls `onload`, nothing calls `offload`.
+Whose turn it is is decided in the hub (hub/locks.py). `offload` runs only when another group needs the devices, at a
+moment when no block of this worker runs, or when every thread in one waits inside `take` or `put` for a group that
+needs these devices: the turn is lent, and regained, with an `onload`, before the `take` or `put` returns. Code outside
+the block must not use device memory.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ def device_lock_of(worker: Worker) -> DeviceLock:
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
     """Groups with a rank that waits for its turn now."""
-    turns = context.hub.query("locks", "turns", None, ASK_S)
+    turns = context.hub.call("locks", "turns", None, ASK_S)
     return {turn["group"] for turn in turns if turn["waiting"]}
 
 

@@ -4,34 +4,38 @@ Payloads never come here. Its traffic is one descriptor per item each way, batch
 of the payload. Every take is a lease: a Commit finishes it, together with what was put for it; the holder's death, or
 GiveBack, returns it to the front.
 
-What the parts own: `grants` leases and their rules, `ledger` the payloads' memory, `view` what can be seen from
-outside.
+Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. `ledger`
+owns the payloads' memory, `view` shows what can be seen from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait
-from rill.runtime.hub.grants import Grants
+from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
 from rill.runtime.hub.ledger import Ledger
 from rill.runtime.hub.messages import (
+    EPOCH_END,
     NOTHING,
     Cancel,
     ChannelOptions,
     Commit,
-    Configure,
     GiveBack,
+    Grant,
+    GrantKind,
     Settle,
     Take,
 )
-from rill.runtime.hub.service import DEFERRED, Handler, ServiceError, group_of, name_of
+from rill.runtime.hub.service import DEFERRED, Handler, ServiceError, group_of, name_of, question
 from rill.runtime.hub.view import BrokerView
 from rill.runtime.transfer.segments import Ref
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
+
+ANY_EPOCH = 1 << 62
 
 
 class Broker:
@@ -41,13 +45,15 @@ class Broker:
         self._machine = machine
         self.channels: dict[str, ChannelState] = {}
         self.ledger = Ledger(machine)
-        self.grants = Grants(machine)
+        self._leases: dict[str, dict[str, set[int]]] = {}
+        """client -> channel -> ids of items it leases or whose memory it looks at."""
+        self._entering: dict[tuple[str, int], int] = {}
+        """(client, seq) of a commit -> channels that have not let all of it in."""
         self.view = BrokerView(machine, self.channels)
 
     def handlers(self) -> Mapping[str, Handler]:
         return {
             "create": Handler(ChannelOptions, self._create),
-            "configure": Handler(Configure, self._configure),
             "commit": Handler(Commit, self._commit),
             "take": Handler(Take, self._take),
             "cancel": Handler(Cancel, self._cancel),
@@ -57,25 +63,19 @@ class Broker:
             "pass_end": Handler(str, self._pass_end),
             "unend": Handler(str, self._unend),
             "close": Handler(str, self._close),
+            "stats": question(self.view.stats),
+            "all_stats": question(self.view.all_stats),
+            "waits": question(self.view.waits),
         }
-
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return self.view.queries()
 
     # --- channels -----------------------------------------------------------------------------------------
 
     def _create(self, client: str, seq: int, options: ChannelOptions) -> Any:
-        if (
-            options.name in self.channels
-        ):  # also a closed one: what is left of it still has its items' numbers
+        if options.name in self.channels:  # also closed: what is left of it still has its items' numbers
             raise ServiceError(
                 "ConfigError", f"a channel named {options.name!r} exists or existed: choose another name"
             )
         self.channels[options.name] = ChannelState(options, name_of(client))
-        return None
-
-    def _configure(self, client: str, seq: int, change: Configure) -> Any:
-        self._open_channel(change.channel).granularity = change.granularity
         return None
 
     def _channel(self, name: str) -> ChannelState:
@@ -136,19 +136,19 @@ class Broker:
         for channel, puts in zip(targets, commit.puts, strict=True):
             entries = [channel.new_entry(producer, descriptor) for descriptor in puts.items]
             if channel.is_bounded and commit.wants_reply:
-                self.grants.enter(channel, PutWait(client, seq, entries, self._machine.now_s))
+                self._enter(channel, PutWait(client, seq, deque(entries), self._machine.now_s))
                 is_waiting = True
             else:
                 for entry in entries:
                     channel.admit(entry, self._machine.now_s)
         for channel in targets:
-            self.grants.serve(channel)
+            self._serve(channel)
         for done in commit.done:
-            self.grants.serve(self._channel(done.channel))
+            self._serve(self._channel(done.channel))
         return DEFERRED if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
-        held = self.grants.held(client, channel.name)
+        held = self._held(client, channel.name)
         for item_id in ids:
             if item_id not in held:
                 continue
@@ -171,8 +171,9 @@ class Broker:
         if name not in channel.consumer_epoch:
             first_seen = self._machine.membership.first_seen.get(group_of(client), 0)
             channel.consumer_epoch[name] = channel.epochs_drained_before(first_seen)
-        channel.takes.append(TakeWait(client, seq, take, channel.granularity, self._machine.now_s))
-        self.grants.serve(channel)
+        keys = None if take.keys is None else [as_key(key) for key in take.keys]
+        channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
+        self._serve(channel)
         return DEFERRED
 
     def _cancel(self, client: str, seq: int, cancel: Cancel) -> Any:
@@ -186,13 +187,13 @@ class Broker:
             for entry in put.entries:
                 channel.drop(entry)
                 self.ledger.free(entry.descriptor.ref)
-            self.grants.entered(put, len(put.entries))
-        self.grants.serve(channel)
+            self._entered(put, len(put.entries))
+        self._serve(channel)
         return DEFERRED
 
     def _settle(self, client: str, seq: int, settle: Settle) -> Any:
         channel = self._channel(settle.channel)
-        held = self.grants.held(client, channel.name)
+        held = self._held(client, channel.name)
         for item_id in settle.released:
             if item_id in held:
                 entry = channel.items[item_id]
@@ -202,12 +203,12 @@ class Broker:
                     entry.is_released = True
         if settle.returned:
             self._return(channel, self._leased(channel, held, settle.returned))
-            self.grants.serve(channel)
+            self._serve(channel)
         return DEFERRED
 
     def _give_back(self, client: str, seq: int, failed: GiveBack) -> Any:
         channel = self._channel(failed.channel)
-        held = self.grants.held(client, channel.name)
+        held = self._held(client, channel.name)
         entries = self._leased(channel, held, failed.ids)
         channel.num_redelivered += len(entries)
         hopeless = [entry for entry in entries if channel.fail(entry, failed.error)]
@@ -215,7 +216,7 @@ class Broker:
         for entry in hopeless:
             channel.drop(entry)
             self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
-        self.grants.serve(channel)
+        self._serve(channel)
         return DEFERRED
 
     def _leased(self, channel: ChannelState, held: set[int], ids: list[int]) -> list[Entry]:
@@ -232,6 +233,80 @@ class Broker:
             channel.drop(entry)
             self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
 
+    # --- serving who waits --------------------------------------------------------------------------------
+
+    def _held(self, client: str, channel: str) -> set[int]:
+        """The ids that a client holds of a channel, to be changed in place."""
+        return self._leases.setdefault(client, {}).setdefault(channel, set())
+
+    def _enter(self, channel: ChannelState, wait: PutWait) -> None:
+        """A part of a commit that is answered when the last of its parts is in."""
+        key = (wait.client, wait.seq)
+        self._entering[key] = self._entering.get(key, 0) + 1
+        channel.puts.append(wait)
+
+    def _entered(self, wait: PutWait, num_left_out: int = 0) -> None:
+        key = (wait.client, wait.seq)
+        self._entering[key] -= 1
+        if self._entering[key] == 0:
+            del self._entering[key]
+            self._machine.reply(wait.client, wait.seq, num_left_out)
+
+    def _serve(self, channel: ChannelState) -> None:
+        """Let waiting puts in and grant waiting takes until nothing moves."""
+        if channel.is_closed:
+            return
+        while True:
+            self._serve_puts(channel)
+            channel.drain(self._machine.num_events)
+            if not channel.takes or not self._serve_takes(channel):
+                break
+        self._machine.changed_channels.add(channel.name)
+
+    def _serve_puts(self, channel: ChannelState) -> None:
+        while channel.puts:
+            wait = channel.puts[0]
+            while wait.entries and channel.has_room_for(wait.entries[0]):
+                channel.admit(wait.entries.popleft(), self._machine.now_s)
+            if wait.entries:
+                return
+            channel.puts.popleft()
+            self._entered(wait)
+
+    def _serve_takes(self, channel: ChannelState) -> bool:
+        """Grant what can be granted; true when something was."""
+        before = len(channel.takes)
+        channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
+        return len(channel.takes) < before
+
+    def _grant(self, channel: ChannelState, wait: TakeWait) -> bool:
+        """Items, or, where a loop's epoch is over, its end."""
+        if wait.keys is not None:
+            found = channel.by_keys(wait.keys)
+            if found is None:
+                return False
+        else:
+            name = name_of(wait.client)
+            last_epoch = channel.consumer_epoch[name] if wait.take.in_loop else ANY_EPOCH
+            found = []
+            if channel.num_queued:
+                # What is beyond need is shared out between all who may come for it.
+                fair = channel.num_queued // len(channel.consumer_epoch)
+                found = channel.front(last_epoch, max(1, min(wait.take.max_items, fair)))
+            if not found:
+                if last_epoch >= channel.num_drained:
+                    return False
+                channel.consumer_epoch[name] += 1
+                channel.passing.add(wait.client)
+                self._machine.reply(wait.client, wait.seq, EPOCH_END)
+                return True
+        held = self._held(wait.client, channel.name)
+        for entry in found:
+            channel.lease(entry, wait.client)
+            held.add(entry.id)
+        self._machine.reply(wait.client, wait.seq, Grant(GrantKind.ITEMS, [entry.wire() for entry in found]))
+        return True
+
     # --- epochs -------------------------------------------------------------------------------------------
 
     def _end(self, client: str, seq: int, name: str) -> Any:
@@ -246,7 +321,7 @@ class Broker:
             channel.producer_epoch[producer] = epoch + 1
             channel.ended_by.setdefault(epoch, set()).add(producer)
             self._end_epochs(channel)
-        self.grants.serve(channel)
+        self._serve(channel)
         return channel.epoch
 
     def _end_epochs(self, channel: ChannelState) -> None:
@@ -269,7 +344,7 @@ class Broker:
         for channel in self.channels.values():
             if channel.ended_by and not channel.is_closed:
                 self._end_epochs(channel)
-                self.grants.serve(channel)
+                self._serve(channel)
 
     def _pass_end(self, client: str, seq: int, name: str) -> Any:
         """The call whose loop met the epoch's end has ended well."""
@@ -287,7 +362,7 @@ class Broker:
 
     def end_client(self, client: str) -> None:
         """What it leased goes back; what it put stays, in memory that outlives it."""
-        for name, ids in self.grants.leases.pop(client, {}).items():
+        for name, ids in self._leases.pop(client, {}).items():
             channel = self.channels[name]
             leased = self._leased(channel, ids, sorted(ids))
             for item_id in sorted(ids):  # done, but looked at until now
@@ -301,7 +376,7 @@ class Broker:
                 channel.consumer_epoch[name_of(client)] -= 1
         self.ledger.end_owner(client, self._refs())
         for channel in self.channels.values():
-            self.grants.serve(channel)
+            self._serve(channel)
 
     def _refs(self) -> Iterator[Ref | None]:
         for channel in self.channels.values():

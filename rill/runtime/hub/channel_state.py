@@ -14,12 +14,14 @@ ended and every item of it is done, so that a dead consumer's items still find s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rill.runtime.hub.messages import ChannelOptions, Descriptor, Item, Take
+from rill.runtime.hub.service import name_of
 
 MAX_NAMED = 100
 """Of the items that were set aside, so many are kept by name."""
@@ -31,76 +33,53 @@ class ItemState(IntEnum):
     HELD = 2
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """An item as the broker keeps it."""
 
-    __slots__ = (
-        "client",
-        "descriptor",
-        "epoch",
-        "id",
-        "is_released",
-        "key",
-        "num_failures",
-        "producer",
-        "state",
-    )
-
-    def __init__(self, item_id: int, epoch: int, producer: str, descriptor: Descriptor) -> None:
-        self.id = item_id
-        self.epoch = epoch
-        self.producer = producer
-        self.descriptor = descriptor
-        self.key = as_key(descriptor.key)
-        self.state = ItemState.QUEUED
-        self.client = ""
-        """Who leases it."""
-        self.is_released = False
-        """Its consumer looks at the memory no more, though it is not done yet."""
-        self.num_failures = 0
+    id: int
+    epoch: int
+    producer: str
+    descriptor: Descriptor
+    key: Any
+    state: ItemState = ItemState.QUEUED
+    client: str = ""
+    """Who leases it."""
+    is_released: bool = False
+    """Its consumer looks at the memory no more, though it is not done yet."""
+    num_failures: int = 0
 
     def wire(self) -> Item:
         d = self.descriptor
         return Item(self.id, d.weight, d.key, d.num_bytes, d.inline, d.ref)
 
 
-class PutWait:
+class PutWait(NamedTuple):
     """Items that wait for room. They are the channel's already: their producer may die."""
 
-    __slots__ = ("client", "entries", "seq", "since_s")
-
-    def __init__(self, client: str, seq: int, entries: list[Entry], since_s: float) -> None:
-        self.client = client
-        self.seq = seq
-        self.entries = deque(entries)
-        self.since_s = since_s
+    client: str
+    seq: int
+    entries: deque[Entry]
+    since_s: float
 
 
-class TakeWait:
+class TakeWait(NamedTuple):
     """A consumer that waits for items."""
 
-    __slots__ = ("client", "in_loop", "keys", "max_items", "min_items", "seq", "since_s", "weight")
-
-    def __init__(self, client: str, seq: int, take: Take, granularity: int, since_s: float) -> None:
-        self.client = client
-        self.seq = seq
-        self.since_s = since_s
-        self.in_loop = take.in_loop
-        self.weight = take.weight
-        self.keys = None if take.keys is None else [as_key(key) for key in take.keys]
-        self.min_items = take.min_items or granularity
-        self.max_items = max(self.min_items, take.max_items if self.min_items == 1 else 1)
+    client: str
+    seq: int
+    take: Take
+    keys: list[Any] | None
+    since_s: float
 
 
+@dataclass(slots=True)
 class Traffic:
     """What one worker put into a channel or finished of it."""
 
-    __slots__ = ("last_s", "num_bytes", "num_items")
-
-    def __init__(self) -> None:
-        self.num_items = 0
-        self.num_bytes = 0
-        self.last_s = 0.0
+    num_items: int = 0
+    num_bytes: int = 0
+    last_s: float = 0.0
 
     def count(self, num_bytes: int, now_s: float) -> None:
         self.num_items += 1
@@ -115,7 +94,6 @@ class ChannelState:
         self.options = options
         self.name = options.name
         self.creator = creator
-        self.granularity = options.granularity
         self.is_closed = False
         self.items: dict[int, Entry] = {}
         self.next_id = 1
@@ -136,8 +114,8 @@ class ChannelState:
         """Clients that were told of an epoch's end and have not said what came of it: dead, they meet it again."""
         self.puts: deque[PutWait] = deque()
         self.takes: list[TakeWait] = []
-        self.producers: dict[str, Traffic] = {}
-        self.consumers: dict[str, Traffic] = {}
+        self.producers: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.consumers: defaultdict[str, Traffic] = defaultdict(Traffic)
         self.num_redelivered = 0
         self.num_set_aside = 0
         self.set_aside: list[dict[str, Any]] = []
@@ -146,7 +124,7 @@ class ChannelState:
 
     def new_entry(self, producer: str, descriptor: Descriptor) -> Entry:
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
-        entry = Entry(self.next_id, epoch, producer, descriptor)
+        entry = Entry(self.next_id, epoch, producer, descriptor, as_key(descriptor.key))
         self.next_id += 1
         self.unfinished[epoch] = self.unfinished.get(epoch, 0) + 1
         self.put_in_epoch.setdefault(epoch, set()).add(producer)
@@ -169,10 +147,7 @@ class ChannelState:
     def admit(self, entry: Entry, now_s: float) -> None:
         self.items[entry.id] = entry
         self._enqueue(entry)
-        traffic = self.producers.get(entry.producer)
-        if traffic is None:
-            traffic = self.producers[entry.producer] = Traffic()
-        traffic.count(entry.descriptor.num_bytes, now_s)
+        self.producers[entry.producer].count(entry.descriptor.num_bytes, now_s)
 
     def drop(self, entry: Entry) -> None:
         """It never got in, or is not wanted any more: its epoch does not wait for it."""
@@ -212,28 +187,19 @@ class ChannelState:
             if not ids:
                 del self.by_key[entry.key]
 
-    def front(self, last_epoch: int, max_items: int, weight: float | None) -> tuple[list[Entry], float]:
-        """The first queued items of epochs up to `last_epoch`, until `max_items` or `weight` is reached."""
-        found: list[Entry] = []
-        total = 0.0
-        items = self.items
-        for epoch in sorted(self.queues):
-            if epoch > last_epoch:
-                break
+    def front(self, last_epoch: int, max_items: int) -> list[Entry]:
+        """The first queued items of epochs up to `last_epoch`."""
+        found: dict[int, Entry] = {}
+        for epoch in sorted(e for e in self.queues if e <= last_epoch):
             queue = self.queues[epoch]
             while queue and not self._is_queued(queue[0]):
                 queue.popleft()
-            seen: set[int] = set()
-            for item_id in queue:
-                entry = items.get(item_id)
-                if entry is None or entry.state is not ItemState.QUEUED or item_id in seen:
-                    continue
-                if total >= weight if weight is not None else len(found) >= max_items:
-                    return found, total
-                seen.add(item_id)
-                found.append(entry)
-                total += entry.descriptor.weight
-        return found, total
+            for item_id in queue:  # one that went back may be there twice
+                if len(found) == max_items:
+                    return list(found.values())
+                if self._is_queued(item_id):
+                    found[item_id] = self.items[item_id]
+        return list(found.values())
 
     def by_keys(self, keys: Sequence[Any]) -> list[Entry] | None:
         """One item of each key; None while one is missing."""
@@ -254,11 +220,7 @@ class ChannelState:
 
     def finish(self, entry: Entry, now_s: float) -> None:
         """The consumer is done with it: it will never be delivered again."""
-        name = entry.client.partition("#")[0]
-        traffic = self.consumers.get(name)
-        if traffic is None:
-            traffic = self.consumers[name] = Traffic()
-        traffic.count(entry.descriptor.num_bytes, now_s)
+        self.consumers[name_of(entry.client)].count(entry.descriptor.num_bytes, now_s)
         self._count_down(entry.epoch)
         entry.state = ItemState.HELD
 

@@ -3,43 +3,35 @@
     any thread ──submit, ask, commit──▶ queue ──▶ io thread ──▶ DEALER ──▶ hub
     any thread ◀──────── Asked ──────────────── io thread ◀──────────────── hub     handlers of pushes run on
                                                                                     the io thread
-Everything leaves in the order in which it was submitted. What was submitted while the io thread was busy goes out as
-one message, and commits that follow each other become one, so many small ones cost few messages. A request is kept
-until the hub has confirmed it in its journal; when the hub says it expects an earlier number than was sent (it died
-and came back), everything from there on is sent again. Silence is broken by a ping while anything is outstanding, so
-a restarted hub hears from its clients at once.
+What was submitted while the io thread was busy goes out as one message, and commits that follow each other become one.
+A request is kept until the hub has it in its journal; a hub that came back and expects an earlier number is sent
+everything from there on again. Silence is broken by a ping while anything is outstanding.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
 
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
 from rill.runtime.hub.answer import Asked, as_error
-from rill.runtime.hub.messages import Commit, Done, Puts
-from rill.runtime.hub.protocol import Answer, FromHub, Gap, Output, Ping, Query, Requests
-from rill.runtime.hub.service import OutKind
+from rill.runtime.hub.messages import Commit, Done, FromHub, Gap, OutKind, Output, Ping, Puts, Requests
 from rill.runtime.process.session_key import SessionKey
 
 _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
 _PING_S = 0.2
 _HEARTBEAT_S = 1.0
-
-
-T = TypeVar("T")
 
 WINDOW_ITEMS = 16384
 WINDOW_BYTES = 16 * 1024 * 1024
@@ -102,11 +94,8 @@ class HubClient:
         self._received_out = 0
         self._resent = (0, 0.0)
         self._asked: dict[int, Asked[Any]] = {}
-        self._queries: dict[int, tuple[Asked[Any], bytes]] = {}
-        self._query_ids = itertools.count(1)
         self._handlers: dict[str, list[Callable[[Any], None]]] = {}
         self._tickers: list[Callable[[float], float]] = []
-        self._direct: deque[bytes] = deque()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
         self._is_awake = False
@@ -144,9 +133,12 @@ class HubClient:
         self.wake()
         return asked
 
-    def call(self, service: str, method: str, payload: Any, timeout_s: float) -> Any:
+    def call(self, service: str, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
         """Ask and wait. Applied once even when the hub dies in between."""
-        return self._await(self.ask(f"{service}.{method}", payload), f"{service}.{method}", timeout_s)
+        asked = self.ask(f"{service}.{method}", payload, answer)
+        if not asked.came(timeout_s) and asked.cancel():
+            raise self._stuck(f"{service}.{method}", timeout_s)
+        return asked.result()
 
     def commit(self, done: list[Done], puts: list[Puts], deadline_s: float) -> bool:
         """Finish and put, all or nothing, without an answer. False: too much was on its way until the deadline, and
@@ -186,19 +178,6 @@ class HubClient:
             self.submit("registry.cancel_fetch", (key, asked.seq))
             raise self._stuck(f"registry.fetch({key!r})", timeout_s)
         return asked.result()
-
-    def query(self, service: str, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
-        """A read-only question: cheaper than a call, and unordered with respect to calls."""
-        asked: Asked[Any] = Asked(answer)
-        query_id = next(self._query_ids)
-        raw = self._encoder.encode(Query(query_id, f"{service}.{method}", payload))
-        self._queries[query_id] = (asked, raw)
-        self._direct.append(raw)
-        self.wake()
-        try:
-            return self._await(asked, f"{service}.{method}", timeout_s)
-        finally:
-            self._queries.pop(query_id, None)
 
     def _encoded(self, method: str, payload: Any) -> msgspec.Raw:
         """What the wire has no form for fails here, in its sender's thread."""
@@ -248,11 +227,6 @@ class HubClient:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
 
-    def _await(self, asked: Asked[T], what: str, timeout_s: float) -> T:
-        if not asked.came(timeout_s) and asked.cancel():
-            raise self._stuck(what, timeout_s)
-        return asked.result()
-
     def _stuck(self, what: str, timeout_s: float) -> StuckError:
         return StuckError(f"{self.identity}: the hub did not answer {what} within {timeout_s:g} s")
 
@@ -260,9 +234,8 @@ class HubClient:
 
     def wake(self) -> None:
         """Have the io thread look at what there is to send, and at its tickers, now."""
-        if (
-            not self._is_awake and threading.get_ident() != self._thread.ident
-        ):  # that one is awake, and sends last
+        # The io thread itself is awake, and sends last.
+        if not self._is_awake and threading.get_ident() != self._thread.ident:
             self._is_awake = True
             with contextlib.suppress(OSError):  # the pipe is full of wake-ups, or the client is closed
                 os.write(self._wake_write, b"\0")
@@ -298,7 +271,7 @@ class HubClient:
             wait_s = min([_HEARTBEAT_S, *(ticker(now_s) for ticker in self._tickers)])
             if self._send(socket):
                 last_sent_s = now_s
-            is_outstanding = bool(self._sent or self._asked or self._queries)
+            is_outstanding = bool(self._sent or self._asked)
             ping_s = _PING_S if is_outstanding else _HEARTBEAT_S
             if now_s - max(last_sent_s, last_heard_s if is_outstanding else last_sent_s) >= ping_s:
                 self._ping(socket)
@@ -307,11 +280,7 @@ class HubClient:
                 wait_s = min(wait_s, _PING_S)
             if self._is_closing:
                 close_by_s = min(close_by_s, now_s + 1.0)
-                if (
-                    not (self._queue or self._sent or self._direct)
-                    or now_s > close_by_s
-                    or self._ended_reason
-                ):
+                if not (self._queue or self._sent) or now_s > close_by_s or self._ended_reason:
                     break
                 wait_s = min(wait_s, 0.02)
         self._fail_all("it was closed")
@@ -322,9 +291,6 @@ class HubClient:
 
     def _send(self, socket: zmq.Socket[bytes]) -> bool:
         has_sent = False
-        while self._direct:
-            socket.send(self._direct.popleft())
-            has_sent = True
         while self._queue:
             first_seq = self._first_sent + len(self._sent)
             with self._lock:
@@ -344,8 +310,6 @@ class HubClient:
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
         socket.send(self._encoder.encode(Ping(self._received_out, self._first_sent + len(self._sent))))
-        for _, raw in list(self._queries.values()):
-            socket.send(raw)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -357,8 +321,6 @@ class HubClient:
                 self._take_output(message)
             elif isinstance(message, Gap):
                 self._resend(message.expected, socket)
-            elif isinstance(message, Answer):
-                self._take_answer(message)
             else:
                 self._fail_all("the hub takes this process for dead: it was silent too long, or replaced")
 
@@ -408,15 +370,6 @@ class HubClient:
             part = unconfirmed[start : start + _MAX_REQUESTS_PER_MESSAGE]
             socket.send(self._encode(self._first_sent + start, part))
 
-    def _take_answer(self, answer: Answer) -> None:
-        entry = self._queries.pop(answer.id, None)
-        if entry is None:
-            return
-        if answer.is_ok:
-            self._guard(entry[0].arrived, answer.body)
-        else:
-            entry[0].failed(RunError(str(msgspec.msgpack.decode(answer.body))))
-
     def _guard(self, handler: Callable[..., None], *args: Any) -> None:
         """A handler's error must not end the io thread: it is logged, with its traceback."""
         try:
@@ -428,7 +381,7 @@ class HubClient:
         error: RillError = PeerDiedError(f"{self.identity} has no hub any more: {reason}")
         with self._lock:
             self._ended_reason = reason
-            asked = [*self._asked.values(), *(entry[0] for entry in self._queries.values())]
+            asked = list(self._asked.values())
             self._asked.clear()
             self._queue.clear()
             self._sent.clear()

@@ -8,12 +8,12 @@ workflow can be drawn (rill/planning).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from rill.runtime.hub.service import DEFERRED, Handler
+from rill.runtime.hub.service import DEFERRED, Handler, question
 
 MAX_RECORDS = 20_000
 
@@ -65,13 +65,11 @@ class History:
         self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {"tell": Handler(CallRecord, self._tell)}
-
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {
-            "calls": lambda since_s: [record for record in self._records if record.ended_s > (since_s or 0.0)]
-        }
+        return {"tell": Handler(CallRecord, self._tell), "calls": question(self._calls)}
 
     def _tell(self, client: str, seq: int, record: CallRecord) -> Any:
         self._records.append(record)
         return DEFERRED
+
+    def _calls(self, since_s: float) -> list[CallRecord]:
+        return [record for record in self._records if record.ended_s > since_s]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rill.runtime.hub.protocol import Requests
+from rill.runtime.hub.messages import Requests
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine

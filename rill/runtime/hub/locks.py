@@ -1,33 +1,28 @@
 """The lock manager: whose turn it is on devices that several groups share. A service of the hub.
 
-A turn belongs to a whole group: it reserves the devices of all its ranks at once, so two groups can never hold halves
-of what both need. Groups that share no device, or that were declared to fit together, never meet here.
-
     acquire ──▶ WAITING ──(its data is there, devices free)──▶ EVICTING ──(others have offloaded)──▶ HELD ──▶ over
                    ▲                                                                                  │
-                   └────────────── regained when the awaited data has come ◀── lent: offloaded ◀──────┘
-                                                                  its ranks all wait on a channel that a waiting
-                                                                  group works on, or feeds through others: without
-                                                                  the devices it never could
+                   └── regained when the awaited data has come ◀── lent: its ranks all wait on a channel ◀──┘
+                                                               that a waiting group works on or feeds
 
-Order follows the data. Among waiting groups, one whose input has data goes first, in order of arrival; one that is
-known to consume a channel without data does not get devices it could only hold idle; one of which nothing is known yet
-gets them when nobody better asks, and lends them if it then has to wait for a group that needs them. Roles are learned
-from the channels' own traffic.
+A turn belongs to a whole group: it reserves the devices of all its ranks at once. Groups that share no device, or that
+were declared to fit together, never meet here. Order follows the data, by roles learned from the channels' traffic: a
+group whose input has data goes first, in order of arrival; one that consumes a channel without data waits; one of which
+nothing is known yet gets the devices when nobody better asks, and lends them if it then has to wait.
 
-A group keeps its memory after its turn (it is resident) until another group needs the devices; then its processes are
-told to offload ("evict"). Evictions are numbered: an answer counts only while that eviction is the process's newest and
-the process has not been let in since, so a late answer never hides memory that is there. A dead process holds nothing.
+A group keeps its memory after its turn (it is resident) until another group needs the devices ("evict"). Evictions are
+numbered: an answer counts only while that eviction is the process's newest and the process has not been let in since,
+so a late answer never hides memory that is there. A dead process holds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
-from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
+from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of, question
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -95,10 +90,8 @@ class LockService:
             "evicted": Handler(Evicted, self._evicted),
             "coreside": Handler(list[str], self._coreside),
             "take_turns": Handler(list[str], self._take_turns),
+            "turns": question(self._describe),
         }
-
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"turns": self._describe}
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -1,19 +1,16 @@
 """Who is in the run: the hub's registry of processes, what they told about themselves, and their deaths.
 
-A client joins with its first request; a worker then tells its group, rank and devices with `register`. Which ranks a
-group has is the driver's word (`group`): they change while it runs, and everybody is told. Whether a process lives is
-the word of the agent beside it, by way of the driver (`died`): the hub watches nobody.
-The end of a client (reported by the cluster, or seen by the hub) is pushed to every other client as "peer_died"; who
-joins later is told of those that are dead and not replaced.
-Small values that processes want to agree on (endpoints, rendezvous) are published under a key and can be waited for.
+A client joins with its first request; a worker then tells its group, rank and devices (`register`). Which ranks a group
+has is the driver's word (`group`); whether a process lives is the agent's, by way of the driver (`died`). Ends are
+pushed to everybody as "peer_died". Small values (endpoints) are published under a key and can be waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of
+from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of, question
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -52,15 +49,15 @@ class Membership:
             "claim": Handler(tuple[str, str, float], self._claim),
             "fetch": Handler(str, self._fetch),
             "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
-            "sync": Handler(None, lambda client, seq, payload: None),
+            "sync": question(lambda _: None),
+            "members": question(lambda _: self.members),
+            "group_word": question(lambda name: self._groups.get(name)),
+            "values": question(self.values),
         }
 
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {
-            "members": lambda _: self.members,
-            "group": lambda name: self._groups.get(name),
-            "values": lambda prefix: {k: v for k, (v, _) in self._values.items() if k.startswith(prefix)},
-        }
+    def values(self, prefix: str) -> dict[str, Any]:
+        """What is published, by key."""
+        return {key: value for key, (value, _) in self._values.items() if key.startswith(prefix)}
 
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""

@@ -1,6 +1,9 @@
-"""What processes say to the hub about channels and devices, and what it answers: one typed record each.
+"""What goes over the line between a process and the hub: one typed record each, on the wire an array (msgspec).
 
-On the wire every record is an array (msgspec). The registry's requests are plain values (membership.py).
+    process ──▶ Requests (numbered, journaled) · Ping
+    process ◀── Output (numbered replies and pushes) · Gap (send again from here) · Expelled
+
+Below these, what requests say of channels and devices. Those of the registry are plain values (membership.py).
 """
 
 from __future__ import annotations
@@ -13,8 +16,60 @@ import msgspec
 from rill.runtime.transfer.segments import Ref
 
 
+class OutKind(IntEnum):
+    """What the hub sends to a client with a number."""
+
+    REPLY = 0
+    FAILURE = 1
+    PUSH = 2
+
+
 class _Message(msgspec.Struct, array_like=True, gc=False):
     """A record that is an array on the wire."""
+
+
+# --- the line ---------------------------------------------------------------------------------------------
+
+Request = tuple[str, msgspec.Raw]
+"""Method and payload."""
+
+
+class Requests(_Message, tag="s"):
+    """Consecutive requests; applied once each, in order."""
+
+    first_seq: int
+    received_out: int
+    """The last numbered output that the process has."""
+    requests: list[Request]
+
+
+class Ping(_Message, tag="p"):
+    """Still here, and how far both directions are."""
+
+    received_out: int
+    next_seq: int
+
+
+class Output(_Message, tag="o"):
+    """Replies and pushes, and the number of the next request that the hub expects: all before it are journaled."""
+
+    expected: int
+    entries: list[tuple[int, OutKind, int | str, msgspec.Raw]]
+    """(number, kind, seq of the request or topic of the push, body)."""
+
+
+class Gap(_Message, tag="g"):
+    """The hub lacks what came before: send again from this number."""
+
+    expected: int
+
+
+class Expelled(_Message, tag="x"):
+    """The hub takes this process for dead."""
+
+
+ToHub = Requests | Ping
+FromHub = Output | Gap | Expelled
 
 
 # --- channels ---------------------------------------------------------------------------------------------
@@ -26,15 +81,7 @@ class ChannelOptions(_Message):
     name: str
     capacity_items: int | None = None
     capacity_bytes: int | None = None
-    granularity: int = 1
     max_failures: int = 3
-
-
-class Configure(_Message):
-    """What a plan may change while a channel is in use."""
-
-    channel: str
-    granularity: int
 
 
 class Descriptor(_Message):
@@ -85,14 +132,10 @@ class Take(_Message):
     """Items from the front, or by key."""
 
     channel: str
-    min_items: int = 1
-    """0: the channel's granularity."""
     max_items: int = 1
-    """More than the least only where the queue has enough for every consumer."""
+    """More than one only where the queue has enough for every consumer."""
     in_loop: bool = False
     """Bounded by the consumer's epoch; may be answered with the epoch's end."""
-    weight: float | None = None
-    """Until the weights reach this."""
     keys: list[Any] | None = None
     """Exactly one item of each, in this order."""
 
@@ -111,8 +154,6 @@ class Grant(_Message):
 
     kind: GrantKind
     items: list[Item]
-    num_wanted: int = 1
-    """How many of them make one chunk; the rest was read ahead."""
 
 
 NOTHING = Grant(GrantKind.NOTHING, [])

@@ -1,18 +1,12 @@
 """The hub: the one control-plane process of a cluster. Registry, channel broker and device locks live in it.
 
-Started and supervised by the cluster: `python -m rill.runtime.hub.server --session-dir DIR --endpoint ipc://…`. No
-payload passes through it; what it handles is small and stays small as payloads grow. It may be killed at any moment and
-started again with the same arguments: nothing is lost and nobody needs to be told.
-
     clients ──▶ ROUTER ──▶ drain all that has arrived ──▶ apply to the Machine ──▶ one journal write ──▶ send outboxes
 
-Guarantees:
+Started by the cluster; it may be killed at any moment and started again with the same arguments. Guarantees:
 - A request is applied exactly once and in its client's order; every reply and push arrives exactly once and in order,
   across any number of hub restarts (state.py has the numbering, client.py the other end).
-- Nothing leaves before the events that caused it are in the journal (write-ahead; a killed process loses nothing that
-  was written, a killed machine ends the run anyway). The journal is compacted to a snapshot as it grows.
-- A client that dies is buried when the cluster reports it (`registry.died`): the agent beside a process knows of its
-  end at once, and a lost agent means a lost node. Silence is no death: a process may be busy for as long as it likes.
+- Nothing leaves before the events that caused it are in the journal. A killed process loses nothing that was written.
+- A client is buried when the cluster reports its death (`registry.died`). Silence is no death.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import zmq
 
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
-from rill.runtime.hub.protocol import Answer, Expelled, FromHub, Gap, Output, Ping, Query, Requests, ToHub
+from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Ping, Requests, ToHub
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
@@ -120,8 +114,6 @@ class Hub:
             message = self._decoder.decode(raw)
             if isinstance(message, Requests):
                 self._take_requests(client, raw, message, now_s)
-            elif isinstance(message, Query):
-                self._answer(client, message)
             else:
                 self._answer_ping(client, message)
 
@@ -152,13 +144,6 @@ class Hub:
         if ping.next_seq > machine.expected(client):
             # Messages keep their order: the rest was lost with an earlier hub.
             self._send(client, Gap(machine.expected(client)))
-
-    def _answer(self, client: str, query: Query) -> None:
-        try:
-            is_ok, body = True, self._machine.query(query.method, query.payload)
-        except (KeyError, TypeError, ValueError) as error:
-            is_ok, body = False, f"{query.method} failed: {error!r}"
-        self._send(client, Answer(query.id, is_ok, msgspec.Raw(self._encoder.encode(body))))
 
     # --- out ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a service of the hub is: handlers of journaled requests, answers to questions, and no clock of its own.
+"""What a service of the hub is: handlers of journaled requests, and no clock of its own.
 
 Broker, locks, history and membership are services. A handler gets (client, seq, payload), the payload decoded to the
 type it declares, and returns the reply's body, or DEFERRED when the reply comes later through
@@ -8,16 +8,7 @@ type it declares, and returns the reply's body, or DEFERRED when the reply comes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
-
-
-class OutKind(IntEnum):
-    """What the hub sends to a client with a number."""
-
-    REPLY = 0
-    FAILURE = 1
-    PUSH = 2
 
 
 class Handler(NamedTuple):
@@ -29,18 +20,17 @@ class Handler(NamedTuple):
 
 
 class Service(Protocol):
-    """Its handlers and its questions, by name."""
+    """Its handlers, by name."""
 
     def handlers(self) -> Mapping[str, Handler]: ...
 
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]: ...
+
+DEFERRED = object()
 
 
-class Deferred:
-    """The type of DEFERRED."""
-
-
-DEFERRED = Deferred()
+def question(answer: Callable[[Any], Any]) -> Handler:
+    """A request that changes nothing."""
+    return Handler(Any, lambda client, seq, payload: answer(payload))
 
 
 class ServiceError(Exception):

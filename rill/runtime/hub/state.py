@@ -1,11 +1,10 @@
 """The hub's state: reliable streams to every client, and the services behind them, as one deterministic machine.
 
-Owns everything the hub must not forget. `Hub` (hub.py) feeds it journaled events and sends what it puts into the
-outboxes; it never reads a clock, a socket or a file, so replaying the same events rebuilds the same state, down to
-the numbers of the messages that were going out. A snapshot is a pickle of the machine.
-
     client ──seq 1,2,3…──▶ Stream.expected    every request is applied once and in the client's order
     client ◀─out 1,2,3…── Stream.outbox       every reply and push is kept until the client has confirmed it
+
+`Hub` (server.py) feeds it journaled events and sends what it puts into the outboxes. It never reads a clock, a socket
+or a file, so replaying the same events rebuilds the same state. A snapshot is a pickle of the machine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from rill.runtime.hub.broker import Broker
 from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
-from rill.runtime.hub.service import DEFERRED, OutKind, Service, ServiceError
+from rill.runtime.hub.messages import OutKind
+from rill.runtime.hub.service import DEFERRED, Service, ServiceError
 
 
 class Stream:
@@ -65,7 +65,6 @@ class Machine:
         self.changed_channels: set[str] = set()
         """What the event being applied has moved; the locks look at it at its end."""
         self._handlers: dict[str, tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]] = {}
-        self._queries: dict[str, Callable[[Any], Any]] = {}
         services: dict[str, Service] = {
             "registry": self.membership,
             "broker": self.broker,
@@ -76,12 +75,10 @@ class Machine:
             for name, handler in service.handlers().items():
                 decoder = msgspec.msgpack.Decoder(handler.payload)
                 self._handlers[f"{prefix}.{name}"] = (decoder, handler.handle)
-            for name, question in service.queries().items():
-                self._queries[f"{prefix}.{name}"] = question
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "changed_channels", "_handlers", "_queries"):
+        for transient in ("touched", "unlinks", "changed_channels", "_handlers"):
             del state[transient]
         return state
 
@@ -181,9 +178,3 @@ class Machine:
         stream.outbox.append((stream.next_out, kind, ref, body))
         stream.next_out += 1
         self.touched.add(client)
-
-    # --- questions ----------------------------------------------------------------------------------------
-
-    def query(self, method: str, payload: Any) -> Any:
-        """A read-only question: not journaled, not ordered, safe to ask twice."""
-        return self._queries[method](payload)

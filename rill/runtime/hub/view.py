@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.runtime.hub.channel_state import ChannelState, ItemState, Traffic
@@ -29,10 +29,7 @@ class BrokerView:
         self._machine = machine
         self._channels = channels
 
-    def queries(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"stats": self._stats, "graph": self._graph, "waits": self._waits}
-
-    def _stats(self, name: str) -> Any:
+    def stats(self, name: str) -> Any:
         channel = self._channels[name]
         states = [entry.state for entry in channel.items.values()]
         return {
@@ -43,21 +40,20 @@ class BrokerView:
             "held": states.count(ItemState.HELD),
             "epoch": channel.epoch,
             "epochs_drained": channel.num_drained,
-            "granularity": channel.granularity,
             "waiting_producers": len(channel.puts),
             "waiting_consumers": len(channel.takes),
             "num_redelivered": channel.num_redelivered,
             "num_set_aside": channel.num_set_aside,
             "set_aside": channel.set_aside,
             "is_closed": channel.is_closed,
-            **_sides(channel),
+            "producers": _rows(channel.producers),
+            "consumers": _rows(channel.consumers),
         }
 
-    def _graph(self, _payload: Any) -> Any:
-        """What flowed: {channel: {"producers": {name: {items, bytes, last_s}}, "consumers": {...}}}."""
-        return {name: _sides(channel) for name, channel in self._channels.items()}
+    def all_stats(self, _payload: Any) -> Any:
+        return {name: self.stats(name) for name in self._channels}
 
-    def _waits(self, _payload: Any) -> Any:
+    def waits(self, _payload: Any) -> Any:
         """Who waits on which channel: [client, channel, "put" | "take", since]."""
         waits = []
         for name, channel in self._channels.items():
@@ -102,10 +98,7 @@ class BrokerView:
         return blocked
 
 
-def _sides(channel: ChannelState) -> dict[str, dict[str, dict[str, float]]]:
-    def rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
-        return {
-            name: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for name, t in side.items()
-        }
-
-    return {"producers": rows(channel.producers), "consumers": rows(channel.consumers)}
+def _rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
+    return {
+        name: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for name, t in side.items()
+    }

@@ -5,11 +5,8 @@
            ◀── "I have n" in every message the other way, else after ACK_EVERY messages or ACK_BYTES
     no word for PROBE_S: "do you have n?" ──────▶ "I have m"; what is missing goes out again
 
-A connection that breaks loses what lay in the kernel's buffers, and nothing tells which. A probe passes behind
-everything that was sent before it, so its answer does; a receiver that is only busy is asked and never flooded.
-
-A stream has a random token: it is told from the stream of an earlier process at the same address. Used by the mailbox,
-which owns the sockets and the thread.
+A probe passes behind everything that was sent before it, so a receiver that is only busy is asked and never flooded. A
+stream's random token tells it from that of an earlier process at the same address. The mailbox owns sockets and thread.
 """
 
 from __future__ import annotations

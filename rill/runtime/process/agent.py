@@ -3,23 +3,16 @@
     driver ──socketpair──▶ agent ──fork, exec──▶ hub, workers …
            ◀──exit events──      ◀──SIGCHLD────
 
-One agent per node, started by `local.LocalNode` (directly, or inside a Ray actor on a remote node). It runs one
-single-threaded loop that wakes for a request, for a child's end and once a second.
+Started by `LocalNode`, here or inside a Ray actor. One single-threaded loop. Guarantees:
+- When the driver's end of the socket closes, or the driver is gone (kill -9 included), every process of the session is
+  killed, with all that it started, and the session's folders are removed.
+- When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG). A child's process group ends with
+  the child; what escapes from it is adopted (PR_SET_CHILD_SUBREAPER) and ends with the session.
+- A child marked `restart` (the hub, a store server) is started again whenever it ends, unless again and again.
 
-Guarantees:
-- When the driver's end of the socket closes, or the driver's process is gone, every process of the session is
-  killed, with all that it started, and the session's folders are removed. kill -9 of the driver included.
-- When the agent itself is killed, the kernel kills its children (PR_SET_PDEATHSIG).
-- A child's process group ends with the child. What escapes from the group is adopted (PR_SET_CHILD_SUBREAPER)
-  and ends with the session.
-- A child marked `restart` (the hub, a store server) is started again, with the same arguments, whenever it ends, unless
-  it ends again and again.
-
-The worker's main is imported once, here, and workers are forked from this process with it in place: they start in
-milliseconds and share its memory. It pulls in nothing that reads the environment when it is loaded (no numpy, no
-torch), so a worker's environment is complete before those are imported. `preload` names more modules to share; they
-are imported after the hub has been started and before the first worker. A worker whose environment speaks to the
-loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
+The worker's main, and `preload`, are imported once, here, and workers are forked with them in place: they start in
+milliseconds and share memory. The main reads no environment when it is loaded (no numpy, no torch). A worker whose
+environment speaks to the loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
 """
 
 from __future__ import annotations
@@ -42,12 +35,10 @@ from pathlib import Path
 
 from rill.runtime.process.agent_protocol import (
     AgentSpec,
-    Event,
     Exited,
     Kill,
     Shutdown,
     Start,
-    Started,
     receive_message,
     send_message,
 )
@@ -171,7 +162,6 @@ class Agent:
         if pid == 0:
             self._become(request)
         self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
-        self._tell(Started(key=request.key, pid=pid))
 
     def _become(self, request: Start) -> None:
         """In the child: take the request's surroundings, then exec, or run the entry in this interpreter."""
@@ -196,9 +186,7 @@ class Agent:
             self.control.close()
             os.close(self.wake_read)
             os.close(self.wake_write)
-            _prctl(
-                _PR_SET_NAME, request.key.encode()[:15]
-            )  # what `ps` and `top` show; the kernel keeps 15 characters
+            _prctl(_PR_SET_NAME, request.key.encode()[:15])  # what `ps` shows; the kernel keeps 15 characters
             module, _, function = request.entry.partition(":")
             getattr(importlib.import_module(module), function)(request.payload)
             exit_code = 0
@@ -224,15 +212,11 @@ class Agent:
             if restart:
                 self._start(child.request, recent)
             tail = _tail(child.request.log_path)
-            self._tell(
-                Exited(
-                    key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart
-                )
+            exited = Exited(
+                key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart
             )
-
-    def _tell(self, event: Event) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send_message(self.control, event)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send_message(self.control, exited)
 
     def _end(self) -> None:
         """Kill every process of the session, remove its folders, exit."""

@@ -20,13 +20,11 @@ from rill.runtime.device.device import Node
 from rill.runtime.process.agent import bootstrap
 from rill.runtime.process.agent_protocol import (
     AgentSpec,
-    Event,
     Exited,
     Kill,
     Request,
     Shutdown,
     Start,
-    Started,
     receive_message,
     send_message,
 )
@@ -40,7 +38,7 @@ class NodeEvents:
     """What a cluster hears from its nodes, on threads of theirs, and what it tells every agent."""
 
     preload: tuple[str, ...]
-    on_event: Callable[[Event], None]
+    on_event: Callable[[Exited], None]
     on_lost: Callable[[str, str], None]
     """Called with the node's id and the reason."""
 
@@ -54,7 +52,7 @@ class NodeClient(Protocol):
     shm_dir: str
 
     def start(self, request: Start) -> None:
-        """Start a process; Started and Exited events follow."""
+        """Start a process; its Exited event follows."""
 
     def kill(self, key: str, signal_number: int) -> None:
         """Send a signal to a process and its group."""
@@ -124,7 +122,7 @@ class LocalNode:
                 event = receive_message(self._control)
             except (EOFError, OSError):
                 break
-            assert isinstance(event, (Started, Exited))
+            assert isinstance(event, Exited)
             self._events.on_event(event)
         if not self._closing:
             reason = f"the agent of {self.node.node_id} (pid {self.agent_pid}) is gone"

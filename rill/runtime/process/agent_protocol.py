@@ -40,14 +40,6 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """Event: the process runs."""
-
-    key: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """Event: the process ended."""
 
@@ -67,7 +59,6 @@ class Exited:
 
 
 Request = Start | Kill | Shutdown
-Event = Started | Exited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@
     Calls.call ──[call, meta, header, buffers…]──▶ inbox thread ──▶ main thread, in order (@concurrent: a thread each)
     Handle ◀── inbox thread ◀──[reply, meta, …]── Call.answer
 
-A caller is any process: the driver, or a worker that was given a group. Neighbours and processes of other nodes are
-called the same way (mailbox.py).
+A caller is any process: the driver, or a worker that was given a group.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rill.runtime.address import Site
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device.device import Device, gpus_of, torch_device, visible_devices_env
+from rill.runtime.device.device import gpus_of, torch_device, visible_devices_env
 from rill.runtime.device.placement import Seat
 from rill.runtime.hub.server import hub_command
 from rill.runtime.process.agent_client import NodeClient
@@ -79,10 +79,9 @@ class Launcher:
         incarnation: int,
         ranks: tuple[int, ...],
         num_threads: int,
-        peers: tuple[Device, ...],
     ) -> Start:
-        """One rank of a group; it sees `peers` beside its own devices."""
-        gpus = gpus_of([*seat.devices, *peers])
+        """One rank of a group."""
+        gpus = gpus_of(seat.devices)
         spec = WorkerSpec(
             site=self._site_of(client),
             driver=self._context.address,
@@ -90,7 +89,7 @@ class Launcher:
             rank=seat.rank,
             ranks=ranks,
             devices=seat.devices,
-            device=torch_device(seat.devices, gpus),
+            device=torch_device(seat.devices),
             gpus=gpus,
             incarnation=incarnation,
             num_threads=num_threads,
@@ -120,6 +119,6 @@ class Launcher:
         )
 
     def _log_path(self, client: NodeClient, name: str) -> str:
-        if client.node.node_id == self._context.node_id:
+        if client.node.node_id == self._context.site.node_id:
             return str(self._log_dir / name)
         return str(Path(client.session_dir) / "logs" / name)

@@ -2,12 +2,9 @@
 
     any thread ──post()──▶ PUSH (one per peer, under its lock) ──ipc | tcp──▶ PULL ──▶ inbox thread ──▶ handlers
 
-A neighbour and a process of another node differ in the address only. Messages from one process to another arrive once
-and in order, also when the connection between them breaks (ack.py). The first frame names the handler; handlers run on
-the inbox thread and must not block.
-
-Between nodes messages are encrypted and only holders of the session's key get in (session_key.py). Large payloads do
-not come here: they lie in their node's store (transfer/store_server.py).
+Messages from one process to another arrive once and in order, also when the connection between them breaks (ack.py).
+The first frame names the handler; handlers run on the inbox thread and must not block. Between nodes messages are
+encrypted and only holders of the session's key get in.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ _versions = itertools.count(1)
 class Member:
     """The process of one rank. A relaunched rank has another."""
 
+    group: Group
     seat: Seat
     address: WorkerAddress
     """Who it is and, once it has said hello, where."""

@@ -3,11 +3,8 @@
     driver ──▶ LocalNode (its own node)
            ──▶ RayNode ──Ray actor──▶ LocalNode on that node ──▶ agent ──▶ workers
 
-Calls, transfers and channels do not pass through Ray: they are rill's own, as on one machine. Devices are given out
-by global id, not by Ray's resources: a process may hold any devices of any node. Ray's token authentication is left
-as it is found.
-
-A node is lost when Ray says so, or when its actor has not answered for SILENCE_S.
+Calls and data are rill's own. Devices are given out by global id, not by Ray's resources. A node is lost when Ray says
+so, or when its actor has not answered for SILENCE_S.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from rill.runtime.device.device import (
     num_own_cores,
 )
 from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Event, Start
+from rill.runtime.process.agent_protocol import Exited, Start
 from rill.runtime.process.backend import OpenedNode
 from rill.runtime.process.session import Session, open_session
 
@@ -227,7 +224,7 @@ class NodeActor:
         # Ray hides the GPUs from an actor that holds none of its resources; rill gives devices out itself.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         self._session = open_session(session_id)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Exited] = queue.SimpleQueue()
         events = NodeEvents(
             preload=preload,
             on_event=self._events.put,
@@ -249,7 +246,7 @@ class NodeActor:
     def kill(self, key: str, signal_number: int) -> None:
         self._local.kill(key, signal_number)
 
-    def next_events(self, timeout_s: float) -> list[Event]:
+    def next_events(self, timeout_s: float) -> list[Exited]:
         """What happened since the last question; waits for the first."""
         try:
             events = [self._events.get(timeout=timeout_s)]

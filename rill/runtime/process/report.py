@@ -1,11 +1,8 @@
 """The stuck-run report: when a wait passes its deadline, who waits for whom on what, across the cluster.
 
-`stuck(context, what, limit_s)` asks every process for its waits and stacks (waits.py) and the hub for its channels and
-turns, writes `stuck-<n>.md` (a table, the cycle if there is one, stacks) into a folder that outlives the session, and
-gives the StuckError to raise. Processes that do not answer within ASK_S are named as silent, which says something too.
-
-Where one process is stuck, all soon are: the first to say so asks for everybody, and for REPORT_EVERY_S the others name
-its report.
+`stuck` asks every process for its waits and stacks (waits.py) and the hub for its channels and turns, writes
+`stuck-<n>.md` (a table, the ring if there is one, stacks) into a folder that outlives the session, and gives the error
+to raise. Where one process is stuck, all soon are: for REPORT_EVERY_S the others name the first one's report.
 """
 
 from __future__ import annotations
@@ -49,11 +46,11 @@ class Edge:
     wait_s: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything that was found out."""
 
-    edges: list[Edge] = field(default_factory=list)
+    edges: list[Edge]
     stacks: dict[str, dict[str, str]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
     channels: dict[str, Any] = field(default_factory=dict)
@@ -132,19 +129,18 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
         mailbox.on(DUMPED, take)
         for address in others.values():
             reply_to = context.address.endpoint_from(address.node_id).encode()
-            mailbox.post(address.endpoint_from(context.node_id), [DUMP, reply_to])
+            mailbox.post(address.endpoint_from(context.site.node_id), [DUMP, reply_to])
         if others:
             arrived.wait(ASK_S)
-    graph = hub.query("broker", "graph", None, ASK_S)
-    turns = hub.query("locks", "turns", None, ASK_S)
-    channel_waits = hub.query("broker", "waits", None, ASK_S)
-    report = Report(silent=sorted(name_of(client) for client in others.keys() - answers.keys()))
-    report.stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
-    report.channels = {name: hub.query("broker", "stats", name, ASK_S) for name in graph}
-    report.edges = _edges(answers, graph, turns, channel_waits)
-    if own is not None and not any(edge.waiter == own.waiter for edge in report.edges):
-        report.edges.insert(0, own)
-    return report
+    channels = hub.call("broker", "all_stats", None, ASK_S)
+    turns = hub.call("locks", "turns", None, ASK_S)
+    channel_waits = hub.call("broker", "waits", None, ASK_S)
+    edges = _edges(answers, channels, turns, channel_waits)
+    if own is not None and not any(edge.waiter == own.waiter for edge in edges):
+        edges.insert(0, own)
+    stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
+    silent = sorted(name_of(client) for client in others.keys() - answers.keys())
+    return Report(edges, stacks, silent, channels)
 
 
 def report_path(context: RuntimeContext) -> Path:
@@ -172,13 +168,11 @@ def report_folder(context: RuntimeContext) -> Path:
 # --- the graph --------------------------------------------------------------------------------------------
 
 
-def _edges(answers: dict[str, Any], graph: Any, turns: Any, channel_waits: Any) -> list[Edge]:
+def _edges(answers: dict[str, Any], channels: Any, turns: Any, channel_waits: Any) -> list[Edge]:
     now_s = time.monotonic()
     edges: list[Edge] = []
     for client, channel, kind, since_s in channel_waits:
-        sides = graph.get(channel, {"producers": {}, "consumers": {}})
-        other = sides["consumers" if kind == "put" else "producers"]
-        others = sorted(other) or ["nobody yet"]
+        others = sorted(channels[channel]["consumers" if kind == "put" else "producers"]) or ["nobody yet"]
         why = f"{kind} on channel {channel}"
         edges += [Edge(name_of(client), needed, why, now_s - since_s) for needed in others]
     for turn in turns:

@@ -1,8 +1,7 @@
 """Folders for what one process hands to others as files: removed however that process ends.
 
-In a cluster they lie in the session's shared memory and go with the session. Elsewhere they are held like a session's
-folder (session.py): closed, or removed when the process ends in order; after a kill -9, by whoever next opens a session
-or such a folder there.
+In a cluster they lie in the session's shared memory and go with it. Elsewhere they are held like a session's folder
+(session.py); after a kill -9, whoever next opens a session or such a folder there removes them.
 """
 
 from __future__ import annotations
@@ -44,5 +43,5 @@ class ScratchFolder:
 
 def _default_root() -> Path:
     if runtime_context.is_set():
-        return runtime_context.current().shm_dir
+        return runtime_context.current().site.shm_dir
     return SHM_ROOT if is_shm_usable() else Path(tempfile.gettempdir())

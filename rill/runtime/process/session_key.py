@@ -1,19 +1,13 @@
-"""The secret of a session that spans several nodes, and the doors it locks.
-
-A session on one node has none: its sockets are files in a folder that only its user can enter. With several nodes the
-driver makes one key; it reaches the other processes inside their start requests (a socketpair, or a call of Ray's
-actor) and the hub as a file of mode 0600, never on a command line, in the environment or in a log.
+"""The secret of a session that spans several nodes, and the doors it locks. On one node sockets are files in a folder
+that only its user can enter.
 
     calls, hub, receipts        CURVE: encrypted, both ends prove that they have the key
     requests to a store server  a MAC over each request, and over that part of the answer that will be unpickled
-    payloads of a store         in the clear
+    payloads of a store         in the clear: encryption costs a large part of the bandwidth
 
-So nothing is unpickled that was not made by a holder of the key, and a stranger can neither send nor fetch. Raw tensor
-bytes are not encrypted, because that costs a large part of the bandwidth: somebody who can read or change packets on
-the wire can read or change those.
-
-CURVE's own view is that a server's public key is public. Here it is not: it is never sent in the clear by the
-protocol, and only holders of the session's key know it, so that knowing it is the proof that a client gives.
+The key reaches other processes inside their start requests, and the hub as a file of mode 0600; never on a command
+line, in the environment or in a log. Nothing is unpickled that was not made by a holder of it. CURVE's server key,
+public elsewhere, is known only to holders here: knowing it is the proof that a client gives.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     launch, add ─▶ agents start processes ─▶ hello of each ─▶ `__init__` ─▶ ready ─▶ member of its group
     agents' exit events ─▶ calls that wait for the process fail, the hub and the directory hear of it
 
-`Cluster` owns one and hands it the nodes. Methods are called by user threads; events arrive on the nodes' reader
-threads and on the inbox thread. A change of a group waits for the one before it.
+Methods are called by user threads; events arrive on the nodes' reader threads and on the inbox thread.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class Supervisor:
         devices: Callable[[], Sequence[Device]],
     ) -> None:
         """`find_node` and `devices` give what the cluster has now."""
-        self._context = context
+        self.context = context
         self._launcher = launcher
         self._find_node = find_node
         self._devices = devices
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._groups: dict[str, Group] = {}
-        self._by_key: dict[str, tuple[Group, Member]] = {}
+        self._by_key: dict[str, Member] = {}
         """Every process that was started, by its identity, which is its key at the agents."""
         self._launches: Counter[tuple[str, int]] = Counter()
         """By group and rank: a name may be used again, an identity may not."""
@@ -69,11 +68,6 @@ class Supervisor:
         self._is_closed = False
         context.mailbox.on(HELLO, self._on_hello)
         context.mailbox.on(GOODBYE, self._on_goodbye)
-
-    @property
-    def context(self) -> RuntimeContext:
-        """The driver's own doors."""
-        return self._context
 
     # --- what a group asks for ----------------------------------------------------------------------------
 
@@ -175,16 +169,18 @@ class Supervisor:
     def close_group(self, name: str, timeout_s: float) -> None:
         with self._lock:
             group = self._groups.pop(name, None)
+            # Also one that is about to join or to leave it.
+            running = [m for m in self._by_key.values() if m.group is group and m.is_running]
         if group is None:
             return
-        self.retire(self._running(group), timeout_s)
+        self.retire(running, timeout_s)
         group.changed()
         with contextlib.suppress(RunError):  # no hub any more: nobody needs to know
-            self._context.directory.announce(name, Roster(group.version, ()), {})
+            self.context.directory.announce(name, Roster(group.version, ()), {})
 
     def diagnose(self, message: str, timeout_s: float) -> StuckError:
         """A passed deadline as an error; a long one comes with the report of who waits for whom."""
-        return StuckError(explain(self._context, message) if timeout_s >= REPORT_FROM_S else message)
+        return StuckError(explain(self.context, message) if timeout_s >= REPORT_FROM_S else message)
 
     # --- starting and ending processes --------------------------------------------------------------------
 
@@ -196,7 +192,7 @@ class Supervisor:
             group.next_rank = max(group.next_rank, 1 + max(ranks))
             group.changed()
             launches = {rank: self._launches[group.name, rank] for rank in ranks}
-        self._context.directory.announce(group.name, Roster(group.version, ()), launches)
+        self.context.directory.announce(group.name, Roster(group.version, ()), launches)
         members = self._start(group, seats, ranks)
         with self._lock:
             group.members.update((member.seat.rank, member) for member in members)
@@ -206,14 +202,14 @@ class Supervisor:
         """Tell the hub, and so everybody, who can be called now."""
         launches = {rank: member.address.incarnation for rank, member in group.members.items()}
         roster = self.roster(group.name)
-        self._context.directory.announce(group.name, roster, launches, is_awaited=True)
+        self.context.directory.announce(group.name, roster, launches, is_awaited=True)
 
     def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
         """Call a method of the runtime's own on members that have said hello."""
         targets = [member.address for member in members]
         handle = Handle(f"{targets[0].group if targets else ''}.{method}", targets, self.diagnose)
-        payload = self._context.parcels.pack(encode_arguments(args, {}), targets)
-        self._context.calls.call(handle, method, payload, concurrent=concurrent)
+        payload = self.context.parcels.pack(encode_arguments(args, {}), targets)
+        self.context.calls.call(handle, method, payload, concurrent=concurrent)
         return handle
 
     def wait_started(self, members: Sequence[Member], timeout_s: float) -> None:
@@ -233,7 +229,7 @@ class Supervisor:
         with self._lock:
             self._is_closed = True
             groups = list(self._groups)
-            running = [member for _, member in self._by_key.values() if member.is_running]
+            running = [member for member in self._by_key.values() if member.is_running]
         self._ask_to_stop(running, timeout_s)
         self._wait_ended(running, timeout_s)
         for name in groups:
@@ -248,23 +244,22 @@ class Supervisor:
         started: list[Member] = []
         try:
             for seat in seats:
-                started.append(  # noqa: PERF401  those before one that is refused must be known
-                    self._start_one(group, seat, ranks, sharing[seat.node_id])
-                )
+                self._start_one(group, seat, ranks, sharing[seat.node_id], started)
         except BaseException:
             self._end(started)
             raise
         return started
 
-    def _start_one(self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int) -> Member:
+    def _start_one(
+        self, group: Group, seat: Seat, ranks: tuple[int, ...], num_sharing: int, started: list[Member]
+    ) -> None:
         node, options = self._find_node(seat.node_id), group.options
         with self._lock:
             incarnation = self._launches[group.name, seat.rank]
             self._launches[group.name, seat.rank] += 1
             address = WorkerAddress(group.name, seat.rank, seat.node_id, 0, "", incarnation=incarnation)
-            member = Member(seat, address, Handle(f"{group.name}.{INIT}", [address], self.diagnose))
-            self._by_key[member.identity] = (group, member)
-        peers = self._devices() if options.peer_access else ()
+            member = Member(group, seat, address, Handle(f"{group.name}.{INIT}", [address], self.diagnose))
+            self._by_key[member.identity] = member
         request = self._launcher.worker(
             node,
             seat,
@@ -272,7 +267,6 @@ class Supervisor:
             incarnation=incarnation,
             ranks=ranks,
             num_threads=options.threads or max(1, node.node.num_cores // num_sharing),
-            peers=tuple(device for device in peers if device.node_id == seat.node_id),
         )
         member.is_running = True
         try:
@@ -281,7 +275,7 @@ class Supervisor:
             member.is_running = False
             del self._by_key[member.identity]
             raise
-        return member
+        started.append(member)
 
     def _ask_to_stop(self, members: Sequence[Member], notice_s: float, *, is_told: bool = False) -> None:
         """Once: a worker that has read it stops after the calls before it."""
@@ -292,7 +286,7 @@ class Supervisor:
         if is_told and asked:
             self.call(asked, "notice", notice_s, concurrent=True)
         for member in asked if notice_s > 0 else ():
-            self._context.mailbox.post(member.address.endpoint_from(self._context.node_id), [STOP])
+            self.context.mailbox.post(member.address.endpoint_from(self.context.site.node_id), [STOP])
 
     def _end(self, members: Sequence[Member]) -> None:
         """Kill the processes that run, and wait until the agents say so."""
@@ -320,24 +314,22 @@ class Supervisor:
     def process_ended(self, key: str, reason: str) -> None:
         """The agent of its node says so. Keys of processes that are no group's are none of our business."""
         with self._lock:
-            _, member = self._by_key.get(key, (None, None))
+            member = self._by_key.get(key)
             if member is None or not member.is_running:
                 return
-            if member.is_leaving and reason.startswith(
-                "exit code 0"
-            ):  # its last answers may still be on their way
+            if member.is_leaving and reason.startswith("exit code 0"):  # its last answers may be on their way
                 self._changed.wait_for(lambda: member.has_said_goodbye, GOODBYE_WAIT_S)
             del self._by_key[key]
             member.is_running = False
             has_ended_in_order = member.is_leaving
             self._changed.notify_all()
-        if endpoint := member.address.endpoint_from(self._context.node_id):
-            self._context.mailbox.forget(endpoint)
+        if endpoint := member.address.endpoint_from(self.context.site.node_id):
+            self.context.mailbox.forget(endpoint)
         # First the hub: whoever hears of the death by a failed call finds there what the dead process had taken.
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
-            self._context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
+            self.context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
         told = "it was closed or removed" if has_ended_in_order else reason
-        self._context.directory.report_death(key, told)
+        self.context.directory.report_death(key, told)
         if not member.has_said_hello:
             name = member.address.name
             member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
@@ -345,35 +337,35 @@ class Supervisor:
     def node_lost(self, node_id: str, reason: str) -> None:
         """All processes of a node are gone with its agent."""
         with self._lock:
-            lost = [key for key, (_, member) in self._by_key.items() if member.seat.node_id == node_id]
+            lost = [key for key, member in self._by_key.items() if member.seat.node_id == node_id]
         for key in lost:
             self.process_ended(key, reason)
 
     def hub_lost(self, reason: str) -> None:
         """There will be no hub any more: every process's waits for it must fail."""
         with self._lock:
-            running = [m for _, m in self._by_key.values() if m.is_running and m.has_said_hello]
-        self._context.hub.abandon(reason)
+            running = [m for m in self._by_key.values() if m.is_running and m.has_said_hello]
+        self.context.hub.abandon(reason)
         for member in running:
-            endpoint = member.address.endpoint_from(self._context.node_id)
-            self._context.mailbox.post(endpoint, [NO_HUB, reason.encode()])
+            endpoint = member.address.endpoint_from(self.context.site.node_id)
+            self.context.mailbox.post(endpoint, [NO_HUB, reason.encode()])
 
     def _on_hello(self, frames: Frames) -> None:
         address = pickle.loads(frames[0])
         assert isinstance(address, WorkerAddress)
         with self._lock:
-            group, member = self._by_key.get(address.identity, (None, None))
-            if group is None or member is None:
+            member = self._by_key.get(address.identity)
+            if member is None:
                 return  # it ended meanwhile
             member.address = address
             member.ready.targets = (address,)
             # Under the lock: whoever calls the group from now on comes after its `__init__`.
-            self._context.calls.call(member.ready, INIT, group.init_payload)
+            self.context.calls.call(member.ready, INIT, member.group.init_payload)
             self._changed.notify_all()
 
     def _on_goodbye(self, frames: Frames) -> None:
         with self._lock:
-            _, member = self._by_key.get(bytes(frames[0]).decode(), (None, None))
+            member = self._by_key.get(bytes(frames[0]).decode())
             if member is not None:
                 member.has_said_goodbye = True
                 self._changed.notify_all()
@@ -394,17 +386,8 @@ class Supervisor:
 
     def _held_devices(self) -> set[int]:
         with self._lock:
-            return {
-                device.id
-                for group in self._groups.values()
-                for member in group.members.values()
-                for device in member.seat.devices
-            }
-
-    def _running(self, group: Group) -> list[Member]:
-        """Every process of a group, also one that is about to join or to leave it."""
-        with self._lock:
-            return [member for of, member in self._by_key.values() if of is group and member.is_running]
+            members = [member for group in self._groups.values() for member in group.members.values()]
+        return {device.id for member in members for device in member.seat.devices}
 
     def _group(self, name: str) -> Group:
         with self._lock:

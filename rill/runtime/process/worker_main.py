@@ -58,7 +58,7 @@ class WorkerSpec:
     device: str
     """The torch device."""
     gpus: tuple[int, ...]
-    """The GPUs that this process sees, by their numbers on the node, its own first."""
+    """The GPUs that this process sees, by their numbers on the node."""
     incarnation: int
     num_threads: int
     main: MainModule
@@ -111,7 +111,7 @@ class WorkerProcess:
         context.open()
         context.directory.publish(context.address)
         mailbox.start()
-        driver = self._spec.driver.endpoint_from(context.node_id)
+        driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])
         while (call := self._calls.get()) is not None:
             self._run(call)

@@ -32,7 +32,7 @@ class Rendezvous:
 def rendezvous(context: RuntimeContext, ranks: Sequence[int], *, timeout_s: float) -> Rendezvous:
     """Called by every rank of a group. The first picks a free port on its node and tells the others."""
     place = ranks.index(context.address.rank)
-    endpoint = f"tcp://{context.host}:{free_port(context.host)}" if place == 0 else ""
+    endpoint = f"tcp://{context.site.host}:{free_port(context.site.host)}" if place == 0 else ""
     if len(ranks) > 1:
         endpoint = context.transfer.broadcast(endpoint, ranks, source=ranks[0], timeout_s=timeout_s)
     return Rendezvous(endpoint, place, len(ranks))

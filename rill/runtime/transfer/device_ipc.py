@@ -1,8 +1,7 @@
 """Tensors on a device between two processes of a node of which the receiver sees the sender's device: a handle travels.
 
-The receiver opens the handle and copies to its own device: on the same one, or from device to device (CUDA uses peer
-access where the machine has it). The sender's memory stays its own: a send returns once the receiver has copied. What a
-handle is, the accelerator knows (rill.runtime.device); weights between processes of one GPU use the same handles.
+The receiver opens the handle and copies to its own device. The sender's memory stays its own: a send returns once the
+receiver has copied. What a handle is, the accelerator knows (rill.runtime.device); weights use the same handles.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def shares_a_device(me: WorkerAddress, peer: WorkerAddress) -> bool:
-    """Whether `peer` sees a device of `me`: its own, or with `launch(peer_access=True)` those of its node too."""
+    """Whether `peer` sees a device of `me`."""
     return me.node_id == peer.node_id and bool(set(me.gpus) & set(peer.gpus))
 
 

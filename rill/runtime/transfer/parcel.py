@@ -2,11 +2,10 @@
 
     small   header and buffers are frames of the message
     large   one copy into a slot of this process's store; the message holds the slot's place. A reader of this node
-            builds its objects on the memory itself and tells the owner when nothing looks at it any more; a reader of
-            another node fetches it (tcp.py) and tells at once
+            builds its objects on the memory itself and tells the owner when nothing looks at it any more
 
-A slot may be lent to several readers at once (a broadcast, a group call): it is written once, and because readers
-may write to what they receive, each takes a copy of its own. A reader's death gives its slots back.
+A slot may be lent to several readers at once (a broadcast, a group call): it is written once, and each takes a copy of
+its own. A reader's death gives its slots back.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Parcels:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
         place = _Place(*pickle.loads(frames[0]))
-        if place.is_for_several or place.ref.node_id != self._context.node_id:
+        if place.is_for_several or place.ref.node_id != self._context.site.node_id:
             header, buffers = self._load(place)
             return wire.decode(header, buffers, device=device)
         return self._context.store.read(place.ref, self._releaser(place), device=device)
@@ -130,7 +129,7 @@ class Parcels:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
                 self._thread.start()
-        released = (place.owner_endpoint(self._context.node_id), place.ref.slot)
+        released = (place.owner_endpoint(self._context.site.node_id), place.ref.slot)
         return lambda: self._released.put(released)
 
     def _tell_owners(self) -> None:

@@ -4,19 +4,15 @@
       ▲                                                              │
       └── receipt, for what the receiver copies out of device memory ◀┘
 
-The route follows from where both ends and the data are:
-
     from → to                                       object                          its GPU tensors
     the same rank                                   reference                       reference
     one node, the receiver sees the sender's GPU    the store: 1 copy (parcel.py)   IPC: 1 copy, on the device
     one node                                        the store: 1 copy               through the host
     two nodes                                       TCP from the store (tcp.py)     through the host
 
-Small objects travel inside the message. Objects from one peer with one tag arrive in the order they were sent; other
-tags and other peers never wait for them. A send returns when the object may be changed again: as soon as it is in the
-store, or has been copied from device to device. What nobody has received yet fills the store, and a full one makes
-senders wait; where a producer runs ahead of its consumer, use a channel with a capacity. Every wait has a deadline. A
-peer's death ends every wait on it with an error that names it; what it had sent and nobody had received may be lost.
+Objects from one peer with one tag arrive in order; others never wait for them. A send returns when the object may be
+changed again. What nobody has received fills the store, and a full one makes senders wait. A peer's death ends every
+wait on it with an error that names it; what it had sent and nobody had received may be lost.
 """
 
 from __future__ import annotations
@@ -147,8 +143,8 @@ class PointToPoint:
             for peer in peers:
                 envelope = _Envelope((me.group, me.rank, tag), me.endpoint_from(peer.node_id), number)
                 message = [SEND, pickle.dumps(tuple(envelope)), *frames]
-                context.mailbox.post(peer.endpoint_from(context.node_id), message)
-                near = "shared_memory" if peer.node_id == context.node_id else "tcp"
+                context.mailbox.post(peer.endpoint_from(context.site.node_id), message)
+                near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
                 self._count(f"{exported}_ipc" if exported else near if frames[0] else "message")
             if exported:
                 self._wait_received(number, peers[0], deadline_s)

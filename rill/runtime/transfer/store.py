@@ -4,14 +4,10 @@
     consumer: map the segment (cached) ──▶ objects built on the memory itself, no copy
               last view gone ──▶ release ──▶ told to the owner ──▶ its pool, warm for the next payload
 
-Each process owns the segments it writes and keeps a pool of free slots by size class, because fresh shared memory costs
-more in page faults than the copy itself. A slot is used again only when the consumer has finished the item and nothing
-in its process looks at the memory any more; nobody has to be careful. A consumer owns what it takes and may write to
-it; if it does and dies before it is done, the next consumer sees what it wrote.
-
-Memory that an owner gives up is gone for everybody, though consumers keep it mapped; mappings of a dead owner's
-segments are dropped with the news of its death, or when the last view of them is gone. Payloads of other nodes come
-over TCP (tcp.py).
+Each process owns the segments it writes and keeps a pool of free slots by size class: fresh shared memory costs more
+than the copy. A slot is used again only when the consumer has finished the item and nothing in its process looks at
+it. A consumer may write to what it takes; if it dies before it is done, the next one sees what it wrote. Payloads of
+other nodes come over TCP (tcp.py).
 """
 
 from __future__ import annotations
@@ -59,7 +55,10 @@ _FETCH_WAIT_S = 120.0
 def open_store(context: RuntimeContext) -> Store:
     """The store of this process."""
     store = Store(
-        context.shm_dir, context.node_id, context.address.identity, fetch=_Fetcher(context, _FETCH_WAIT_S)
+        context.site.shm_dir,
+        context.site.node_id,
+        context.address.identity,
+        fetch=_Fetcher(context, _FETCH_WAIT_S),
     )
     context.hub.on("store_free", store.free)
     context.directory.on_death(lambda identity, _: store.owner_died(identity))
@@ -78,7 +77,7 @@ class _Fetcher:
         """The whole payload, laid out as in its slot."""
         client = self._clients.get(ref.node_id)
         if client is None:
-            key, hub, name = self._context.key, self._context.hub, f"store/{ref.node_id}"
+            key, hub, name = self._context.site.key, self._context.hub, f"store/{ref.node_id}"
             assert key is not None, "payloads of other nodes in a session that has one node"
             client = self._clients[ref.node_id] = ByteClient(
                 key,

@@ -3,13 +3,10 @@
     client ──[request, MAC]──▶ server          request: name, offset, bytes wanted, bytes to be signed, a fresh nonce
            ◀─[status, MAC, size, chunk]──      a few requests ahead of the answers, whatever the size of the whole
 
-Both ends hold the same key. Only requests with its MAC are answered, and an answer's MAC covers the request, the
-status, the size and the signed part of the chunk: what is unpickled or trusted is signed, raw tensor bytes of a channel
-are not. Nothing is encrypted. Who serves payloads (store_server.py) or weights (rill.weights.tcp) to other nodes calls
-this.
-
-A server may be killed and started again at another address at any moment: reading is repeatable, so a client that hears
-nothing asks where the server is now, connects anew and goes on where it was, until its deadline.
+Only requests with the key's MAC are answered, and an answer's MAC covers the request, the status, the size and the
+signed part of the chunk: what is unpickled or trusted is signed; nothing is encrypted. Serves payloads
+(store_server.py) and weights (rill.weights.tcp). Reading is repeatable: a client that hears nothing asks where the
+server is now, connects anew and goes on where it was, until its deadline.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""How an object becomes bytes: a small pickle header and the raw buffers beside it.
+"""How an object becomes bytes: a small pickle header and the raw buffers beside it. Calls, sends and channels share it.
 
-Owns the format that calls, transfers and channels share. Nothing here knows where the bytes go: `encode`
-gives views of the caller's own memory (no copy), `decode` builds objects on the memory it is given (no copy).
-
-What leaves the pickle raw: NumPy arrays and torch tensors of any dtype, from `RAW_MIN_BYTES` up; smaller ones stay
-inside the header, where they cost less than a frame of their own. bytes and str are part of the header.
+`encode` gives views of the caller's own memory, `decode` builds objects on the memory it is given: no copy. NumPy
+arrays and torch tensors from RAW_MIN_BYTES up leave the pickle raw; smaller ones cost less inside the header.
 
 Rules for tensors:
-- values travel, autograd does not: a tensor arrives detached and without `requires_grad`; a `Parameter` stays
-  a `Parameter` with its flag;
-- only the elements travel: a slice of a large tensor sends the slice, and two views of one storage arrive as
-  two tensors (the same tensor twice arrives as one);
+- values travel, autograd does not; a `Parameter` stays a `Parameter` with its flag;
+- only the elements travel: of a slice the slice; two views of one storage arrive as two tensors;
 - a tensor goes through `device_hook` if there is one; where that declines, one that is not on the CPU is copied to
   the host, and `decode` puts it on `device`, or leaves it on the CPU when none is given;
 - tensors decoded from read-only buffers are copies; from writable buffers they share the buffer's memory.
