@@ -4,9 +4,9 @@
     receiver                                       manifest ──▶ │ pull:   broadcast 0, 1, 2 … verify each
 
 Both ends join one process group (gloo on CPU, nccl between GPUs). `publish` returns once the weights are staged;
-`serve` and the pulls run beside one another afterwards. A pull that finds a damaged bucket still takes part in the remaining
-broadcasts before it raises. A receiver that was started again is in no group: it gets the staged weights over TCP
-(`for_one`), and the next version names a new group (its generation), which both ends join before they move.
+`serve` and the pulls run beside one another afterwards. A pull that finds a damaged bucket still takes part in the
+remaining broadcasts before it raises. A receiver that was started again is in no group: it gets the staged weights over
+TCP (`for_one`), and the next version names a new group (its generation), which both ends join before they move.
 """
 
 from __future__ import annotations

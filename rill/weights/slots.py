@@ -4,9 +4,9 @@
     receiver    stamp = version? │ map, verify, hand on │ stamp = version still?
 
 A slot's stamp, a small file, says which version lies in it: a reader that is overtaken by two publishes learns of it,
-and never hands on bytes of two versions. Stamps are read and written by system calls, which no processor reorders with the
-copies between them. The folder of a publisher that was killed goes with the cluster's session, or is swept by the next
-that is opened in its place; receivers hear of its death and let go of what they had mapped.
+and never hands on bytes of two versions. Stamps are read and written by system calls, which no processor reorders with
+the copies between them. The folder of a publisher that was killed goes with the cluster's session, or is swept by the
+next that is opened in its place; receivers hear of its death and let go of what they had mapped.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class FakeHub:
         return self.replies[(client, self.send(client, method, payload))]
 
     def stats(self, channel: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.machine.broker.view.stats(channel)
+        found: dict[str, Any] = self.machine.broker.on_stats("", 0, channel)
         return found
 
     def kill(self, client: str) -> None:

@@ -11,7 +11,7 @@ owns the payloads' memory, `view` shows what can be seen from outside.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
@@ -28,7 +28,7 @@ from rill.runtime.hub.messages import (
     Settle,
     Take,
 )
-from rill.runtime.hub.service import DEFERRED, Handler, ServiceError, group_of, name_of, question
+from rill.runtime.hub.service import ServiceError, group_of, name_of
 from rill.runtime.hub.view import BrokerView
 from rill.runtime.transfer.segments import Ref
 
@@ -51,32 +51,24 @@ class Broker:
         """(client, seq) of a commit -> channels that have not let all of it in."""
         self.view = BrokerView(machine, self.channels)
 
-    def handlers(self) -> Mapping[str, Handler]:
-        return {
-            "create": Handler(ChannelOptions, self._create),
-            "commit": Handler(Commit, self._commit),
-            "take": Handler(Take, self._take),
-            "cancel": Handler(Cancel, self._cancel),
-            "settle": Handler(Settle, self._settle),
-            "give_back": Handler(GiveBack, self._give_back),
-            "end": Handler(str, self._end),
-            "pass_end": Handler(str, self._pass_end),
-            "unend": Handler(str, self._unend),
-            "close": Handler(str, self._close),
-            "stats": question(self.view.stats),
-            "all_stats": question(self.view.all_stats),
-            "waits": question(self.view.waits),
-        }
+    def on_stats(self, client: str, seq: int, name: str) -> Any:
+        return self.view.stats(self._channel(name))
+
+    def on_all_stats(self, client: str, seq: int, payload: None) -> Any:
+        return {name: self.view.stats(channel) for name, channel in self.channels.items()}
+
+    def on_waits(self, client: str, seq: int, payload: None) -> Any:
+        return self.view.waits()
 
     # --- channels -----------------------------------------------------------------------------------------
 
-    def _create(self, client: str, seq: int, options: ChannelOptions) -> Any:
+    def on_create(self, client: str, seq: int, options: ChannelOptions) -> bool:
         if options.name in self.channels:  # also closed: what is left of it still has its items' numbers
             raise ServiceError(
                 "ConfigError", f"a channel named {options.name!r} exists or existed: choose another name"
             )
         self.channels[options.name] = ChannelState(options, name_of(client))
-        return None
+        return True
 
     def _channel(self, name: str) -> ChannelState:
         try:
@@ -92,7 +84,7 @@ class Broker:
             raise ServiceError("ChannelClosedError", f"channel {name!r} is closed")
         return channel
 
-    def _close(self, client: str, seq: int, name: str) -> Any:
+    def on_close(self, client: str, seq: int, name: str) -> bool:
         """Puts and takes fail from now on; leased items may still be finished."""
         channel = self._open_channel(name)
         channel.is_closed = True
@@ -112,11 +104,11 @@ class Broker:
             channel.items.pop(entry.id, None)
             self.ledger.free(entry.descriptor.ref)
         self._machine.changed_channels.add(name)
-        return None
+        return True
 
     # --- putting and finishing ----------------------------------------------------------------------------
 
-    def _commit(self, client: str, seq: int, commit: Commit) -> Any:
+    def on_commit(self, client: str, seq: int, commit: Commit) -> Any:
         """All of it, or, where a channel is closed, nothing."""
         try:
             targets = [self._open_channel(puts.channel) for puts in commit.puts]
@@ -128,7 +120,7 @@ class Broker:
                 raise
             channels = [puts.channel for puts in commit.puts]
             self._machine.push(client, "commit_failed", [channels, error.kind, error.message])
-            return DEFERRED
+            return None
         for done in commit.done:
             self._finish(self._channel(done.channel), client, done.ids)
         is_waiting = False
@@ -145,7 +137,7 @@ class Broker:
             self._serve(channel)
         for done in commit.done:
             self._serve(self._channel(done.channel))
-        return DEFERRED if is_waiting or not commit.wants_reply else 0
+        return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
         held = self._held(client, channel.name)
@@ -164,7 +156,7 @@ class Broker:
 
     # --- taking -------------------------------------------------------------------------------------------
 
-    def _take(self, client: str, seq: int, take: Take) -> Any:
+    def on_take(self, client: str, seq: int, take: Take) -> None:
         channel = self._open_channel(take.channel)
         channel.passing.discard(client)
         name = name_of(client)
@@ -174,9 +166,8 @@ class Broker:
         keys = None if take.keys is None else [as_key(key) for key in take.keys]
         channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
         self._serve(channel)
-        return DEFERRED
 
-    def _cancel(self, client: str, seq: int, cancel: Cancel) -> Any:
+    def on_cancel(self, client: str, seq: int, cancel: Cancel) -> None:
         """A take is answered with NOTHING, a commit with what was left out, unless it was answered already."""
         channel = self._channel(cancel.channel)
         for take in [t for t in channel.takes if (t.client, t.seq) == (client, cancel.seq)]:
@@ -189,9 +180,8 @@ class Broker:
                 self.ledger.free(entry.descriptor.ref)
             self._entered(put, len(put.entries))
         self._serve(channel)
-        return DEFERRED
 
-    def _settle(self, client: str, seq: int, settle: Settle) -> Any:
+    def on_settle(self, client: str, seq: int, settle: Settle) -> None:
         channel = self._channel(settle.channel)
         held = self._held(client, channel.name)
         for item_id in settle.released:
@@ -204,9 +194,8 @@ class Broker:
         if settle.returned:
             self._return(channel, self._leased(channel, held, settle.returned))
             self._serve(channel)
-        return DEFERRED
 
-    def _give_back(self, client: str, seq: int, failed: GiveBack) -> Any:
+    def on_give_back(self, client: str, seq: int, failed: GiveBack) -> None:
         channel = self._channel(failed.channel)
         held = self._held(client, channel.name)
         entries = self._leased(channel, held, failed.ids)
@@ -217,7 +206,6 @@ class Broker:
             channel.drop(entry)
             self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
         self._serve(channel)
-        return DEFERRED
 
     def _leased(self, channel: ChannelState, held: set[int], ids: list[int]) -> list[Entry]:
         """Of `ids`, those that the client leases; it holds them no more."""
@@ -309,7 +297,7 @@ class Broker:
 
     # --- epochs -------------------------------------------------------------------------------------------
 
-    def _end(self, client: str, seq: int, name: str) -> Any:
+    def on_end(self, client: str, seq: int, name: str) -> Any:
         """The rule: once by the channel's creator, or by every rank of every group that has put into the epoch or ended
         it."""
         channel = self._open_channel(name)
@@ -346,17 +334,15 @@ class Broker:
                 self._end_epochs(channel)
                 self._serve(channel)
 
-    def _pass_end(self, client: str, seq: int, name: str) -> Any:
+    def on_pass_end(self, client: str, seq: int, name: str) -> None:
         """The call whose loop met the epoch's end has ended well."""
         self._channel(name).passing.discard(client)
-        return DEFERRED
 
-    def _unend(self, client: str, seq: int, name: str) -> Any:
+    def on_unend(self, client: str, seq: int, name: str) -> None:
         """The epoch's end came too late for the loop that waited for it: the consumer meets it again."""
         channel = self._channel(name)
         channel.passing.discard(client)
         channel.consumer_epoch[name_of(client)] -= 1
-        return DEFERRED
 
     # --- deaths -------------------------------------------------------------------------------------------
 

@@ -8,12 +8,8 @@ workflow can be drawn (rill/planning).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
-
-from rill.runtime.hub.service import DEFERRED, Handler, question
 
 MAX_RECORDS = 20_000
 
@@ -64,12 +60,8 @@ class History:
     def __init__(self) -> None:
         self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
-    def handlers(self) -> Mapping[str, Handler]:
-        return {"tell": Handler(CallRecord, self._tell), "calls": question(self._calls)}
-
-    def _tell(self, client: str, seq: int, record: CallRecord) -> Any:
+    def on_tell(self, client: str, seq: int, record: CallRecord) -> None:
         self._records.append(record)
-        return DEFERRED
 
-    def _calls(self, since_s: float) -> list[CallRecord]:
+    def on_calls(self, client: str, seq: int, since_s: float) -> list[CallRecord]:
         return [record for record in self._records if record.ended_s > since_s]

@@ -17,12 +17,11 @@ so a late answer never hides memory that is there. A dead process holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
-from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of, question
+from rill.runtime.hub.service import group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -81,21 +80,9 @@ class LockService:
         """client -> number of the eviction that it has not answered."""
         self._fits: list[frozenset[str]] = []
 
-    def handlers(self) -> Mapping[str, Handler]:
-        return {
-            "acquire": Handler(Acquire, self._acquire),
-            "release": Handler(int, self._release),
-            "hurry": Handler(None, self._hurry),
-            "cancel": Handler(None, self._cancel),
-            "evicted": Handler(Evicted, self._evicted),
-            "coreside": Handler(list[str], self._coreside),
-            "take_turns": Handler(list[str], self._take_turns),
-            "turns": question(self._describe),
-        }
-
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _acquire(self, client: str, seq: int, asked: Acquire) -> Any:
+    def on_acquire(self, client: str, seq: int, asked: Acquire) -> None:
         """Answered with the turn's id when it is this group's turn."""
         group = group_of(client)
         turn = self._find_turn(group, client, asked.is_resumed)
@@ -110,7 +97,6 @@ class LockService:
         if turn.state == TurnState.HELD:
             self._let_in(turn)
         self._advance()
-        return DEFERRED
 
     def _find_turn(self, group: str, client: str, is_resumed: bool) -> Turn | None:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in.
@@ -127,33 +113,30 @@ class LockService:
                 return turn
         return None
 
-    def _release(self, client: str, seq: int, turn_id: int) -> Any:
+    def on_release(self, client: str, seq: int, turn_id: int) -> None:
         for turn in list(self._turns):
             if turn.id == turn_id:
                 self._leave(turn, client)
         self._advance()
-        return None
 
-    def _hurry(self, client: str, seq: int, payload: Any) -> Any:
+    def on_hurry(self, client: str, seq: int, payload: None) -> None:
         """Another thread of a waiting process has work that needs no data."""
         for turn in self._turns:
             if client in turn.asked:
                 turn.is_resumed = True
         self._advance()
-        return DEFERRED
 
-    def _cancel(self, client: str, seq: int, payload: Any) -> Any:
+    def on_cancel(self, client: str, seq: int, payload: None) -> None:
         """A deadline passed: the wait is taken back, unless it was granted just now."""
         for turn in list(self._turns):
             if turn.asked.pop(client, None) is not None:
                 self._end_if_empty(turn)
         self._advance()
-        return DEFERRED
 
-    def _evicted(self, client: str, seq: int, answer: Evicted) -> Any:
+    def on_evicted(self, client: str, seq: int, answer: Evicted) -> None:
         """A process that was told to has given its memory back, or works again already and keeps it."""
         if self._evicting.get(client) != answer.number:
-            return DEFERRED  # it has been let in since: what it did before that counts no more
+            return  # it has been let in since: what it did before that counts no more
         del self._evicting[client]
         for turn in list(self._turns):
             if answer.is_kept:
@@ -164,19 +147,18 @@ class LockService:
         if not answer.is_kept:
             self._resident.pop(client, None)
         self._advance()
-        return DEFERRED
 
-    def _coreside(self, client: str, seq: int, groups: list[str]) -> Any:
+    def on_coreside(self, client: str, seq: int, groups: list[str]) -> bool:
         """These groups fit on their devices together: they need no turns among themselves."""
         self._fits.append(frozenset(groups))
         self._advance()
-        return None
+        return True
 
-    def _take_turns(self, client: str, seq: int, groups: list[str]) -> Any:
+    def on_take_turns(self, client: str, seq: int, groups: list[str]) -> bool:
         """Undo `coreside` for these groups; the others of a grant still fit together."""
         self._fits = [fit - frozenset(groups) for fit in self._fits]
         self._advance()
-        return None
+        return True
 
     # --- what else happens --------------------------------------------------------------------------------
 
@@ -354,7 +336,7 @@ class LockService:
             and not self._fit(group_of(client), turn.group)
         )
 
-    def _describe(self, _payload: Any) -> Any:
+    def on_turns(self, client: str, seq: int, payload: None) -> Any:
         return [
             {
                 "turn": turn.id,

@@ -7,10 +7,9 @@ pushed to everybody as "peer_died". Small values (endpoints) are published under
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.service import DEFERRED, Handler, group_of, name_of, question
+from rill.runtime.hub.service import group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
@@ -34,30 +33,9 @@ class Membership:
         """name -> the note of its death, until the name joins again."""
         self._groups: dict[str, dict[str, Any]] = {}
         """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
-        self._claims: dict[str, tuple[Any, float]] = {}
+        self._claims: dict[str, tuple[str, float]] = {}
         self._values: dict[str, tuple[Any, str | None]] = {}
         self._waiting: dict[str, list[tuple[str, int]]] = {}
-
-    def handlers(self) -> Mapping[str, Handler]:
-        return {
-            "join": Handler(dict[str, Any], self._join),
-            "register": Handler(dict[str, Any], self._register),
-            "group": Handler(dict[str, Any], self._group),
-            "leave": Handler(None, self._leave),
-            "died": Handler(tuple[str, str], self._died),
-            "publish": Handler(tuple[str, Any, bool], self._publish),
-            "claim": Handler(tuple[str, str, float], self._claim),
-            "fetch": Handler(str, self._fetch),
-            "cancel_fetch": Handler(tuple[str, int], self._cancel_fetch),
-            "sync": question(lambda _: None),
-            "members": question(lambda _: self.members),
-            "group_word": question(lambda name: self._groups.get(name)),
-            "values": question(self.values),
-        }
-
-    def values(self, prefix: str) -> dict[str, Any]:
-        """What is published, by key."""
-        return {key: value for key, (value, _) in self._values.items() if key.startswith(prefix)}
 
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
@@ -86,7 +64,21 @@ class Membership:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _join(self, client: str, seq: int, info: dict[str, Any]) -> Any:
+    def on_sync(self, client: str, seq: int, payload: None) -> bool:
+        return True
+
+    def on_members(self, client: str, seq: int, payload: None) -> dict[str, dict[str, Any]]:
+        return self.members
+
+    def on_group_word(self, client: str, seq: int, group: str) -> dict[str, Any]:
+        """The driver's last word on a group; empty: there was none."""
+        return self._groups.get(group, {})
+
+    def on_values(self, client: str, seq: int, prefix: str) -> dict[str, Any]:
+        """What is published, by key."""
+        return {key: value for key, (value, _) in self._values.items() if key.startswith(prefix)}
+
+    def on_join(self, client: str, seq: int, info: dict[str, Any]) -> None:
         machine = self._machine
         older = [c for c in self.members if name_of(c) == name_of(client) and c != client]
         for earlier in older:
@@ -96,9 +88,8 @@ class Membership:
             machine.push(client, "peer_died", note)
         self.members[client] = dict(info)
         self.first_seen.setdefault(group_of(client), machine.num_events)
-        return None
 
-    def _register(self, client: str, seq: int, info: dict[str, Any]) -> Any:
+    def on_register(self, client: str, seq: int, info: dict[str, Any]) -> bool:
         """What a process tells about itself. A `world_size` counts where the driver has said nothing of the group."""
         self.members.setdefault(client, {}).update(info)
         group = group_of(client)
@@ -108,9 +99,9 @@ class Membership:
             seat = (int(client.rpartition("#")[2]), frozenset(info["devices"]))
             self._seats.setdefault(group, {})[info["rank"]] = seat
             self._machine.locks.members_changed()
-        return None
+        return True
 
-    def _group(self, client: str, seq: int, word: dict[str, Any]) -> Any:
+    def on_group(self, client: str, seq: int, word: dict[str, Any]) -> bool:
         """The driver's word: {group, version, ranks, launches, roster}. The devices of launches before these do not
         count any more. The roster is kept for callers. A group without ranks is closed."""
         group = word["group"]
@@ -126,13 +117,12 @@ class Membership:
                 self._machine.push(other, "group_changed", change)
         self._machine.locks.members_changed()
         self._machine.broker.members_changed()
-        return None
+        return True
 
-    def _leave(self, client: str, seq: int, payload: Any) -> Any:
+    def on_leave(self, client: str, seq: int, payload: None) -> None:
         self._machine.end_client(client, LEFT, self._machine.now_s)
-        return DEFERRED
 
-    def _died(self, client: str, seq: int, payload: Any) -> Any:
+    def on_died(self, client: str, seq: int, payload: tuple[str, str]) -> None:
         """A supervisor's word: [identity or name, reason]. It may have died before it joined."""
         who, reason = payload
         dead = [c for c in self.members if who in (c, name_of(c))]
@@ -140,33 +130,32 @@ class Membership:
             dead = [who]
         for member in dead:
             self._machine.end_client(member, reason, self._machine.now_s)
-        return dead
 
-    def _publish(self, client: str, seq: int, payload: Any) -> Any:
+    def on_publish(self, client: str, seq: int, payload: tuple[str, Any, bool]) -> bool:
         """[key, value, whether it goes away with the publisher]."""
         key, value, is_owned = payload
         self._values[key] = (value, client if is_owned else None)
         for waiter, waiter_seq in self._waiting.pop(key, []):
             self._machine.reply(waiter, waiter_seq, value)
-        return None
+        return True
 
-    def _claim(self, client: str, seq: int, payload: Any) -> Any:
-        """[key, value, seconds]: None for the first who asks; for so long, others get the first one's value."""
+    def on_claim(self, client: str, seq: int, payload: tuple[str, str, float]) -> str:
+        """[key, value, seconds]: empty for the first who asks; for so long, others get the first one's value."""
         key, value, hold_s = payload
-        held, until_s = self._claims.get(key, (None, 0.0))
-        if held is not None and self._machine.now_s < until_s:
+        held, until_s = self._claims.get(key, ("", 0.0))
+        if self._machine.now_s < until_s:
             return held
         self._claims[key] = (value, self._machine.now_s + hold_s)
-        return None
+        return ""
 
-    def _fetch(self, client: str, seq: int, key: str) -> Any:
+    def on_fetch(self, client: str, seq: int, key: str) -> Any:
         """Answered when the key is published."""
         if key in self._values:
             return self._values[key][0]
         self._waiting.setdefault(key, []).append((client, seq))
-        return DEFERRED
+        return None
 
-    def _cancel_fetch(self, client: str, seq: int, payload: Any) -> Any:
+    def on_cancel_fetch(self, client: str, seq: int, payload: tuple[str, int]) -> None:
         """[key, seq of the fetch]: answered with nothing, unless it was answered already."""
         key, fetch_seq = payload
         waiting = self._waiting.get(key, [])
@@ -175,7 +164,6 @@ class Membership:
             self._machine.reply(client, fetch_seq, None)
             if not waiting:
                 del self._waiting[key]
-        return DEFERRED
 
     # --- deaths -------------------------------------------------------------------------------------------
 

@@ -1,36 +1,28 @@
-"""What a service of the hub is: handlers of journaled requests, and no clock of its own.
+"""What a service of the hub is: a class whose methods `on_x(client, seq, payload)` handle the requests "service.x".
 
-Broker, locks, history and membership are services. A handler gets (client, seq, payload), the payload decoded to the
-type it declares, and returns the reply's body, or DEFERRED when the reply comes later through
-`machine.reply(client, seq, body)` or never. A client is an identity such as "rollout[3]#0": group, rank and launch.
+Broker, locks, history and membership are services. A request is journaled before it counts, and its payload is decoded
+to the type that the handler declares. What the handler returns is the reply; None: it comes later, through
+`machine.reply(client, seq, body)`, or never. A client is an identity such as "rollout[3]#0": group, rank and launch.
+A service has no clock of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+import msgspec
+
+Handler = tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]
 
 
-class Handler(NamedTuple):
-    """Who takes a request, and what its payload is."""
-
-    payload: Any
-    """A type that msgspec decodes to."""
-    handle: Callable[[str, int, Any], Any]
-
-
-class Service(Protocol):
-    """Its handlers, by name."""
-
-    def handlers(self) -> Mapping[str, Handler]: ...
-
-
-DEFERRED = object()
-
-
-def question(answer: Callable[[Any], Any]) -> Handler:
-    """A request that changes nothing."""
-    return Handler(Any, lambda client, seq, payload: answer(payload))
+def handlers_of(prefix: str, service: object) -> Iterator[tuple[str, Handler]]:
+    """By the names of the requests."""
+    for name in dir(service):
+        if name.startswith("on_"):
+            method = getattr(service, name)
+            *_, payload, _ = get_type_hints(method).values()  # self has none; the last is what it returns
+            yield f"{prefix}.{name[3:]}", (msgspec.msgpack.Decoder(payload), method)
 
 
 class ServiceError(Exception):

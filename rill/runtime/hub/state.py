@@ -10,7 +10,7 @@ or a file, so replaying the same events rebuilds the same state. A snapshot is a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from rill.runtime.hub.history import History
 from rill.runtime.hub.locks import LockService
 from rill.runtime.hub.membership import Membership
 from rill.runtime.hub.messages import OutKind
-from rill.runtime.hub.service import DEFERRED, Service, ServiceError
+from rill.runtime.hub.service import Handler, ServiceError, handlers_of
 
 
 class Stream:
@@ -64,17 +64,12 @@ class Machine:
         """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
         self.changed_channels: set[str] = set()
         """What the event being applied has moved; the locks look at it at its end."""
-        self._handlers: dict[str, tuple[msgspec.msgpack.Decoder[Any], Callable[[str, int, Any], Any]]] = {}
-        services: dict[str, Service] = {
-            "registry": self.membership,
-            "broker": self.broker,
-            "locks": self.locks,
-            "history": self.history,
+        self._handlers: dict[str, Handler] = {
+            **dict(handlers_of("registry", self.membership)),
+            **dict(handlers_of("broker", self.broker)),
+            **dict(handlers_of("locks", self.locks)),
+            **dict(handlers_of("history", self.history)),
         }
-        for prefix, service in services.items():
-            for name, handler in service.handlers().items():
-                decoder = msgspec.msgpack.Decoder(handler.payload)
-                self._handlers[f"{prefix}.{name}"] = (decoder, handler.handle)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -122,7 +117,7 @@ class Machine:
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 self.fail(client, seq, ServiceError("RunError", f"{method} refused: {error!r}"))
                 continue
-            if body is not DEFERRED:
+            if body is not None:
                 self.reply(client, seq, body)
             if client in self.ended:
                 break

@@ -29,11 +29,10 @@ class BrokerView:
         self._machine = machine
         self._channels = channels
 
-    def stats(self, name: str) -> Any:
-        channel = self._channels[name]
+    def stats(self, channel: ChannelState) -> dict[str, Any]:
         states = [entry.state for entry in channel.items.values()]
         return {
-            "name": name,
+            "name": channel.name,
             "depth": channel.num_queued,
             "queued_bytes": channel.queued_bytes,
             "leased": states.count(ItemState.LEASED),
@@ -50,10 +49,7 @@ class BrokerView:
             "consumers": _rows(channel.consumers),
         }
 
-    def all_stats(self, _payload: Any) -> Any:
-        return {name: self.stats(name) for name in self._channels}
-
-    def waits(self, _payload: Any) -> Any:
+    def waits(self) -> list[Any]:
         """Who waits on which channel: [client, channel, "put" | "take", since]."""
         waits = []
         for name, channel in self._channels.items():

@@ -72,7 +72,7 @@ class Directory:
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or any(address.identity in self._dead for address in roster.addresses):
             word = self._context.hub.call("registry", "group_word", group, _ASK_WAIT_S)
-            if word is not None and word["version"] > roster.version:
+            if word and word["version"] > roster.version:
                 found: Roster = pickle.loads(word["roster"])
                 roster = found if found.addresses else roster  # none: it is about to start elsewhere
         self._rosters[group] = roster
@@ -167,7 +167,7 @@ class Directory:
 
     def _check_rank(self, group: str, rank: int) -> None:
         word = self._context.hub.call("registry", "group_word", group, _ASK_WAIT_S)
-        if word is not None and rank not in word["ranks"]:
+        if word and rank not in word["ranks"]:
             ranks = ", ".join(map(str, word["ranks"]))
             raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")
 

@@ -104,7 +104,7 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
     try:
         path = report_path(context)
         other = context.hub.call("registry", "claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
-        if other is not None:
+        if other:
             return f"{message}; {other}, written for another wait, has the whole picture"
         report = collect(context, own)
         path.write_text(report.markdown(message), encoding="utf-8")
