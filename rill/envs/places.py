@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_tb
+from types import CodeType, TracebackType
 from typing import Any
+
+from rill.runtime.process.waits import frames_of
 
 _PATHS = sysconfig.get_paths()
 _NOT_THE_USERS = tuple(
@@ -27,32 +31,19 @@ def described(error: BaseException) -> str:
 
 def place_of(traceback: TracebackType | None) -> str | None:
     """ "my_env.py:12 in run": the innermost of the user's own frames."""
-    found = None
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if _is_the_users(code.co_filename):
-            found = f"{_short(code.co_filename)}:{traceback.tb_lineno} in {code.co_name}"
-        traceback = traceback.tb_next
-    return found
+    return _innermost((frame.f_code, line) for frame, line in walk_tb(traceback))
 
 
 def place_of_task(task: asyncio.Task[Any]) -> str | None:
     """Where a task that has not ended waits."""
-    found = None
-    waiting: Any = task.get_coro()
-    while waiting is not None:
-        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
-        if frame is not None and _is_the_users(frame.f_code.co_filename):
-            found = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
-    return found
+    return _innermost((frame.f_code, frame.f_lineno) for frame in frames_of(task))
 
 
-def _is_the_users(filename: str) -> bool:
-    return not filename.startswith(("<frozen", *_NOT_THE_USERS))
-
-
-def _short(filename: str) -> str:
-    """Relative to the current folder where it lies inside."""
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+def _innermost(places: Iterable[tuple[CodeType, int]]) -> str | None:
+    found = [(c, line) for c, line in places if not c.co_filename.startswith(("<frozen", *_NOT_THE_USERS))]
+    if not found:
+        return None
+    code, line = found[-1]
+    path = Path(code.co_filename)
+    short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{short}:{line} in {code.co_name}"

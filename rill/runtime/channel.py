@@ -66,7 +66,7 @@ class Channel:
             if value is not None and value < 1:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
         context = current() if cluster is None else cluster.context
-        context.hub.call("broker", "create", options, HUB_S)
+        context.hub.call("broker.create", options, HUB_S)
         is_bounded = capacity_items is not None or capacity_bytes is not None
         return cls(name, is_bounded, timeout_s)
 
@@ -114,7 +114,7 @@ class Channel:
     def end(self) -> None:
         """End the epoch (see above for whose call counts). The next epoch may begin at once."""
         before_wait()
-        current().hub.call("broker", "end", self.name, HUB_S)
+        current().hub.call("broker.end", self.name, HUB_S)
 
     # --- taking -------------------------------------------------------------------------------------------
 
@@ -167,13 +167,13 @@ class Channel:
 
     def stats(self) -> dict[str, Any]:
         """Depth, bytes, leases, epochs, who waits, what each worker put and took, and what was set aside."""
-        stats: dict[str, Any] = current().hub.call("broker", "stats", self.name, HUB_S)
+        stats: dict[str, Any] = current().hub.call("broker.stats", self.name, HUB_S)
         return stats
 
     def close(self) -> None:
         """End the channel for everybody: waits end with ChannelClosedError, what is queued is dropped."""
         context = current()
-        context.hub.call("broker", "close", self.name, HUB_S)
+        context.hub.call("broker.close", self.name, HUB_S)
         ends = context.channels.pop(self.name, None)
         if ends is not None:
             ends.consumer.close()

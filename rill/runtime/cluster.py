@@ -135,17 +135,17 @@ class Cluster:
 
     def coreside(self, *groups: str) -> None:
         """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
-        self.context.hub.call("locks", "coreside", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.coreside", list(groups), HUB_WAIT_S)
 
     def take_turns(self, *groups: str) -> None:
         """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
-        self.context.hub.call("locks", "take_turns", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.take_turns", list(groups), HUB_WAIT_S)
 
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
         those that ended after this time.time()."""
         records: list[CallRecord] = self.context.hub.call(
-            "history", "calls", since_s, HUB_WAIT_S, list[CallRecord]
+            "history.calls", since_s, HUB_WAIT_S, list[CallRecord]
         )
         return records
 

@@ -10,7 +10,6 @@ are members when the call is made. Only the driver changes a group.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,32 +29,18 @@ if TYPE_CHECKING:
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class ClassRef:
-    """A class by name: nothing is imported until `load`, in the process that needs it."""
-
-    module: str
-    qualname: str
-
-    @staticmethod
-    def of(cls: type[Worker]) -> ClassRef:
-        if "<locals>" in cls.__qualname__:
-            raise UserError(
-                f"{cls.__qualname__} is defined inside a function: move it to the top level of a module"
-            )
-        hidden = sorted(set(callable_methods(cls)) & {n for n in vars(WorkerGroup) if n[0] != "_"})
-        if hidden:
-            raise UserError(
-                f"{cls.__qualname__}.{hidden[0]}() cannot be called through its group, whose own method has that "
-                "name: rename it"
-            )
-        return ClassRef(cls.__module__, cls.__qualname__)
-
-    def load(self) -> Any:
-        found: Any = importlib.import_module(self.module)
-        for part in self.qualname.split("."):
-            found = getattr(found, part)
-        return found
+def check_class(cls: type[Worker]) -> None:
+    """UserError where a group of this class could not be launched or called."""
+    if "<locals>" in cls.__qualname__:
+        raise UserError(
+            f"{cls.__qualname__} is defined inside a function: move it to the top level of a module"
+        )
+    hidden = sorted(set(callable_methods(cls)) & {n for n in vars(WorkerGroup) if n[0] != "_"})
+    if hidden:
+        raise UserError(
+            f"{cls.__qualname__}.{hidden[0]}() cannot be called through its group, whose own method has that "
+            "name: rename it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +162,7 @@ class WorkerGroup(Generic[W_co]):
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_group, (ClassRef.of(self._cls), self.name, self._members.roster(self.name)))
+        return (_rebuild_group, (self._cls, self.name, self._members.roster(self.name)))
 
     def _call(
         self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,8 +235,8 @@ class _GivenMembers:
         return StuckError(message)
 
 
-def _rebuild_group(ref: ClassRef, name: str, roster: Roster) -> WorkerGroup[Any]:
-    return WorkerGroup(ref.load(), name, _GivenMembers(roster))
+def _rebuild_group(cls: type[Worker], name: str, roster: Roster) -> WorkerGroup[Any]:
+    return WorkerGroup(cls, name, _GivenMembers(roster))
 
 
 def _spoken(ranks: Sequence[int]) -> str:

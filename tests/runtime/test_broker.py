@@ -19,7 +19,7 @@ from rill.runtime.hub.messages import (
     GiveBack,
     GrantKind,
     Puts,
-    Settle,
+    Release,
 )
 from rill.runtime.transfer.segments import Ref
 from tests.runtime.hub_fakes import FakeHub, done, ids_of, put, puts, take, values_of
@@ -260,7 +260,7 @@ def in_memory(owner: str, segment: str, offset: int) -> Commit:
 def test_memory_goes_back_to_its_owner_only_when_it_is_done_and_released(hub: FakeHub) -> None:
     hub.send(DRIVER, "broker.commit", in_memory(DRIVER, "segment.0", 64))
     ids = ids_of(ask_take(hub, A0))
-    hub.send(A0, "broker.settle", Settle("c", ids, []))
+    hub.send(A0, "broker.release", Release("c", ids))
     assert DRIVER not in hub.pushes
     finish(hub, A0, ids)
     assert hub.pushes[DRIVER] == [("store_free", [("segment.0", 64)])]
@@ -274,7 +274,7 @@ def test_a_dead_producers_segments_are_deleted_once_nothing_lies_in_them(hub: Fa
     for _ in range(2):
         ids = ids_of(ask_take(hub, A0))
         assert hub.machine.unlinks[1:] == []
-        hub.send(A0, "broker.settle", Settle("c", ids, []))
+        hub.send(A0, "broker.release", Release("c", ids))
         finish(hub, A0, ids)
     assert hub.machine.unlinks[1:] == ["a[1]#0.5"]
 
@@ -377,7 +377,7 @@ class RelayAgainstModel(RuleBasedStateMachine):
         if is_failure:
             self.hub.send(self.client(n), "broker.give_back", GiveBack("c", ids, "ValueError"))
         else:
-            self.hub.send(self.client(n), "broker.settle", Settle("c", [], ids))
+            self.hub.send(self.client(n), "broker.give_back", GiveBack("c", ids))
         self.give_back(n, ids)
 
     @rule(n=st.integers(0, CONSUMERS - 1))

@@ -589,7 +589,7 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
         kill(last.pid)
         deadline_s = time.monotonic() + WAIT_S
         # What it had sent counts before its death, not after the epoch's end.
-        while last.identity in cluster.context.hub.call("registry", "members", None, WAIT_S):
+        while last.identity in cluster.context.hub.call("registry.members", None, WAIT_S):
             assert time.monotonic() < deadline_s
         channel.end()
         for handle in consuming.values():

@@ -86,10 +86,10 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
-        cluster.context.hub.call("registry", "publish", ["key", "value", False], 20)
+        cluster.context.hub.call("registry.publish", ["key", "value", False], 20)
         before = find_process("rill.runtime.hub.server", str(cluster.session.session_dir))
         os.kill(before, signal.SIGKILL)
-        assert cluster.context.hub.call("registry", "fetch", "key", 20) == "value"
+        assert cluster.context.hub.call("registry.fetch", "key", 20) == "value"
         assert find_process("rill.runtime.hub.server", str(cluster.session.session_dir)) != before
         assert becomes_true(
             lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text
@@ -111,7 +111,7 @@ def test_a_worker_that_dies_while_the_hub_is_down_is_buried_when_it_is_back() ->
 
 
 def members_of(cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = cluster.context.hub.call("registry", "members", None, 20)
+    found: dict[str, Any] = cluster.context.hub.call("registry.members", None, 20)
     return found
 
 

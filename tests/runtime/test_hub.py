@@ -39,7 +39,7 @@ def test_a_value_can_be_waited_for_before_it_is_published(hub: HubProcess, clien
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(other.fetch("k", 20)))
     waiter.start()
-    client.call("registry", "publish", ["k", {"port": 5}, True], 20)
+    client.call("registry.publish", ["k", {"port": 5}, True], 20)
     waiter.join(20)
     other.close()
     assert found == [{"port": 5}]
@@ -48,57 +48,57 @@ def test_a_value_can_be_waited_for_before_it_is_published(hub: HubProcess, clien
 def test_a_fetch_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
     with pytest.raises(StuckError, match="'never'"):
         client.fetch("never", 0.05)
-    client.call("registry", "sync", None, 20)
+    client.call("registry.sync", None, 20)
     assert not client._asked
-    client.call("registry", "publish", ["never", 1, True], 20)
+    client.call("registry.publish", ["never", 1, True], 20)
     assert client.fetch("never", 20) == 1
 
 
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
-    client.call("broker", "create", ChannelOptions("c"), 20)
+    client.call("broker.create", ChannelOptions("c"), 20)
     with pytest.raises(ConfigError, match="choose another name"):
-        client.call("broker", "create", ChannelOptions("c"), 20)
+        client.call("broker.create", ChannelOptions("c"), 20)
 
 
 def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(client: HubClient) -> None:
     with pytest.raises(RunError, match="cannot be sent"):
-        client.call("registry", "publish", ["k", object(), False], 20)
-    client.call("registry", "publish", ["k", 1, False], 20)
-    assert client.call("registry", "fetch", "k", 20) == 1
+        client.call("registry.publish", ["k", object(), False], 20)
+    client.call("registry.publish", ["k", 1, False], 20)
+    assert client.call("registry.fetch", "k", 20) == 1
 
 
 def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
     with pytest.raises(RunError, match="no_such"):
-        client.call("broker", "no_such", None, 20)
-    assert "driver[0]#0" in client.call("registry", "members", None, 20)
+        client.call("broker.no_such", None, 20)
+    assert "driver[0]#0" in client.call("registry.members", None, 20)
 
 
 def test_a_wait_for_the_hub_has_a_deadline(tmp_path: Path) -> None:
     nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0")
     with pytest.raises(StuckError, match=r"registry\.sync within 0\.3 s"):
-        nobody.call("registry", "sync", None, 0.3)
+        nobody.call("registry.sync", None, 0.3)
     nobody.close()
 
 
 def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubClient) -> None:
     first = HubClient(hub.endpoint, "w[0]#0")
-    first.call("registry", "sync", None, 20)
+    first.call("registry.sync", None, 20)
     second = HubClient(hub.endpoint, "w[0]#1")
-    second.call("registry", "sync", None, 20)
+    second.call("registry.sync", None, 20)
     with pytest.raises((PeerDiedError, RunError), match="takes this process for dead"):
-        first.call("registry", "sync", None, 20)
+        first.call("registry.sync", None, 20)
     first.close()
     second.close()
 
 
 def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client: HubClient) -> None:
     """Three threads put while the hub is killed again and again: each item arrives once, in its thread's order."""
-    client.call("broker", "create", ChannelOptions("c"), 20)
+    client.call("broker.create", ChannelOptions("c"), 20)
     num_each = 400
 
     def produce(n: int) -> None:
         for k in range(num_each):
-            client.call("broker", "commit", put(n * num_each + k, wants_reply=True), 30)
+            client.call("broker.commit", put(n * num_each + k, wants_reply=True), 30)
 
     threads = [threading.Thread(target=produce, args=(n,)) for n in range(3)]
     for thread in threads:
@@ -122,7 +122,7 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
 ) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.call("registry", "fetch", "k", 30)))
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry.fetch", "k", 30)))
     waiter.start()
     time.sleep(0.3)
     hub.kill()

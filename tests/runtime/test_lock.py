@@ -439,7 +439,7 @@ def test_turns_survive_a_hub_restart() -> None:
 
 def states(cluster: Cluster, group: Any) -> set[str]:
     """Whether a rank of the group is in its turn, or waits for one, as the hub knows it."""
-    turns = cluster.context.hub.call("locks", "turns", None, WAIT_S)
+    turns = cluster.context.hub.call("locks.turns", None, WAIT_S)
     return {
         state
         for turn in turns

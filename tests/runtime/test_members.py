@@ -55,7 +55,7 @@ def test_added_ranks_get_new_ids_and_calls_go_to_those_who_are_there(cluster: Cl
     with pytest.raises(UserError, match="grow has ranks 0, 2, 3, asked for"):
         group.on(1)
     assert holder.ask_kept().wait(20) == [[(0, 2, 3), [0, 0, 0]]], "whoever holds the group follows"
-    assert cluster.context.hub.call("registry", "group_word", "grow", 20)["ranks"] == [0, 2, 3]
+    assert cluster.context.hub.call("registry.group_word", "grow", 20)["ranks"] == [0, 2, 3]
     with pytest.raises(WorkerError, match="only the driver"):
         holder.shrink_kept().wait(20)
     for one in (group, holder):
@@ -331,5 +331,5 @@ def test_a_worker_that_computes_without_a_pause_is_not_taken_for_dead(cluster: C
     group.hold_the_interpreter(1.5).wait(30)
     assert group.pid().wait(20) == before and group.lost() == []
     time.sleep(0.1)
-    assert "deaf[0]#0" in cluster.context.hub.call("registry", "members", None, 20)
+    assert "deaf[0]#0" in cluster.context.hub.call("registry.members", None, 20)
     group.close()

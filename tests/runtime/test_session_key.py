@@ -89,12 +89,12 @@ def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> N
         HubClient(hub.endpoint, "neighbour[0]#0"),
     ]
     member, *strangers, neighbour = clients
-    member.call("registry", "sync", None, 20)
-    neighbour.call("registry", "sync", None, 20)
+    member.call("registry.sync", None, 20)
+    neighbour.call("registry.sync", None, 20)
     for stranger in strangers:
         with pytest.raises(StuckError):
-            stranger.call("registry", "sync", None, 0.5)
-    known = member.call("registry", "members", None, 10)
+            stranger.call("registry.sync", None, 0.5)
+    known = member.call("registry.members", None, 10)
     assert set(known) == {"member[0]#0", "neighbour[0]#0"}
     for client in clients:
         client.close()

@@ -66,7 +66,7 @@ def test_a_killed_store_server_loses_no_item_and_no_object(
 
 def store_server_of(cluster: Cluster, node_id: str) -> int:
     """Its process id, which is in its name."""
-    members = cluster.context.hub.call("registry", "members", None, 10)
+    members = cluster.context.hub.call("registry.members", None, 10)
     (server,) = (member for member in members if member.startswith(f"store-{node_id}["))
     return int(server.rpartition("#")[2])
 

@@ -15,12 +15,14 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
 from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.messages import Cancel, GiveBack, Grant, GrantKind, Item, Puts, Settle, Take
+from rill.runtime.hub.messages import Cancel, GiveBack, Grant, GrantKind, Item, Puts, Release, Take
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import decode
@@ -58,41 +60,44 @@ class Consumer:
         self._lock = threading.Lock()
         self._hub.add_ticker(self._tick)
 
-    # --- taking -------------------------------------------------------------------------------------------
-
     def take(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
         """The next item, or those of `take.keys`; nothing at the epoch's end."""
         items = self._next_ahead(take)
         if items is None:
-            asked, what = self._ask(take), f"take from channel {self.name!r}"
-            try:
+            with self._asking(take) as asked:
                 if not asked.done():
-                    with waiting(what, f"channel:{self.name}"):
+                    with waiting(what := f"take from channel {self.name!r}", f"channel:{self.name}"):
                         if not came_while_lending(self._context, asked, timeout_s):
-                            # While it still waits, so that the report shows it.
                             raise stuck(self._context, what, timeout_s)
                 items = self._accept(take, asked.result())
-            except BaseException:  # an interrupt must not leave a lease that nobody knows of
-                self._withdraw(asked)
-                raise
         return self._open(items, is_of_thread=True)
 
     async def take_async(self, take: Take, timeout_s: float) -> tuple[Lease | None, list[Any]]:
         """As `take`, on an event loop, one at a time; nothing but the lease itself says when it is done."""
         self.return_ahead()
-        asked, what = self._ask(take), f"take from channel {self.name!r}"
-        try:
-            with waiting(what, f"channel:{self.name}"):
-                grant = await asyncio.wait_for(asyncio.wrap_future(asked), timeout_s)
-            items = self._accept(take, grant)
-        except TimeoutError:
-            error = stuck(self._context, what, timeout_s)
-            self._withdraw(asked)
-            raise error from None
-        except BaseException:
-            self._withdraw(asked)
-            raise
+        what = f"take from channel {self.name!r}"
+        with self._asking(take) as asked, waiting(what, f"channel:{self.name}"):
+            has_come, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=timeout_s)
+            if not has_come:
+                raise stuck(self._context, what, timeout_s)
+            items = self._accept(take, asked.result())
         return self._open(items, is_of_thread=False)
+
+    @contextmanager
+    def _asking(self, take: Take) -> Iterator[Asked[Grant]]:
+        """Around the wait for an answer. Whatever ends it early, an interrupt too, leaves no lease that nobody knows
+        of: what the take brings, or has brought, goes back."""
+        with self._lock:
+            self._settle()
+        asked = self._hub.ask("broker.take", take, Grant, self._return_grant)
+        try:
+            yield asked
+        except BaseException:
+            if asked.cancel():
+                self._hub.submit("broker.cancel", Cancel(self.name, asked.seq))
+            elif asked.exception() is None:
+                self._return_grant(asked.result())
+            raise
 
     def replace_taken(self, lease: Lease | None) -> None:
         """`take` finishes what it gave this thread before."""
@@ -120,11 +125,6 @@ class Consumer:
                 )
                 take.max_items = self._num_ahead
             return None
-
-    def _ask(self, take: Take) -> Asked[Grant]:
-        with self._lock:
-            self._settle()
-        return self._hub.ask("broker.take", take, Grant, self._return_grant)
 
     def _accept(self, take: Take, grant: Grant) -> list[Item]:
         """Of what was granted without keys the first is wanted, the rest is read ahead."""
@@ -162,29 +162,17 @@ class Consumer:
         assert item.inline is not None
         return decode(item.inline[0], [bytearray(part) for part in item.inline[1:]], device=device)
 
-    def _withdraw(self, asked: Asked[Grant]) -> None:
-        """Nobody waits for this take any more; what it brings, or has brought, goes back."""
-        if asked.cancel():
-            self._hub.submit("broker.cancel", Cancel(self.name, asked.seq))
-        elif asked.exception() is None:
-            self._return_grant(asked.result())
-
     def _return_grant(self, grant: Grant) -> None:
         if grant.kind is GrantKind.ITEMS:
-            self._hub.submit("broker.settle", Settle(self.name, [], [item.id for item in grant.items]))
+            self._hub.submit("broker.give_back", GiveBack(self.name, [item.id for item in grant.items]))
         elif grant.kind is GrantKind.EPOCH_END:
             self._hub.submit("broker.unend", self.name)
-
-    # --- finishing ----------------------------------------------------------------------------------------
 
     def give_back(self, ids: list[int], puts: list[Puts], error: str) -> None:
         """These items are somebody else's; what was put for them is not put."""
         for part in puts:
             self.producer.forget(part.items)
-        if error:
-            self._hub.submit("broker.give_back", GiveBack(self.name, ids, error))
-        else:
-            self._hub.submit("broker.settle", Settle(self.name, [], ids))
+        self._hub.submit("broker.give_back", GiveBack(self.name, ids, error))
 
     def dropped(self, ids: list[int], puts: list[Puts]) -> None:
         """From a finalizer, where no lock may be taken: a lease that nobody finished."""
@@ -207,13 +195,10 @@ class Consumer:
         """Nothing will be taken here any more."""
         self._hub.remove_ticker(self._tick)
 
-    # --- settling -----------------------------------------------------------------------------------------
-
     def _return_ahead(self) -> None:
         if self._ahead:
-            returned = [item.id for item in self._ahead]
+            self._hub.submit("broker.give_back", GiveBack(self.name, [item.id for item in self._ahead]))
             self._ahead.clear()
-            self._hub.submit("broker.settle", Settle(self.name, [], returned))
 
     def _release(self, item_id: int) -> None:
         """From a finalizer: no lock may be taken here."""
@@ -226,7 +211,7 @@ class Consumer:
         self._released_s = 0.0
         released = [self._released.popleft() for _ in range(len(self._released))]
         if released:
-            self._hub.submit("broker.settle", Settle(self.name, released, []))
+            self._hub.submit("broker.release", Release(self.name, released))
 
     def _tick(self, now_s: float) -> float:
         """On the io thread: tell of released memory, return what is not used."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rill import errors
@@ -54,9 +55,8 @@ class Producer:
         self.recorder.put(self.name, num_bytes, weight)
         if num_bytes > INLINE_BYTES:
             limit_s = self.timeout_s if timeout_s is None else timeout_s
-            return Descriptor(
-                float(weight), key, num_bytes, None, self._context.store.write(encoded, limit_s)
-            )
+            ref = self._context.store.write(encoded, limit_s)
+            return Descriptor(float(weight), key, num_bytes, None, ref)
         inline: bytes | list[bytes] = encoded.header
         if encoded.buffers:
             inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
@@ -64,43 +64,35 @@ class Producer:
 
     def put(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
         """Into the lease that is worked on here, or to the broker."""
-        self.check()
-        lease = joined()
-        if lease is not None:
-            for descriptor in descriptors:
-                lease.add(self.name, descriptor)
-            return
-        self.commit([], [Puts(self.name, descriptors)], timeout_s)
+        if not self._has_joined(descriptors):
+            self.commit([], [Puts(self.name, descriptors)], timeout_s)
 
     async def put_async(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
+        if not self._has_joined(descriptors):
+            await self.commit_async([], [Puts(self.name, descriptors)], timeout_s)
+
+    def _has_joined(self, descriptors: list[Descriptor]) -> bool:
         self.check()
         lease = joined()
-        if lease is not None:
-            for descriptor in descriptors:
-                lease.add(self.name, descriptor)
-            return
-        await self.commit_async([], [Puts(self.name, descriptors)], timeout_s)
-
-    # --- commits ------------------------------------------------------------------------------------------
+        if lease is None:
+            return False
+        for descriptor in descriptors:
+            lease.add(self.name, descriptor)
+        return True
 
     def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         if not self._needs_room(puts):
             if not self._hub.commit(done, puts, time.monotonic() + limit_s):
-                self._forget_all(puts)
+                for part in puts:
+                    self.forget(part.items)
                 raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
             return
-        asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
-        what = f"room in channel {_names(puts)}"
-        try:
-            with waiting(what, f"channel:{puts[0].channel}"):
-                is_in = came_while_lending(self._context, asked, limit_s)
-                error = None if is_in else stuck(self._context, what, limit_s)
-        except BaseException:
-            self._cancel(asked, done, puts)
-            raise
+        with self._asking(done, puts) as asked:
+            is_in = came_while_lending(self._context, asked, limit_s)
+            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
         if error is not None:
             self._raise_unless_in(asked, done, puts, error)
         asked.result()
@@ -111,19 +103,23 @@ class Producer:
             self.commit(done, puts, timeout_s)
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
-        what = f"room in channel {_names(puts)}"
-        waiter = asyncio.wrap_future(asked)
-        try:
-            with waiting(what, f"channel:{puts[0].channel}"):
-                finished, _ = await asyncio.wait([waiter], timeout=limit_s)
-                error = None if finished else stuck(self._context, what, limit_s)
-        except BaseException:
-            self._cancel(asked, done, puts)
-            raise
+        with self._asking(done, puts) as asked:
+            is_in, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
+            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
         if error is not None:
             await asyncio.to_thread(self._raise_unless_in, asked, done, puts, error)
         asked.result()
+
+    @contextmanager
+    def _asking(self, done: list[Done], puts: list[Puts]) -> Iterator[Asked[int]]:
+        """Around the wait for room; whatever ends it early takes back what has none yet."""
+        asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
+        try:
+            with waiting(f"room in channel {_names(puts)}", f"channel:{puts[0].channel}"):
+                yield asked
+        except BaseException:
+            self._cancel(asked, done, puts)
+            raise
 
     def send(self, done: list[Done], puts: list[Puts]) -> None:
         """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
@@ -156,15 +152,9 @@ class Producer:
             error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
             raise error
 
-    # --- what else ----------------------------------------------------------------------------------------
-
     def forget(self, descriptors: Sequence[Descriptor]) -> None:
         """They will not be put: their memory is free again."""
         self._context.store.free([d.ref.slot for d in descriptors if d.ref is not None])
-
-    def _forget_all(self, puts: Sequence[Puts]) -> None:
-        for part in puts:
-            self.forget(part.items)
 
     def check(self) -> None:
         """Raise what the broker said against something that was put."""

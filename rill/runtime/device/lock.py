@@ -50,7 +50,7 @@ def device_lock_of(worker: Worker) -> DeviceLock:
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
     """Groups with a rank that waits for its turn now."""
-    turns = context.hub.call("locks", "turns", None, ASK_S)
+    turns = context.hub.call("locks.turns", None, ASK_S)
     return {turn["group"] for turn in turns if turn["waiting"]}
 
 

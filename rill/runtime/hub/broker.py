@@ -25,7 +25,7 @@ from rill.runtime.hub.messages import (
     GiveBack,
     Grant,
     GrantKind,
-    Settle,
+    Release,
     Take,
 )
 from rill.runtime.hub.service import ServiceError, group_of, name_of
@@ -101,8 +101,7 @@ class Broker:
         channel.by_key = {}
         channel.num_queued = channel.queued_bytes = 0
         for entry in dropped:
-            channel.items.pop(entry.id, None)
-            self.ledger.free(entry.descriptor.ref)
+            self._drop(channel, entry)
         self._machine.changed_channels.add(name)
         return True
 
@@ -176,35 +175,28 @@ class Broker:
         for put in [p for p in channel.puts if (p.client, p.seq) == (client, cancel.seq)]:
             channel.puts.remove(put)
             for entry in put.entries:
-                channel.drop(entry)
-                self.ledger.free(entry.descriptor.ref)
+                self._drop(channel, entry)
             self._entered(put, len(put.entries))
         self._serve(channel)
 
-    def on_settle(self, client: str, seq: int, settle: Settle) -> None:
-        channel = self._channel(settle.channel)
+    def on_release(self, client: str, seq: int, released: Release) -> None:
+        channel = self._channel(released.channel)
         held = self._held(client, channel.name)
-        for item_id in settle.released:
-            if item_id in held:
-                entry = channel.items[item_id]
-                if entry.state is ItemState.HELD:
-                    self._forget(channel, held, entry)
-                else:
-                    entry.is_released = True
-        if settle.returned:
-            self._return(channel, self._leased(channel, held, settle.returned))
-            self._serve(channel)
+        for entry in [channel.items[item_id] for item_id in released.ids if item_id in held]:
+            if entry.state is ItemState.HELD:
+                self._forget(channel, held, entry)
+            else:
+                entry.is_released = True
 
-    def on_give_back(self, client: str, seq: int, failed: GiveBack) -> None:
-        channel = self._channel(failed.channel)
-        held = self._held(client, channel.name)
-        entries = self._leased(channel, held, failed.ids)
-        channel.num_redelivered += len(entries)
-        hopeless = [entry for entry in entries if channel.fail(entry, failed.error)]
-        self._return(channel, [entry for entry in entries if entry not in hopeless])
-        for entry in hopeless:
-            channel.drop(entry)
-            self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
+    def on_give_back(self, client: str, seq: int, given: GiveBack) -> None:
+        channel = self._channel(given.channel)
+        entries = self._leased(channel, self._held(client, channel.name), given.ids)
+        if given.error:
+            channel.num_redelivered += len(entries)
+            for entry in [entry for entry in entries if channel.fail(entry, given.error)]:
+                entries.remove(entry)
+                self._drop(channel, entry)
+        self._return(channel, entries)
         self._serve(channel)
 
     def _leased(self, channel: ChannelState, held: set[int], ids: list[int]) -> list[Entry]:
@@ -218,8 +210,11 @@ class Broker:
             channel.requeue(entries)
             return
         for entry in entries:
-            channel.drop(entry)
-            self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
+            self._drop(channel, entry)
+
+    def _drop(self, channel: ChannelState, entry: Entry) -> None:
+        channel.drop(entry)
+        self.ledger.free(entry.descriptor.ref)
 
     # --- serving who waits --------------------------------------------------------------------------------
 

@@ -151,6 +151,7 @@ class ChannelState:
 
     def drop(self, entry: Entry) -> None:
         """It never got in, or is not wanted any more: its epoch does not wait for it."""
+        self.items.pop(entry.id, None)
         self._count_down(entry.epoch)
 
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:

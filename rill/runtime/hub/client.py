@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -40,17 +41,15 @@ _ITEMS_PER_COMMIT = 512
 _BYTES_PER_COMMIT = 1024 * 1024
 
 
+@dataclass(slots=True)
 class _Request:
     """From its submission until the hub has confirmed it."""
 
-    __slots__ = ("method", "num_bytes", "num_items", "payload")
-
-    def __init__(self, method: str, payload: Any) -> None:
-        self.method = method
-        self.payload = payload
-        self.num_items = 0
-        """Of a commit: what it puts and finishes."""
-        self.num_bytes = 0
+    method: str
+    payload: Any
+    num_items: int = 0
+    """Of a commit: what it puts and finishes."""
+    num_bytes: int = 0
 
     def has_room(self) -> bool:
         """Whether another commit may become part of this one."""
@@ -113,31 +112,21 @@ class HubClient:
 
     def submit(self, method: str, payload: Any) -> None:
         """Send without waiting for an answer."""
-        request = _Request(method, self._encoded(method, payload))
-        with self._lock:
-            self._check_open()
-            self._add(request)
-        self.wake()
+        self._submit(method, payload, None)
 
     def ask(
         self, method: str, payload: Any, answer: Any = Any, on_late: Callable[[Any], None] | None = None
     ) -> Asked[Any]:
         """Send; the answer comes to what is returned. `on_late` gets one that comes after `cancel`."""
         asked: Asked[Any] = Asked(answer, on_late)
-        request = _Request(method, self._encoded(method, payload))
-        with self._lock:
-            self._check_open()
-            asked.seq = self._next_seq
-            self._asked[asked.seq] = asked
-            self._add(request)
-        self.wake()
+        self._submit(method, payload, asked)
         return asked
 
-    def call(self, service: str, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
+    def call(self, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
         """Ask and wait. Applied once even when the hub dies in between."""
-        asked = self.ask(f"{service}.{method}", payload, answer)
+        asked = self.ask(method, payload, answer)
         if not asked.came(timeout_s) and asked.cancel():
-            raise self._stuck(f"{service}.{method}", timeout_s)
+            raise self._stuck(method, timeout_s)
         return asked.result()
 
     def commit(self, done: list[Done], puts: list[Puts], deadline_s: float) -> bool:
@@ -169,7 +158,7 @@ class HubClient:
 
     def sync(self, timeout_s: float) -> None:
         """Return when the hub has everything that was submitted so far."""
-        self.call("registry", "sync", None, timeout_s)
+        self.call("registry.sync", None, timeout_s)
 
     def fetch(self, key: str, timeout_s: float) -> Any:
         """A published value; waits until somebody publishes it."""
@@ -179,12 +168,18 @@ class HubClient:
             raise self._stuck(f"registry.fetch({key!r})", timeout_s)
         return asked.result()
 
-    def _encoded(self, method: str, payload: Any) -> msgspec.Raw:
-        """What the wire has no form for fails here, in its sender's thread."""
-        try:
-            return msgspec.Raw(self._encoder.encode(payload))
+    def _submit(self, method: str, payload: Any, asked: Asked[Any] | None) -> None:
+        try:  # what the wire has no form for fails here, in its sender's thread
+            request = _Request(method, msgspec.Raw(self._encoder.encode(payload)))
         except (TypeError, OverflowError) as error:
             raise RunError(f"{self.identity}: {method} cannot be sent to the hub: {error}") from error
+        with self._lock:
+            self._check_open()
+            if asked is not None:
+                asked.seq = self._next_seq
+                self._asked[asked.seq] = asked
+            self._add(request)
+        self.wake()
 
     def _add(self, request: _Request) -> None:
         self._last = None
@@ -294,9 +289,8 @@ class HubClient:
         while self._queue:
             first_seq = self._first_sent + len(self._sent)
             with self._lock:
-                requests = [
-                    self._queue.popleft() for _ in range(min(len(self._queue), _MAX_REQUESTS_PER_MESSAGE))
-                ]
+                num_requests = min(len(self._queue), _MAX_REQUESTS_PER_MESSAGE)
+                requests = [self._queue.popleft() for _ in range(num_requests)]
                 if not self._queue:
                     self._last = None  # what is on its way is not added to
             self._sent.extend(requests)
@@ -374,7 +368,7 @@ class HubClient:
         """A handler's error must not end the io thread: it is logged, with its traceback."""
         try:
             handler(*args)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  boundary: handlers are others' code
             _log.exception("%s: handler %r failed", self.identity, handler)
 
     def _fail_all(self, reason: str) -> None:

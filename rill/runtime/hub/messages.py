@@ -168,20 +168,20 @@ class Cancel(_Message):
     """The number of the request."""
 
 
-class Settle(_Message):
-    """Memory that nobody looks at any more, and items that nobody began to work on."""
-
-    channel: str
-    released: list[int]
-    returned: list[int]
-
-
-class GiveBack(_Message):
-    """Items whose consumer failed at them: somebody else may try, up to the channel's limit."""
+class Release(_Message):
+    """Items whose memory nobody looks at any more."""
 
     channel: str
     ids: list[int]
-    error: str
+
+
+class GiveBack(_Message):
+    """Items that are somebody else's again. With an error the consumer failed at them: that is counted, up to the
+    channel's limit."""
+
+    channel: str
+    ids: list[int]
+    error: str = ""
 
 
 # --- devices ----------------------------------------------------------------------------------------------

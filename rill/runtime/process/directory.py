@@ -59,7 +59,7 @@ class Directory:
             "roster": pickle.dumps(roster),
         }
         if is_awaited:
-            self._context.hub.call("registry", "group", word, _ASK_WAIT_S)
+            self._context.hub.call("registry.group", word, _ASK_WAIT_S)
         else:
             self._context.hub.submit("registry.group", word)
 
@@ -71,7 +71,7 @@ class Directory:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or any(address.identity in self._dead for address in roster.addresses):
-            word = self._context.hub.call("registry", "group_word", group, _ASK_WAIT_S)
+            word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
             if word and word["version"] > roster.version:
                 found: Roster = pickle.loads(word["roster"])
                 roster = found if found.addresses else roster  # none: it is about to start elsewhere
@@ -80,7 +80,7 @@ class Directory:
 
     def everybody(self) -> list[WorkerAddress]:
         """Who is in the run now, the driver too, as the hub knows it."""
-        values = self._context.hub.call("registry", "values", "address/", _ASK_WAIT_S)
+        values = self._context.hub.call("registry.values", "address/", _ASK_WAIT_S)
         return [replace(WorkerAddress(*found), gpus=()) for found in values.values()]
 
     def is_dead(self, identity: str) -> bool:
@@ -149,7 +149,7 @@ class Directory:
         self._newest[change["group"]] = change["version"]
 
     def _find_relaunched(self, group: str, rank: int, last_dead: str) -> WorkerAddress:
-        values = self._context.hub.call("registry", "values", _key(group, rank), _ASK_WAIT_S)
+        values = self._context.hub.call("registry.values", _key(group, rank), _ASK_WAIT_S)
         found = values.get(_key(group, rank))
         address = self._learn(found) if found is not None else None
         if address is None or address.identity in self._dead:
@@ -166,7 +166,7 @@ class Directory:
         return address
 
     def _check_rank(self, group: str, rank: int) -> None:
-        word = self._context.hub.call("registry", "group_word", group, _ASK_WAIT_S)
+        word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
         if word and rank not in word["ranks"]:
             ranks = ", ".join(map(str, word["ranks"]))
             raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")

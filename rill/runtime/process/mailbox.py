@@ -53,7 +53,11 @@ class Mailbox:
         self._key = key
         self.tcp_endpoint = ""
         if tcp_host:
-            self.tcp_endpoint = bind_tcp(self._inbox, tcp_host, key)
+            if key is None:
+                raise RunError(f"a port on {tcp_host} that other nodes can reach needs a session key")
+            key.guard(self._inbox)
+            port = self._inbox.bind_to_random_port(f"tcp://{tcp_host}")
+            self.tcp_endpoint = f"tcp://{tcp_host}:{port}"
         self._handlers: dict[bytes, Handler] = {}
         self._peers: dict[str, _Peer] = {}
         self._by_token: dict[bytes, _Peer] = {}
@@ -278,15 +282,6 @@ def _split(frames: Sequence[Any]) -> _Parts:
             small.append(None)
             large.append(zmq.Frame(frame, copy=True))
     return small, large
-
-
-def bind_tcp(socket: zmq.Socket[Any], host: str, key: SessionKey | None) -> str:
-    """Bind a free port that only holders of `key` can use; returns the endpoint they connect to."""
-    if key is None:
-        raise RunError(f"a port on {host} that other nodes can reach needs a session key")
-    key.guard(socket)
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return f"tcp://{host}:{port}"
 
 
 def free_port(host: str) -> int:

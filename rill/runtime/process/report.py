@@ -103,7 +103,7 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
     """`message` about a passed deadline, with the report written and its summary added, or the report of another."""
     try:
         path = report_path(context)
-        other = context.hub.call("registry", "claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
+        other = context.hub.call("registry.claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
         if other:
             return f"{message}; {other}, written for another wait, has the whole picture"
         report = collect(context, own)
@@ -132,9 +132,9 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
             mailbox.post(address.endpoint_from(context.site.node_id), [DUMP, reply_to])
         if others:
             arrived.wait(ASK_S)
-    channels = hub.call("broker", "all_stats", None, ASK_S)
-    turns = hub.call("locks", "turns", None, ASK_S)
-    channel_waits = hub.call("broker", "waits", None, ASK_S)
+    channels = hub.call("broker.all_stats", None, ASK_S)
+    turns = hub.call("locks.turns", None, ASK_S)
+    channel_waits = hub.call("broker.waits", None, ASK_S)
     edges = _edges(answers, channels, turns, channel_waits)
     if own is not None and not any(edge.waiter == own.waiter for edge in edges):
         edges.insert(0, own)

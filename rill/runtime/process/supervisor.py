@@ -21,7 +21,7 @@ from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
-from rill.runtime.group import ClassRef, Move, Roster
+from rill.runtime.group import Move, Roster, check_class
 from rill.runtime.handle import Handle, Reply
 from rill.runtime.hub.membership import LEFT
 from rill.runtime.process.agent_client import NodeClient
@@ -73,7 +73,8 @@ class Supervisor:
 
     def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
         """Start a group. Nothing is left of one that an agent refuses."""
-        payload = pack_inline(encode_arguments((ClassRef.of(cls),), options.init_kwargs))
+        check_class(cls)
+        payload = pack_inline(encode_arguments((cls,), options.init_kwargs))
         with self._lock:
             self._check_name(options.name)
             seats = resolve(options.placement, self._devices())

@@ -14,7 +14,8 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,21 +101,23 @@ def _task_stacks() -> str:
     counts: Counter[str] = Counter()
     for loop in list(_loops):
         if not loop.is_closed():
-            counts.update(_stack_of(task) for task in asyncio.all_tasks(loop))
+            counts.update("".join(map(_line, frames_of(task))) for task in asyncio.all_tasks(loop))
     shown = [f"{count} task(s) at\n{stack}" for stack, count in counts.most_common(MAX_PLACES)]
     return "\n".join(shown)
 
 
-def _stack_of(task: asyncio.Task[Any]) -> str:
-    lines: list[str] = []
+def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """Where a task that has not ended waits, outermost first."""
     waited: Any = task.get_coro()
     while waited is not None:
         frame = getattr(waited, "cr_frame", None) or getattr(waited, "gi_frame", None)
         if frame is not None:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
+            yield frame
         waited = getattr(waited, "cr_await", None) or getattr(waited, "gi_yieldfrom", None)
-    return "".join(lines)
+
+
+def _line(frame: FrameType) -> str:
+    return f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
 
 
 def answer_dumps(mailbox: Mailbox, identity: str) -> None:

@@ -18,7 +18,6 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ from rill.telemetry import trace
 
 if TYPE_CHECKING:
     from rill.runtime.device.device import Device
-    from rill.runtime.group import ClassRef
 
 HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
 INIT, MEMBERS = "__init__", "__members__"
@@ -153,10 +151,10 @@ class WorkerProcess:
             recorder.end()
 
     def _invoke(self, call: Call) -> Any:
-        args, kwargs = self.context.parcels.unpack(call.payload, device=self.context.torch_device)
         if call.method == INIT:
-            self._build(args[0], kwargs)
+            self._build(call.payload)
             return None
+        args, kwargs = self.context.parcels.unpack(call.payload, device=self.context.torch_device)
         if self._worker is None:
             raise UserError(
                 f"{self._name} was not initialised: its __init__ failed ({self._init_error}), relaunch it or close "
@@ -168,9 +166,11 @@ class WorkerProcess:
         value = getattr(self._worker, call.method)(*args, **kwargs)
         return asyncio.run(value) if inspect.iscoroutine(value) else value
 
-    def _build(self, target: ClassRef, kwargs: Mapping[str, Any]) -> None:
+    def _build(self, payload: Frames) -> None:
+        """Reading it imports the worker's class."""
         try:
-            self._worker = build(target.load(), self._spec, kwargs)
+            (cls,), kwargs = self.context.parcels.unpack(payload, device=self.context.torch_device)
+            self._worker = build(cls, self._spec, kwargs)
         except BaseException as error:
             self._init_error = f"{type(error).__name__}: {error}"
             raise

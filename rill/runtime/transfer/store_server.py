@@ -49,6 +49,6 @@ def serve_store(site: Site, hub: HubClient) -> ByteServer:
 
     server = ByteServer(site.host, site.key, read)
     hub.on("store_unlink", carry_out)
-    hub.call("registry", "register", {"serves_store": True}, _HUB_S)
-    hub.call("registry", "publish", [f"store/{site.node_id}", server.endpoint, True], _HUB_S)
+    hub.call("registry.register", {"serves_store": True}, _HUB_S)
+    hub.call("registry.publish", [f"store/{site.node_id}", server.endpoint, True], _HUB_S)
     return server
