@@ -144,9 +144,8 @@ class Cluster:
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
         those that ended after this time.time()."""
-        records: list[CallRecord] = self.context.hub.call(
-            "history.calls", since_s, HUB_WAIT_S, list[CallRecord]
-        )
+        hub = self.context.hub
+        records: list[CallRecord] = hub.call("history.calls", since_s, HUB_WAIT_S, list[CallRecord])
         return records
 
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
@@ -212,9 +211,8 @@ class Cluster:
         if key is not None:
             key.save(session.session_dir)  # for the hub
         mailbox = Mailbox(f"ipc://{session.session_dir}/driver", tcp_host=node.host if key else None, key=key)
-        address = WorkerAddress(
-            DRIVER_GROUP, 0, node.node_id, os.getpid(), mailbox.endpoint, mailbox.tcp_endpoint
-        )
+        endpoints = (mailbox.endpoint, mailbox.tcp_endpoint)
+        address = WorkerAddress(DRIVER_GROUP, 0, node.node_id, os.getpid(), *endpoints)
         site = Site(
             session_id=session.session_id,
             session_dir=session.session_dir,

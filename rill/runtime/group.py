@@ -32,9 +32,7 @@ W_co = TypeVar("W_co", bound=Worker, covariant=True)
 def check_class(cls: type[Worker]) -> None:
     """UserError where a group of this class could not be launched or called."""
     if "<locals>" in cls.__qualname__:
-        raise UserError(
-            f"{cls.__qualname__} is defined inside a function: move it to the top level of a module"
-        )
+        raise UserError(f"{cls.__qualname__} is defined inside a function: move it to the top of a module")
     hidden = sorted(set(callable_methods(cls)) & {n for n in vars(WorkerGroup) if n[0] != "_"})
     if hidden:
         raise UserError(
@@ -188,9 +186,8 @@ class WorkerGroup(Generic[W_co]):
 
     def _check_method(self, method: str) -> None:
         if method not in self._methods:
-            raise AttributeError(
-                unknown_name_message(f"method of {self._cls.__name__}", method, list(self._methods))
-            )
+            what = f"method of {self._cls.__name__}"
+            raise AttributeError(unknown_name_message(what, method, list(self._methods)))
 
 
 class Selection(Generic[W_co]):

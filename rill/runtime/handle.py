@@ -170,17 +170,12 @@ class Handle:
             in_time = latch.wait(timeout_s)
         if not in_time:
             waited_s = time.monotonic() - self._started_s
-            message = (
-                f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s "
-                f"(called {waited_s:.1f} s ago)"
-            )
-            raise self._diagnose(message, timeout_s)
+            missing = f"{self.method} has not ended on {', '.join(self._missing())} within {timeout_s:g} s"
+            raise self._diagnose(f"{missing} (called {waited_s:.1f} s ago)", timeout_s)
 
     def _waits_on(self) -> str:
         """For the stuck-run report: the first rank that has not answered."""
         return next(iter(self._missing()), "")
 
     def _missing(self) -> list[str]:
-        return [
-            target.name for target, reply in zip(self.targets, self._replies, strict=True) if reply is None
-        ]
+        return [t.name for t, reply in zip(self.targets, self._replies, strict=True) if reply is None]

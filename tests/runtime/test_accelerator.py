@@ -70,7 +70,7 @@ def test_a_label_that_no_node_has_or_that_two_share_is_refused() -> None:
     nodes = [Node(node_id="node0", labels=frozenset({"a", "b"})), Node(node_id="node1")]
     with pytest.raises(PlanError, match=r"no node has the label or id 'c'; there are a, b, node0, node1"):
         devices_of_nodes({"c": "cpu:1"}, nodes)
-    with pytest.raises(PlanError, match="node0 is meant by 'a' and by 'b'"):
+    with pytest.raises(PlanError, match="node0 is meant by 'a' and 'b'"):
         devices_of_nodes({"a": "cpu:1", "b": "cpu:2"}, nodes)
     with pytest.raises(UnknownNameError, match="'cuda' is taken"):
         ACCELERATORS.register("cuda", "tests.runtime.npu:Npu")

@@ -12,9 +12,9 @@ import pytest
 
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
 from rill.runtime.hub import journal as hub_journal
+from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import ChannelOptions, Grant, Requests
-from rill.runtime.hub.server import HubClient
 from rill.runtime.hub.state import Machine
 from tests.runtime.hub_fakes import FakeHub, HubProcess, hub_process, put, take, values_of
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rill.errors import RunError, StuckError
-from rill.runtime.hub.server import HubClient, hub_command
+from rill.runtime.hub.client import HubClient
+from rill.runtime.hub.server import hub_command
 from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import KEY_NAME, SessionKey

@@ -120,10 +120,8 @@ class Consumer:
                 return [self._ahead.popleft()]
             elif not self.producer.is_bounded:
                 is_quick = now_s - self._refilled_s < QUICK_S * self._num_given
-                self._num_ahead = (
-                    min(MAX_AHEAD, 2 * self._num_ahead) if is_quick else self._num_ahead // 2 or 1
-                )
-                take.max_items = self._num_ahead
+                more, less = min(MAX_AHEAD, 2 * self._num_ahead), max(1, self._num_ahead // 2)
+                take.max_items = self._num_ahead = more if is_quick else less
             return None
 
     def _accept(self, take: Take, grant: Grant) -> list[Item]:

@@ -97,9 +97,7 @@ class Lease:
     def add(self, channel: str, descriptor: Descriptor) -> None:
         """A put joins."""
         if self.state is not LeaseState.OPEN:
-            raise RunError(
-                f"put into {channel!r} under a lease that is {self.state.value}: put before `done`"
-            )
+            raise RunError(f"put into {channel!r} under a lease that is {self.state.value}: put it before")
         if self._puts and self._puts[-1].channel == channel:
             self._puts[-1].items.append(descriptor)
         else:

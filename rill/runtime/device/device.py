@@ -74,9 +74,7 @@ def devices_of_nodes(wanted: DeviceSpec, nodes: Sequence[Node]) -> dict[str, Nod
     for node in nodes:
         names = [name for name in wanted if name in node.labels or name == node.node_id]
         if len(names) > 1:
-            raise PlanError(
-                f"devices: {node.node_id} is meant by {' and by '.join(map(repr, names))}: give one"
-            )
+            raise PlanError(f"devices: {node.node_id} is meant by {' and '.join(map(repr, names))}: give one")
         chosen[node.node_id] = wanted[names[0]] if names else wanted.get("*", ())
     return chosen
 

@@ -250,8 +250,6 @@ class DeviceLock:
             with trace.span("offload", lane=self._context.address.name):
                 self._worker.offload()
         except Exception as error:  # noqa: BLE001  user code: its failure is raised at this worker's next turn
-            _log.exception(
-                "%s: offload failed after %.1f s", self._context.address.name, time.monotonic() - started_s
-            )
+            _log.exception("%s: offload failed", self._context.address.name)
             self._error = error
         self._context.recorder.offloaded(time.monotonic() - started_s)

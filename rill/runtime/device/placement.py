@@ -89,18 +89,15 @@ def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
         ranks = _ranks_of(entry)
         if ranks is None:
             raise PlanError(
-                f"placement {text!r}: give processes to every part, as in '0-1:0,2-3:1', or to none"
+                f"placement {text!r}: give processes to all parts, as in '0-1:0,2-3:1', or to none"
             )
-        for rank, chosen in zip(
-            ranks, _share_out(_devices_of(entry, devices, text), len(ranks), text), strict=True
-        ):
+        shares = _share_out(_devices_of(entry, devices, text), len(ranks), text)
+        for rank, chosen in zip(ranks, shares, strict=True):
             if rank in held:
                 raise PlanError(f"placement {text!r} places process {rank} twice")
             held[rank] = chosen
     if sorted(held) != list(range(len(held))):
-        raise PlanError(
-            f"placement {text!r} places processes {sorted(held)}: they must count from 0 without gaps"
-        )
+        raise PlanError(f"placement {text!r} places processes {sorted(held)}: they count from 0 without gaps")
     return [held[rank] for rank in range(len(held))]
 
 
@@ -122,9 +119,7 @@ def _split_entries(text: str) -> list[str]:
 def _match(entry: str) -> re.Match[str]:
     match = _ENTRY.match(entry)
     if match is None:
-        raise PlanError(
-            f"placement {entry!r} cannot be read: use forms such as '0-3', 'all', '0-3:0-7' or 'arm:0'"
-        )
+        raise PlanError(f"placement {entry!r} cannot be read: write '0-3', 'all', '0-3:0-7' or 'arm:0'")
     return match
 
 
@@ -162,20 +157,16 @@ def _numbers(text: str, entry: str) -> list[int]:
     return numbers
 
 
-def _share_out(chosen: list[Device], num_processes: int, text: str) -> list[list[Device]]:
-    if num_processes >= len(chosen):
-        if num_processes % len(chosen):
-            raise PlanError(
-                f"placement {text!r}: {num_processes} processes cannot share {len(chosen)} devices evenly"
-            )
-        to_a_device = num_processes // len(chosen)
-        return [[chosen[n // to_a_device]] for n in range(num_processes)]
-    if len(chosen) % num_processes:
-        raise PlanError(
-            f"placement {text!r}: {len(chosen)} devices do not divide over {num_processes} processes"
-        )
-    each = len(chosen) // num_processes
-    return [chosen[n * each : (n + 1) * each] for n in range(num_processes)]
+def _share_out(chosen: list[Device], count: int, text: str) -> list[list[Device]]:
+    if count >= len(chosen):
+        if count % len(chosen):
+            raise PlanError(f"placement {text!r}: {count} processes cannot share {len(chosen)} devices")
+        to_a_device = count // len(chosen)
+        return [[chosen[n // to_a_device]] for n in range(count)]
+    if len(chosen) % count:
+        raise PlanError(f"placement {text!r}: {len(chosen)} devices do not divide over {count} processes")
+    each = len(chosen) // count
+    return [chosen[n * each : (n + 1) * each] for n in range(count)]
 
 
 def _pick(ids: Sequence[int], devices: Sequence[Device], text: str) -> list[Device]:
@@ -192,7 +183,7 @@ def _check_one_node(seat: Seat, placement: object) -> None:
         raise PlanError(f"placement {placement!r}: process {seat.rank} has no device")
     if len(nodes) > 1:
         raise PlanError(
-            f"placement {placement!r}: process {seat.rank} would hold devices of {', '.join(nodes)}"
+            f"placement {placement!r}: process {seat.rank} is on {' and '.join(nodes)}: not one node"
         )
 
 

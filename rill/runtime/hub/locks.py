@@ -17,6 +17,7 @@ so a late answer never hides memory that is there. A dead process holds nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -44,26 +45,26 @@ class Readiness(IntEnum):
     NO_DATA = 2
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """One group's turn."""
 
-    def __init__(self, turn_id: int, group: str, devices: frozenset[int], channels: tuple[str, ...]) -> None:
-        self.id = turn_id
-        self.group = group
-        self.devices = devices
-        self.channels = channels
-        self.state = TurnState.WAITING
-        self.is_resumed = False
-        """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
-        self.asked: dict[str, tuple[int, float]] = {}
-        """client -> (seq, since): waiting to be let in."""
-        self.inside: set[str] = set()
-        self.entered: set[str] = set()
-        """Names of the ranks that have been in."""
-        self.linger_until_s: float | None = None
-        """All who came have left; until then the turn waits for ranks that have not come yet."""
-        self.lending: set[str] = set()
-        """Clients that were asked to lend and have not answered."""
+    id: int
+    group: str
+    devices: frozenset[int]
+    channels: tuple[str, ...]
+    state: TurnState = TurnState.WAITING
+    is_resumed: bool = False
+    """A rank of it has its data in hand already, because it lent the devices while it waited, or needs none."""
+    asked: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """client -> (seq, since): waiting to be let in."""
+    inside: set[str] = field(default_factory=set)
+    entered: set[str] = field(default_factory=set)
+    """Names of the ranks that have been in."""
+    linger_until_s: float | None = None
+    """All who came have left; until then the turn waits for ranks that have not come yet."""
+    lending: set[str] = field(default_factory=set)
+    """Clients that were asked to lend and have not answered."""
 
 
 class LockService:
@@ -96,7 +97,7 @@ class LockService:
         turn.asked[client] = (seq, self._machine.now_s)
         if turn.state == TurnState.HELD:
             self._let_in(turn)
-        self._advance()
+        self.advance()
 
     def _find_turn(self, group: str, client: str, is_resumed: bool) -> Turn | None:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in.
@@ -117,21 +118,21 @@ class LockService:
         for turn in list(self._turns):
             if turn.id == turn_id:
                 self._leave(turn, client)
-        self._advance()
+        self.advance()
 
     def on_hurry(self, client: str, seq: int, payload: None) -> None:
         """Another thread of a waiting process has work that needs no data."""
         for turn in self._turns:
             if client in turn.asked:
                 turn.is_resumed = True
-        self._advance()
+        self.advance()
 
     def on_cancel(self, client: str, seq: int, payload: None) -> None:
         """A deadline passed: the wait is taken back, unless it was granted just now."""
         for turn in list(self._turns):
             if turn.asked.pop(client, None) is not None:
                 self._end_if_empty(turn)
-        self._advance()
+        self.advance()
 
     def on_evicted(self, client: str, seq: int, answer: Evicted) -> None:
         """A process that was told to has given its memory back, or works again already and keeps it."""
@@ -146,18 +147,18 @@ class LockService:
                 self._leave(turn, client)
         if not answer.is_kept:
             self._resident.pop(client, None)
-        self._advance()
+        self.advance()
 
     def on_coreside(self, client: str, seq: int, groups: list[str]) -> bool:
         """These groups fit on their devices together: they need no turns among themselves."""
         self._fits.append(frozenset(groups))
-        self._advance()
+        self.advance()
         return True
 
     def on_take_turns(self, client: str, seq: int, groups: list[str]) -> bool:
         """Undo `coreside` for these groups; the others of a grant still fit together."""
         self._fits = [fit - frozenset(groups) for fit in self._fits]
-        self._advance()
+        self.advance()
         return True
 
     # --- what else happens --------------------------------------------------------------------------------
@@ -171,15 +172,12 @@ class LockService:
         for turn in list(self._turns):
             if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
                 self._turns.remove(turn)
-        self._advance()
-
-    def members_changed(self) -> None:
-        self._advance()
+        self.advance()
 
     def channels_changed(self) -> None:
-        """Data came or went, or somebody began to wait: it may be another group's turn."""
+        """Data came or went, or somebody began to wait."""
         if any(turn.state == TurnState.WAITING for turn in self._turns):
-            self._advance()
+            self.advance()
 
     def end_client(self, client: str) -> None:
         self._resident.pop(client, None)
@@ -189,11 +187,12 @@ class LockService:
             self._leave(turn, client)
             self._end_if_empty(turn)
             turn.entered.discard(name_of(client))  # relaunched, it joins its group's turn again
-        self._advance()
+        self.advance()
 
     # --- whose turn it is ---------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Something has changed: it may be another group's turn."""
         while self._advance_once():
             pass
 
@@ -214,7 +213,7 @@ class LockService:
             for turn in waiting:
                 if self._readiness(turn) != wanted:
                     continue
-                holders = [t for t in self._turns if t.state != TurnState.WAITING and self._conflict(turn, t)]
+                holders = self._holders(turn)
                 if not holders and not any(self._conflict(turn, earlier) for earlier in reserved):
                     turn.state = TurnState.EVICTING
                     return True
@@ -266,9 +265,7 @@ class LockService:
         if not all(client in blocked_on for client in holder.inside):
             return
         waited = set().union(*(blocked_on[client] for client in holder.inside))
-        if not any(self._works_on(wanting, channel) for channel in waited) and not self._feeds(
-            wanting, waited
-        ):
+        if not (any(self._works_on(wanting, name) for name in waited) or self._feeds(wanting, waited)):
             return
         holder.lending = set(holder.inside)
         for client in sorted(holder.inside):
@@ -308,50 +305,42 @@ class LockService:
             if channel in seen:
                 continue
             seen.add(channel)
-            may_put = {
-                g
-                for g, names in named.items()
-                if channel in names and not view.role_of(g, channel).is_consumer
-            }
+            around = [group for group, names in named.items() if channel in names]
+            may_put = {group for group in around if not view.role_of(group, channel).is_consumer}
             for group in view.producers_of(channel) | may_put:
                 if group == turn.group:
                     return True
                 frontier += view.taken_by(group) | named.get(group, set())
         return False
 
+    def _holders(self, turn: Turn) -> list[Turn]:
+        return [t for t in self._turns if t.state != TurnState.WAITING and self._conflict(turn, t)]
+
     def _conflict(self, one: Turn, other: Turn) -> bool:
         if one.group == other.group:
             return True
-        return bool(one.devices & other.devices) and not self._fit(one.group, other.group)
+        return bool(one.devices & other.devices) and not self._is_at_home(one.group, other.group)
 
-    def _fit(self, one: str, other: str) -> bool:
-        return any(one in groups and other in groups for groups in self._fits)
+    def _is_at_home(self, one: str, other: str) -> bool:
+        """Whether they may be on one device together."""
+        return one == other or any(one in groups and other in groups for groups in self._fits)
 
     def _residents_in_the_way(self, turn: Turn) -> list[str]:
-        return sorted(
-            client
-            for client, devices in self._resident.items()
-            if group_of(client) != turn.group
-            and devices & turn.devices
-            and not self._fit(group_of(client), turn.group)
-        )
+        others = [c for c, devices in self._resident.items() if devices & turn.devices]
+        return sorted(c for c in others if not self._is_at_home(group_of(c), turn.group))
 
     def on_turns(self, client: str, seq: int, payload: None) -> Any:
-        return [
-            {
-                "turn": turn.id,
-                "group": turn.group,
-                "state": turn.state,
-                "devices": sorted(turn.devices),
-                "channels": list(turn.channels),
-                "inside": sorted(name_of(client) for client in turn.inside),
-                "waiting": {client: since_s for client, (_, since_s) in turn.asked.items()},
-                "behind": [
-                    t.group for t in self._turns if t.state != TurnState.WAITING and self._conflict(turn, t)
-                ]
-                if turn.state == TurnState.WAITING
-                else [],
-                "has_data": self._readiness(turn) is Readiness.READY,
-            }
-            for turn in self._turns
-        ]
+        return [self._row(turn) for turn in self._turns]
+
+    def _row(self, turn: Turn) -> dict[str, Any]:
+        return {
+            "turn": turn.id,
+            "group": turn.group,
+            "state": turn.state,
+            "devices": sorted(turn.devices),
+            "channels": list(turn.channels),
+            "inside": sorted(name_of(client) for client in turn.inside),
+            "waiting": {client: since_s for client, (_, since_s) in turn.asked.items()},
+            "behind": [t.group for t in self._holders(turn)] if turn.state == TurnState.WAITING else [],
+            "has_data": self._readiness(turn) is Readiness.READY,
+        }

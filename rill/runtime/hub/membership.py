@@ -98,7 +98,7 @@ class Membership:
         if "devices" in info:
             seat = (int(client.rpartition("#")[2]), frozenset(info["devices"]))
             self._seats.setdefault(group, {})[info["rank"]] = seat
-            self._machine.locks.members_changed()
+            self._machine.locks.advance()
         return True
 
     def on_group(self, client: str, seq: int, word: dict[str, Any]) -> bool:
@@ -115,7 +115,7 @@ class Membership:
         for other in list(self._machine.streams):
             if other != client:
                 self._machine.push(other, "group_changed", change)
-        self._machine.locks.members_changed()
+        self._machine.locks.advance()
         self._machine.broker.members_changed()
         return True
 

@@ -20,14 +20,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Ping, Requests, ToHub
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
-
-__all__ = ["Hub", "HubClient", "hub_command", "main"]
 
 _MAX_MESSAGES_PER_ROUND = 256
 _POLL_MS = 500
@@ -48,9 +45,7 @@ def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Pat
 class Hub:
     """One ROUTER socket over a Machine."""
 
-    def __init__(
-        self, session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None
-    ) -> None:
+    def __init__(self, session_dir: Path, endpoint: str, *, tcp: str, shm_dir: Path | None) -> None:
         self._shm_dir = shm_dir
         self._journal = HubJournal(session_dir)
         self._machine: Machine = self._journal.recover(Machine)
@@ -90,13 +85,12 @@ class Hub:
         self._journal.close()
 
     def _poll_ms(self) -> int:
-        due_s = self._machine.next_due_s()
-        return (
-            _POLL_MS if due_s is None else max(0, min(_POLL_MS, 1 + int(1000 * (due_s - time.monotonic()))))
-        )
+        due_s = self._machine.locks.next_due_s()
+        wait_ms = _POLL_MS if due_s is None else 1 + int(1000 * (due_s - time.monotonic()))
+        return max(0, min(_POLL_MS, wait_ms))
 
     def _tick(self) -> None:
-        due_s, now_s = self._machine.next_due_s(), time.monotonic()
+        due_s, now_s = self._machine.locks.next_due_s(), time.monotonic()
         if due_s is not None and due_s <= now_s:
             self._journal.append_tick(now_s)
             self._machine.tick(now_s)
@@ -179,14 +173,11 @@ def main(argv: list[str] | None = None) -> None:
     """`python -m rill.runtime.hub.server`."""
     parser = argparse.ArgumentParser(description="the control plane of one rill cluster")
     parser.add_argument("--session-dir", type=Path, required=True)
-    parser.add_argument(
-        "--endpoint", default="", help="ipc://PATH; default: hub.sock in the session directory"
-    )
+    parser.add_argument("--endpoint", required=True, help="ipc://PATH")
     parser.add_argument("--tcp", default="", help="tcp://HOST:PORT for clients on other machines")
     parser.add_argument("--shm-dir", type=Path, default=None)
     args = parser.parse_args(argv)
-    endpoint = args.endpoint or f"ipc://{args.session_dir}/hub.sock"
-    hub = Hub(args.session_dir, endpoint, tcp=args.tcp, shm_dir=args.shm_dir)
+    hub = Hub(args.session_dir, args.endpoint, tcp=args.tcp, shm_dir=args.shm_dir)
 
     def stop(_signum: int, _frame: object) -> None:
         hub.is_stopping = True

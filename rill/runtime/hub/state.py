@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,16 +24,14 @@ from rill.runtime.hub.messages import OutKind
 from rill.runtime.hub.service import Handler, ServiceError, handlers_of
 
 
+@dataclass(slots=True)
 class Stream:
     """Both directions of one client."""
 
-    __slots__ = ("expected", "next_out", "outbox")
-
-    def __init__(self) -> None:
-        self.expected = 1
-        self.next_out = 1
-        self.outbox: deque[tuple[int, int, Any, Any]] = deque()
-        """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
+    expected: int = 1
+    next_out: int = 1
+    outbox: deque[tuple[int, int, Any, Any]] = field(default_factory=deque)
+    """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
 
     def confirm(self, out: int) -> None:
         """The client has everything up to `out`."""
@@ -136,10 +135,6 @@ class Machine:
         self.broker.end_client(client)
         self.locks.end_client(client)
         self._settle()
-
-    def next_due_s(self) -> float | None:
-        """When a service wants `tick`."""
-        return self.locks.next_due_s()
 
     def tick(self, now_s: float) -> None:
         """Time has passed: an event like any other."""

@@ -95,6 +95,4 @@ class BrokerView:
 
 
 def _rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
-    return {
-        name: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for name, t in side.items()
-    }
+    return {n: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for n, t in side.items()}

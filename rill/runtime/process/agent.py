@@ -211,10 +211,8 @@ class Agent:
             restart = child.request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
             if restart:
                 self._start(child.request, recent)
-            tail = _tail(child.request.log_path)
-            exited = Exited(
-                key=child.request.key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart
-            )
+            tail, key = _tail(child.request.log_path), child.request.key
+            exited = Exited(key=key, pid=pid, exit_code=exit_code, log_tail=tail, is_restarted=restart)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send_message(self.control, exited)
 

@@ -77,12 +77,7 @@ class LocalNode:
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
-        spec = AgentSpec(
-            session_dir=self.session_dir,
-            shm_dir=self.shm_dir,
-            sys_path=list(sys.path),
-            preload=events.preload,
-        )
+        spec = AgentSpec(self.session_dir, self.shm_dir, list(sys.path), events.preload)
         send_message(self._control, spec)
         self._reader = threading.Thread(target=self._read_events, name="rill-node-events", daemon=True)
         self._reader.start()

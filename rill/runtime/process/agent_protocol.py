@@ -61,7 +61,7 @@ class Exited:
 Request = Start | Kill | Shutdown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AgentSpec:
     """What an agent needs to know from its start."""
 

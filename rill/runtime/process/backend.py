@@ -63,9 +63,7 @@ class LocalBackend:
         own = [*node_labels, *[()] * (num_nodes - len(node_labels))]
         self._first = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
         by_node = devices_of_nodes(devices, self._first)
-        self._devices = {
-            node.node_id: local_devices(by_node[node.node_id], labels=node.labels) for node in self._first
-        }
+        self._devices = {n.node_id: local_devices(by_node[n.node_id], labels=n.labels) for n in self._first}
         self.is_spread = num_nodes > 1 or elastic
         self._num_made = num_nodes
         self._nodes: dict[str, tuple[Node, Session]] = {}
@@ -88,9 +86,7 @@ class LocalBackend:
 
     def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
         if not self.is_spread:
-            raise RunError(
-                "this cluster was opened for one node: give Cluster(elastic=True), or use Cluster.ray, to add others"
-            )
+            raise RunError("this cluster was opened for one node: others need elastic=True, or Cluster.ray")
         assert self._driver_session is not None
         node = Node(node_id=f"node{self._num_made}", host=host or "127.0.0.1", labels=frozenset(labels))
         found = local_devices(devices, labels=node.labels)

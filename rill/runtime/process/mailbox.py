@@ -200,9 +200,7 @@ class _Peer:
     """One other mailbox: a PUSH socket, made at the first message, and both directions' counts. ZeroMQ sockets may be
     used by one thread at a time, hence the lock."""
 
-    def __init__(
-        self, context: zmq.Context[Any], endpoint: str, reply_to: str, key: SessionKey | None
-    ) -> None:
+    def __init__(self, context: Any, endpoint: str, reply_to: str, key: SessionKey | None) -> None:
         self.outgoing: Outgoing[_Parts] = Outgoing()
         self.incoming = Incoming()
         self._context = context

@@ -90,9 +90,7 @@ class RayBackend:
         unused = [raw for raw in self._unused() if host in (None, raw["NodeManagerAddress"])]
         if not unused:
             where = "" if host is None else f" at {host}"
-            raise RunError(
-                f"the Ray cluster has no further node{where}: start one with `ray start --address=…`"
-            )
+            raise RunError(f"the Ray cluster has no further node{where}: `ray start --address=…` adds one")
         node = self._take(unused[0], labels)
         client = self._start_remote(node)
         try:
@@ -105,9 +103,7 @@ class RayBackend:
     def reopen(self, node_id: str) -> NodeClient:
         if self._local is None or node_id != self._local.node_id:
             self.release(node_id)
-            raise RunError(
-                f"{node_id} is gone from the Ray cluster: add_node takes it back when it is there again"
-            )
+            raise RunError(f"{node_id} is gone from the Ray cluster: add_node takes it back when it is there")
         return self._start_local()
 
     def release(self, node_id: str) -> None:
@@ -164,17 +160,15 @@ class RayNode:
         self._events = events
         self._is_closing = False
         affinity = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
-        actor_class = ray.remote(NodeActor).options(
-            num_cpus=0, max_concurrency=3, scheduling_strategy=affinity
-        )
-        self._actor = actor_class.remote(node, session_id, events.preload, list(sys.path))
+        actor = ray.remote(NodeActor)
+        actor = actor.options(num_cpus=0, max_concurrency=3, scheduling_strategy=affinity)
+        self._actor = actor.remote(node, session_id, events.preload, list(sys.path))
 
     def ready(self, wanted: NodeDevices) -> list[Device]:
         """Wait until the agent runs; the node's devices."""
         try:
-            described = self._ray.get(
-                self._actor.describe.remote(wanted, dict(ACCELERATORS)), timeout=START_WAIT_S
-            )
+            asked = self._actor.describe.remote(wanted, dict(ACCELERATORS))
+            described = self._ray.get(asked, timeout=START_WAIT_S)
         except self._ray.exceptions.RayError as error:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
         self.session_dir, self.shm_dir, devices, num_cores = described
@@ -232,9 +226,7 @@ class NodeActor:
         )
         self._local = LocalNode(node, self._session, events)
 
-    def describe(
-        self, wanted: NodeDevices, accelerators: dict[str, str]
-    ) -> tuple[str, str, list[Device], int]:
+    def describe(self, wanted: NodeDevices, accelerators: dict[str, str]) -> tuple[Any, ...]:
         for name, target in accelerators.items():
             ACCELERATORS.register(name, target)
         session = self._session

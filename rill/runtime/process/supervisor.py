@@ -400,9 +400,7 @@ class Supervisor:
 
     def _check_name(self, name: str) -> None:
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name == DRIVER_GROUP:
-            raise UserError(
-                f"{name!r} cannot name a group: use letters, digits, '-', '_' and '.', not 'driver'"
-            )
+            raise UserError(f"{name!r} cannot name a group: use letters, digits, - _ and . (not 'driver')")
         if self._is_closed:
             raise RunError("the cluster is closed: no group can be launched on it")
         if name in self._groups:

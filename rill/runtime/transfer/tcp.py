@@ -198,10 +198,8 @@ class _Fetch:
             signed = num_bytes
             if self._signed_bytes is not None:
                 signed = max(0, min(self._signed_bytes - self._next, num_bytes))
-            request = Request(
-                self._name, self._offset + self._next, num_bytes, signed, secrets.token_bytes(16)
-            )
-            raw = self._client._encoder.encode(request)
+            place, nonce = self._offset + self._next, secrets.token_bytes(16)
+            raw = self._client._encoder.encode(Request(self._name, place, num_bytes, signed, nonce))
             socket.send_multipart([raw, self._client._key.mac(raw)])
             self._asked.append(raw)
             self._next += num_bytes
