@@ -160,7 +160,9 @@ def _numbers(text: str, entry: str) -> list[int]:
 def _share_out(chosen: list[Device], count: int, text: str) -> list[list[Device]]:
     if count >= len(chosen):
         if count % len(chosen):
-            raise PlanError(f"placement {text!r}: {count} processes cannot share {len(chosen)} devices")
+            raise PlanError(
+                f"placement {text!r}: {count} processes cannot share {len(chosen)} devices evenly"
+            )
         to_a_device = count // len(chosen)
         return [[chosen[n // to_a_device]] for n in range(count)]
     if len(chosen) % count:
