@@ -75,7 +75,7 @@ def test_a_wrong_placement_says_what_is_wrong(placement: object, words: str) -> 
 
 def test_a_process_cannot_hold_devices_of_two_nodes() -> None:
     devices = number([Device(kind="cpu", node_id="a"), Device(kind="cpu", node_id="b")])
-    with pytest.raises(PlanError, match="devices of a, b"):
+    with pytest.raises(PlanError, match="would span a and b"):
         ids("0-1:0", devices)
 
 
