@@ -2,7 +2,6 @@
 
 from rill.weights.auto import chosen_transport
 from rill.weights.base import (
-    TRANSPORTS,
     Publisher,
     Receiver,
     TransportConfig,
@@ -12,32 +11,22 @@ from rill.weights.base import (
     seated,
     take_part,
 )
-from rill.weights.canary import Canary, CanaryProof, CanaryReport, Tolerance
+from rill.weights.canary import Canary, CanaryProof, Tolerance
 from rill.weights.manifest import SealedManifest, WeightManifest
 from rill.weights.sync import (
     Pulled,
-    PullTarget,
-    PullTargets,
-    SyncReport,
     ThreadedTargets,
     WeightSync,
-    WeightSyncConfig,
 )
 
 __all__ = [
     "Canary",
     "CanaryProof",
-    "CanaryReport",
     "ThreadedTargets",
-    "PullTarget",
-    "PullTargets",
     "Pulled",
     "SealedManifest",
-    "SyncReport",
     "Tolerance",
     "WeightSync",
-    "WeightSyncConfig",
-    "TRANSPORTS",
     "Publisher",
     "Receiver",
     "TransportConfig",

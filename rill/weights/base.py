@@ -32,13 +32,13 @@ from rill.weights.buckets import (
     NamedTensors,
     fill,
     full_tensor,
+    is_finite,
     layout,
     plan_buckets,
     start_all_finite,
     views_of,
 )
 from rill.weights.checksum import start_checksum, start_sampled_checksum
-from rill.weights.finite import is_finite
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 
 TRANSPORTS = Registry(

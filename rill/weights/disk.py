@@ -32,7 +32,7 @@ from rill.weights import delta
 from rill.weights.base import Publisher, Receiver, TransportConfig
 from rill.weights.buckets import view_of
 from rill.weights.delta import Codec
-from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 
 
 class FileConfig(TransportConfig):
@@ -77,12 +77,10 @@ class DiskPublisher(Publisher):
 
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
         if self.config.delta:
-            self._buffers.append(
-                buffer_B
-            )  # written in finish(), when it is known whether the layout is the same
+            self._buffers.append(buffer_B)  # written in finish(): is the layout the same?
         else:
             self._write_full(bucket.index, buffer_B, specs)
-        return with_source(bucket, f"bucket-{bucket.index:05d}.safetensors")
+        return replace(bucket, source=f"bucket-{bucket.index:05d}.safetensors")
 
     def location(self, version: PolicyVersion) -> str:
         return str(self.folder)
@@ -126,12 +124,10 @@ class DiskPublisher(Publisher):
             )
             (self._writing / f"bucket-{index:05d}.delta").write_bytes(payload)
         self._previous, self._previous_tensors = self._buffers, manifest.tensors
-        manifest = replace(
-            manifest, extra={"delta": True}
-        )  # receivers keep their buckets for the next difference
+        manifest = replace(manifest, extra={"delta": True})  # receivers keep their buckets for the next one
         if is_full:
             return manifest
-        renamed = tuple(with_source(b, f"bucket-{b.index:05d}.delta") for b in manifest.buckets)
+        renamed = tuple(replace(b, source=f"bucket-{b.index:05d}.delta") for b in manifest.buckets)
         return replace(manifest, buckets=renamed, base_version=self.version)
 
     def _write_full(self, index: int, buffer_B: Tensor, specs: list[TensorSpec]) -> None:
@@ -194,7 +190,7 @@ class DiskReceiver(Receiver):
         if manifest.base_version is not None:
             if bucket.index >= len(held):
                 raise WeightSyncError(
-                    f"version {manifest.version}: bucket {bucket.index} has nothing to differ from"
+                    f"version {manifest.version}: bucket {bucket.index} differs from nothing"
                 )
             return delta.decode(data, held[bucket.index])
         return _unpack(data, manifest, bucket)

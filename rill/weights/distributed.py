@@ -24,7 +24,7 @@ from rill.runtime.transfer import collective
 from rill.types import PolicyVersion
 from rill.weights.base import Publisher, Receiver, TransportConfig
 from rill.weights.buckets import view_of
-from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.tcp import TcpPublisher, TcpReceiver, TcpTransport
 
 GENERATION = "generation"
@@ -63,7 +63,7 @@ class DistributedPublisher(Publisher):
 
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
         self._staged[bucket.index : bucket.index + 1] = [buffer_B]
-        return with_source(bucket, str(bucket.index))
+        return replace(bucket, source=str(bucket.index))
 
     def location(self, version: PolicyVersion) -> str:
         return self.config.address

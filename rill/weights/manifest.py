@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +133,3 @@ class SealedManifest(NamedTuple):
         """Another way to the same weights, with the same proof."""
         assert manifest.version == self.version
         return manifest.seal()._replace(proof=self.proof)
-
-
-def with_source(bucket: BucketSpec, source: str) -> BucketSpec:
-    return replace(bucket, source=source)

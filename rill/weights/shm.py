@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from rill.errors import WeightSyncError
 from rill.runtime.transfer.segments import Segment
 from rill.weights.base import Receiver, TransportConfig
-from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest, with_source
+from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
 from rill.weights.slots import Mapped, SlotPublisher, SlotStamps
 
 
@@ -40,7 +41,7 @@ class ShmPublisher(SlotPublisher):
         return torch.frombuffer(segment.map, dtype=torch.uint8)
 
     def seal(self, bucket: BucketSpec, buffer_B: Tensor, specs: list[TensorSpec]) -> BucketSpec:
-        return with_source(bucket, f"{self.slot}-{bucket.index:05d}")
+        return replace(bucket, source=f"{self.slot}-{bucket.index:05d}")
 
     def finish(self, manifest: WeightManifest) -> WeightManifest:
         self._discard(f"{self.slot}-", first=len(manifest.buckets))

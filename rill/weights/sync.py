@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -29,8 +28,6 @@ from rill.weights.canary import Canary, CanaryProof
 from rill.weights.manifest import SealedManifest
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Pulled(NamedTuple):
@@ -92,10 +89,12 @@ class TargetState:
     """What is known of one engine."""
 
     version: PolicyVersion | None = None
-    in_service: bool = False
     failure: str = ""
     """Why it is out of service."""
-    num_failures: int = 0
+
+    @property
+    def in_service(self) -> bool:
+        return not self.failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +234,8 @@ class WeightSync:
             pulled = ended.get(name)
             if pulled is None:
                 self._late[name] = pulls
-                self._fail(
-                    name, f"did not take version {manifest.version} within {self.config.timeout_s:g} s"
-                )
+                limit_s = self.config.timeout_s
+                self._fail(name, f"did not take version {manifest.version} within {limit_s:g} s")
             elif isinstance(pulled, Exception):
                 self._fail(name, f"{type(pulled).__name__}: {pulled}")
             elif pulled.version != manifest.version:
@@ -245,23 +243,16 @@ class WeightSync:
             elif pulled.stale:
                 self._fail(name, pulled.stale)
             else:
-                self._pass(name, pulled.version)
+                with self._lock:
+                    self._states[name] = TargetState(version=pulled.version)
                 if pulled.canary_mean is not None:
                     means[name] = pulled.canary_mean
         return means
 
-    def _pass(self, name: str, version: PolicyVersion) -> None:
-        with self._lock:
-            failures = self._states[name].num_failures
-            self._states[name] = TargetState(version=version, in_service=True, num_failures=failures)
-
     def _fail(self, name: str, reason: str) -> None:
         logger.warning("engine %s is out of service: %s", name, reason)
         with self._lock:
-            state = self._states[name]
-            self._states[name] = TargetState(
-                version=state.version, in_service=False, failure=reason, num_failures=state.num_failures + 1
-            )
+            self._states[name] = TargetState(version=self._states[name].version, failure=reason)
 
     def _require_engines(self, version: PolicyVersion, failed: Mapping[str, str]) -> None:
         num_in_service = len(self._states) - len(failed)
@@ -302,26 +293,21 @@ class ThreadedTargets:
         self._targets = [target for target in self._targets if target.name != name]
 
     def pull(self, names: Sequence[str], manifest: SealedManifest) -> ThreadedPulls:
-        return ThreadedPulls(
-            {
-                target.name: _in_thread(partial(target.pull, manifest), f"rill-pull-{target.name}")
-                for target in self._targets
-                if target.name in names
-            }
-        )
+        wanted = [target for target in self._targets if target.name in names]
+        return ThreadedPulls({target.name: _in_thread(target, manifest) for target in wanted})
 
 
-def _in_thread(work: Callable[[], T], name: str) -> Future[T]:
+def _in_thread(target: PullTarget, manifest: SealedManifest) -> Future[Pulled]:
     """In a daemon thread: what hangs hangs nobody else, and never keeps the process from ending."""
-    future: Future[T] = Future()
+    future: Future[Pulled] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(target.pull(manifest))
         except BaseException as error:  # noqa: BLE001  boundary: handed to whoever waits on the future
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name=name).start()
+    threading.Thread(target=run, daemon=True, name=f"rill-pull-{target.name}").start()
     return future
 
 

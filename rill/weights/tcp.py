@@ -46,9 +46,7 @@ class TcpPublisher(DiskPublisher):
         return self._server.endpoint
 
     def finish(self, manifest: WeightManifest) -> WeightManifest:
-        return replace(
-            super().finish(manifest), key=self._key
-        )  # not in the folder: who reads that needs none
+        return replace(super().finish(manifest), key=self._key)  # not in the folder: its readers need none
 
     def close(self) -> None:
         self._server.close()
@@ -77,12 +75,9 @@ class TcpReceiver(DiskReceiver):
         if self._client is None or server != self._server:
             self.close()
             self._server, endpoint = server, manifest.location
-            self._client = ByteClient(
-                _signer(manifest.key),
-                lambda _: endpoint,
-                f"the publisher at {endpoint}",
-                timeout_s=self._timeout_s,
-            )
+            what = f"the publisher at {endpoint}"
+            signer = _signer(manifest.key)
+            self._client = ByteClient(signer, lambda _: endpoint, what, timeout_s=self._timeout_s)
         return super().buckets(manifest)
 
     def fetch(self, location: str, name: str) -> bytes | bytearray:

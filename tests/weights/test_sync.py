@@ -108,7 +108,7 @@ def test_a_failing_engine_is_named_and_comes_back_with_the_next_version(publishe
     assert {name: state.version for name, state in sync.states().items()} == {"engine0": 2, "engine1": 1}
     engines[1].fail = False
     report = step(sync, 3)
-    assert report.in_service == ("engine0", "engine1") and sync.states()["engine1"].num_failures == 1
+    assert report.in_service == ("engine0", "engine1")
 
 
 def test_a_late_engine_is_out_of_service_until_it_has_caught_up(publisher: Publisher) -> None:

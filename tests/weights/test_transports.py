@@ -24,7 +24,7 @@ from rill.runtime.transfer.tcp import ByteServer
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
 from rill.weights.base import Receiver, open_publisher, open_receiver, seated
-from rill.weights.finite import is_finite
+from rill.weights.buckets import is_finite
 from rill.weights.manifest import BucketSpec, WeightManifest
 from rill.weights.shm import ShmReceiver
 from tests.runtime.leftovers import becomes_true
