@@ -19,8 +19,8 @@ class WorkerAddress:
     group: str
     rank: int
     node_id: str
-    pid: int
-    endpoint: str
+    pid: int = 0
+    endpoint: str = ""
     """The mailbox that processes of the same node send to (ipc)."""
     tcp_endpoint: str = ""
     """The mailbox that processes of other nodes send to. Empty where the run has one node."""
@@ -48,7 +48,6 @@ class WorkerAddress:
 class Site:
     """What every process of a session is told about where it runs."""
 
-    session_id: str
     session_dir: Path
     """Sockets, logs and the session's lock file, under the system's temporary directory."""
     shm_dir: Path

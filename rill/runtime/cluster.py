@@ -31,9 +31,8 @@ from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient, NodeEvents
 from rill.runtime.process.agent_protocol import Exited
 from rill.runtime.process.backend import Backend, LocalBackend, OpenedNode
-from rill.runtime.process.call import Calls
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
-from rill.runtime.process.mailbox import Mailbox, free_port
+from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
 from rill.runtime.process.session_key import SessionKey
 from rill.runtime.process.supervisor import Supervisor
@@ -90,7 +89,7 @@ class Cluster:
                 self._admit(node)
             first = opened[0].client.node
             self._context = self._make_context(first, report_dir)
-            undo.callback(self._close_context)
+            undo.callback(self._context.close)
             is_spread = self._backend.is_spread
             self._launcher = Launcher(
                 self._context,
@@ -210,11 +209,7 @@ class Cluster:
         key = SessionKey.new() if self._backend.is_spread else None
         if key is not None:
             key.save(session.session_dir)  # for the hub
-        mailbox = Mailbox(f"ipc://{session.session_dir}/driver", tcp_host=node.host if key else None, key=key)
-        endpoints = (mailbox.endpoint, mailbox.tcp_endpoint)
-        address = WorkerAddress(DRIVER_GROUP, 0, node.node_id, os.getpid(), *endpoints)
         site = Site(
-            session_id=session.session_id,
             session_dir=session.session_dir,
             shm_dir=session.shm_dir,
             node_id=node.node_id,
@@ -223,11 +218,7 @@ class Cluster:
             key=key,
             report_dir=report_dir,
         )
-        return RuntimeContext(site, address, mailbox, Calls(mailbox, address))
-
-    def _close_context(self) -> None:
-        self._context.close()
-        self._context.mailbox.close()
+        return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id), "driver")
 
     def _close_nodes(self) -> None:
         for client in self._nodes.values():

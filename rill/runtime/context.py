@@ -7,12 +7,16 @@ in a worker. Everything that a channel, a lock or a transfer needs to know about
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.process.call import Calls
+from rill.runtime.process.mailbox import Mailbox
 from rill.runtime.process.waits import answer_dumps
 
 if TYPE_CHECKING:
@@ -20,9 +24,7 @@ if TYPE_CHECKING:
     from rill.runtime.channels.recorder import Recorder
     from rill.runtime.device.lock import DeviceLock
     from rill.runtime.hub.client import HubClient
-    from rill.runtime.process.call import Calls
     from rill.runtime.process.directory import Directory
-    from rill.runtime.process.mailbox import Mailbox
     from rill.runtime.transfer.parcel import Parcels
     from rill.runtime.transfer.point_to_point import PointToPoint
     from rill.runtime.transfer.store import Store
@@ -61,19 +63,21 @@ class RuntimeContext:
         self,
         site: Site,
         address: WorkerAddress,
-        mailbox: Mailbox,
-        calls: Calls,
+        socket_name: str,
         *,
         torch_device: str | None = None,
         registration: dict[str, Any] | None = None,
     ) -> None:
-        """`mailbox`: what is sent here arrives in it. `calls`: the remote calls that this process waits for.
-        `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU. `registration`: what
-        the hub is told about this rank when its line to the hub opens."""
+        """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
+        folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
+        `registration`: what the hub is told about this rank when its line to the hub opens."""
         self.site = site
-        self.address = address
-        self.mailbox = mailbox
-        self.calls = calls
+        endpoint = f"ipc://{site.session_dir}/{socket_name}"
+        self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
+        tcp_endpoint = self.mailbox.tcp_endpoint
+        self.address = replace(address, pid=os.getpid(), endpoint=endpoint, tcp_endpoint=tcp_endpoint)
+        self.calls = Calls(self.mailbox, self.address)
+        """The remote calls that this process waits for."""
         self.torch_device = torch_device
         self.registration = registration
         self.channels: dict[str, ChannelEnds] = {}
@@ -145,7 +149,7 @@ class RuntimeContext:
             doors += reversed(self.doors)
             self.channels.clear()
             self.doors.clear()
-        for door in doors:
+        for door in (*doors, self.mailbox):
             door.close()
 
 

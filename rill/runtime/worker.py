@@ -200,8 +200,8 @@ def begin_call() -> dict[str, float]:
 def build(cls: type[Worker], spec: WorkerSpec, init_kwargs: Mapping[str, Any]) -> Worker:
     """Make a worker that knows its seat before its `__init__` runs."""
     worker = cls.__new__(cls)
-    worker.group_name = spec.group_name
-    worker.rank = spec.rank
+    worker.group_name = spec.address.group
+    worker.rank = spec.address.rank
     worker.ranks = spec.ranks
     worker.devices = spec.devices
     worker.device = spec.device

@@ -238,19 +238,13 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
     site = Site(
-        session_id="s",
         session_dir=hub.session_dir,
         shm_dir=shm_dir,
         node_id=node_id,
         hub_endpoint=hub.endpoint,
         key=KEY,
     )
-    return RuntimeContext(
-        site,
-        WorkerAddress(group, 0, node_id, os.getpid(), ""),
-        mailbox=None,  # type: ignore[arg-type]
-        calls=None,  # type: ignore[arg-type]
-    )
+    return RuntimeContext(site, WorkerAddress(group, 0, node_id), group)
 
 
 @pytest.fixture

@@ -14,17 +14,19 @@ import itertools
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.address import WorkerAddress
-from rill.runtime.context import RuntimeContext
 from rill.runtime.handle import Handle, Reply
 from rill.runtime.process.mailbox import Frames, Mailbox
 from rill.runtime.transfer import wire
 from rill.runtime.transfer.parcel import pack_inline
+
+if TYPE_CHECKING:
+    from rill.runtime.context import RuntimeContext
 
 CALL, REPLY = b"call", b"reply"
 

@@ -9,13 +9,13 @@ import itertools
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rill.runtime.address import Site
+from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device.device import gpus_of, torch_device, visible_devices_env
-from rill.runtime.device.placement import Seat
+from rill.runtime.device.device import Device, torch_device, visible_devices_env
 from rill.runtime.hub.server import hub_command
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Start
@@ -23,7 +23,6 @@ from rill.runtime.process.main_module import describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
 from rill.runtime.transfer.store_server import STORE_GROUP
-from rill.runtime.worker import LaunchSpec
 
 HUB_KEY = "hub"
 
@@ -73,25 +72,20 @@ class Launcher:
     def worker(
         self,
         client: NodeClient,
-        seat: Seat,
-        options: LaunchSpec,
-        *,
-        incarnation: int,
+        address: WorkerAddress,
         ranks: tuple[int, ...],
+        devices: tuple[Device, ...],
+        env: Mapping[str, str],
         num_threads: int,
     ) -> Start:
         """One rank of a group."""
-        gpus = gpus_of(seat.devices)
         spec = WorkerSpec(
             site=self._site_of(client),
             driver=self._context.address,
-            group_name=options.name,
-            rank=seat.rank,
+            address=address,
             ranks=ranks,
-            devices=seat.devices,
-            device=torch_device(seat.devices),
-            gpus=gpus,
-            incarnation=incarnation,
+            devices=devices,
+            device=torch_device(devices),
             num_threads=num_threads,
             main=self._main,
             sys_path=list(sys.path),
@@ -99,11 +93,11 @@ class Launcher:
             socket_name=f"w{next(self._socket_numbers)}",
         )
         return Start(
-            key=f"{options.name}[{seat.rank}]#{incarnation}",
+            key=address.identity,
             entry="rill.runtime.process.worker_main:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(gpus, seat.devices), **thread_env(num_threads, options.env)},
-            log_path=self._log_path(client, f"{options.name}-{seat.rank}-{incarnation}.log"),
+            env={**visible_devices_env(address.gpus, devices), **thread_env(num_threads, env)},
+            log_path=self._log_path(client, f"{address.group}-{address.rank}-{address.incarnation}.log"),
         )
 
     def _site_of(self, client: NodeClient) -> Site:

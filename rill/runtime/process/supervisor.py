@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
-from rill.runtime.device.device import Device
+from rill.runtime.device.device import Device, gpus_of
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
 from rill.runtime.group import Move, Roster, check_class
 from rill.runtime.handle import Handle, Reply
@@ -258,17 +258,12 @@ class Supervisor:
         with self._lock:
             incarnation = self._launches[group.name, seat.rank]
             self._launches[group.name, seat.rank] += 1
-            address = WorkerAddress(group.name, seat.rank, seat.node_id, 0, "", incarnation=incarnation)
+            gpus = gpus_of(seat.devices)
+            address = WorkerAddress(group.name, seat.rank, seat.node_id, incarnation=incarnation, gpus=gpus)
             member = Member(group, seat, address, Handle(f"{group.name}.{INIT}", [address], self.diagnose))
             self._by_key[member.identity] = member
-        request = self._launcher.worker(
-            node,
-            seat,
-            options,
-            incarnation=incarnation,
-            ranks=ranks,
-            num_threads=options.threads or max(1, node.node.num_cores // num_sharing),
-        )
+        num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
+        request = self._launcher.worker(node, address, ranks, seat.devices, options.env, num_threads)
         member.is_running = True
         try:
             node.start(request)

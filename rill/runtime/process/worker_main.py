@@ -28,8 +28,8 @@ from rill.runtime.channel import settle_call
 from rill.runtime.channels.lease import end_call
 from rill.runtime.context import RuntimeContext
 from rill.runtime.process.agent import read_all
-from rill.runtime.process.call import CALL, Call, Calls
-from rill.runtime.process.mailbox import Frames, Mailbox
+from rill.runtime.process.call import CALL, Call
+from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.main_module import MainModule, install_main
 from rill.runtime.process.threads import limit_threads
 from rill.runtime.worker import Worker, begin_call, build
@@ -49,15 +49,12 @@ class WorkerSpec:
 
     site: Site
     driver: WorkerAddress
-    group_name: str
-    rank: int
+    address: WorkerAddress
+    """Who it is."""
     ranks: tuple[int, ...]
     devices: tuple[Device, ...]
     device: str
     """The torch device."""
-    gpus: tuple[int, ...]
-    """The GPUs that this process sees, by their numbers on the node."""
-    incarnation: int
     num_threads: int
     main: MainModule
     sys_path: list[str]
@@ -91,7 +88,14 @@ class WorkerProcess:
     """One rank: its worker, its surroundings, and how calls run on it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.context = _make_context(spec)
+        registration = {
+            "rank": spec.address.rank,
+            "world_size": len(spec.ranks),
+            "devices": [device.id for device in spec.devices],
+        }
+        self.context = RuntimeContext(
+            spec.site, spec.address, spec.socket_name, torch_device=spec.device, registration=registration
+        )
         self._spec = spec
         self._name = self.context.address.name
         self._worker: Worker | None = None
@@ -120,7 +124,6 @@ class WorkerProcess:
             mailbox.post(driver, [GOODBYE, context.address.identity.encode()])  # after every answer
             runtime_context.uninstall(context)
             context.close()
-            mailbox.close()
 
     def _on_call(self, frames: Frames) -> None:
         call = Call.read(frames)
@@ -140,7 +143,7 @@ class WorkerProcess:
         recorder = self.context.recorder
         recorder.begin(call.method)
         try:
-            with trace.span(f"{self._spec.group_name}.{call.method}", lane=self._name):
+            with trace.span(f"{self._spec.address.group}.{call.method}", lane=self._name):
                 value = self._invoke(call)
             settle_call(self.context)
             call.answer(self.context, value, time.perf_counter() - started_s, timers)
@@ -176,29 +179,3 @@ class WorkerProcess:
             raise
         finally:
             self._has_tried.set()  # @concurrent calls wait for it
-
-
-def _make_context(spec: WorkerSpec) -> RuntimeContext:
-    site = spec.site
-    tcp_host = site.host if site.key is not None else None
-    mailbox = Mailbox(f"ipc://{site.session_dir}/{spec.socket_name}", tcp_host=tcp_host, key=site.key)
-    address = WorkerAddress(
-        group=spec.group_name,
-        rank=spec.rank,
-        node_id=site.node_id,
-        pid=os.getpid(),
-        endpoint=mailbox.endpoint,
-        tcp_endpoint=mailbox.tcp_endpoint,
-        incarnation=spec.incarnation,
-        gpus=spec.gpus,
-    )
-    registration = {
-        "group": spec.group_name,
-        "rank": spec.rank,
-        "world_size": len(spec.ranks),
-        "node_id": site.node_id,
-        "devices": [device.id for device in spec.devices],
-    }
-    return RuntimeContext(
-        site, address, mailbox, Calls(mailbox, address), torch_device=spec.device, registration=registration
-    )
