@@ -161,7 +161,9 @@ _of_process: list[RuntimeContext] = []
 def current() -> RuntimeContext:
     """The context of this process."""
     if not _of_process:
-        raise RunError("there is no cluster here: create one first (`with Cluster(...) as cluster`)")
+        raise RunError(
+            "no cluster is open here: it was closed, or none was made (`with Cluster(...) as cluster`)"
+        )
     return _of_process[-1]
 
 

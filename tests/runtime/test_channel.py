@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -24,6 +25,7 @@ from rill.errors import (
     ChannelClosedError,
     ConfigError,
     PeerDiedError,
+    RunError,
     StuckError,
     UnpicklableError,
     WorkerError,
@@ -86,6 +88,21 @@ def test_an_unpicklable_object_is_refused_where_it_is_put(channel: Channel) -> N
         channel.put({"f": lambda: 1})
     channel.put(1)
     assert channel.take() == 1
+
+
+def test_an_item_that_can_never_fit_is_refused_where_it_is_put(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse)
+        patched.setattr("rill.runtime.transfer.store.capacity_bytes", lambda _: 1024 * 1024)
+        with pytest.raises(RunError, match="can never fit into shared memory, which has 1048576"):
+            channel.put(np.zeros(77 * 1024 * 1024, np.uint8))
+    channel.put("next")
+    assert channel.take() == "next"
 
 
 def test_a_closed_channel_says_so(channel: Channel) -> None:

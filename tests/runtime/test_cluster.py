@@ -145,6 +145,23 @@ def test_whatever_fails_while_a_cluster_opens_nothing_is_left(monkeypatch: pytes
     assert not runtime_context.is_set()
 
 
+def test_a_ray_cluster_that_does_not_answer_is_named_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent:
+        def is_initialized(self) -> bool:
+            return False
+
+        def init(self, **_: object) -> None:
+            raise ConnectionError("refused")
+
+    monkeypatch.setattr("rill.runtime.process.ray.import_ray", Silent)
+    with nothing_left() as room:
+        with pytest.raises(RunError, match=r"no Ray cluster answers at '10.0.0.1:6379'"):
+            Cluster.ray("10.0.0.1:6379")
+        room.note_sessions()
+
+
 def find_process(*words: str) -> int:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
