@@ -76,8 +76,6 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.name!r})"
 
-    # --- putting ------------------------------------------------------------------------------------------
-
     def put(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
@@ -115,8 +113,6 @@ class Channel:
         """End the epoch (see above for whose call counts). The next epoch may begin at once."""
         before_wait()
         current().hub.call("broker.end", self.name, HUB_S)
-
-    # --- taking -------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None = None, *, keys: Sequence[Hashable] | None = None) -> Any:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
@@ -162,8 +158,6 @@ class Channel:
                 del lease, values
         finally:
             consumer.return_ahead()
-
-    # --- the channel itself -------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Depth, bytes, leases, epochs, who waits, what each worker put and took, and what was set aside."""

@@ -153,8 +153,6 @@ class RuntimeContext:
             door.close()
 
 
-# --- the current one --------------------------------------------------------------------------------------
-
 _of_process: list[RuntimeContext] = []
 
 

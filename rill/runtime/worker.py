@@ -112,8 +112,6 @@ class Worker:
         """As `launch`, without waiting: several groups can start side by side. `group.ready()` waits."""
         return cls.launch(cluster, launch_timeout_s=None, **options)
 
-    # --- to override --------------------------------------------------------------------------------------
-
     def onload(self) -> None:
         """Take device memory. Called by the device lock before this worker's turn."""
 
@@ -138,8 +136,6 @@ class Worker:
         """The states for `size` ranks, made from those of the ranks before; runs in the driver. By default ranks get
         them in turn, which is right where every rank holds the same."""
         return [states[n % len(states)] for n in range(size)]
-
-    # --- for use inside methods ---------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:

@@ -155,8 +155,6 @@ class DeviceLock:
     def close(self) -> None:
         self._evictions.put(None)
 
-    # --- turns --------------------------------------------------------------------------------------------
-
     def _take_turn(self, timeout_s: float, *, is_resumed: bool) -> None:
         if self._error is not None:
             raise RunError(f"{self._context.address.name}: offload failed: {self._error!r}") from self._error
@@ -224,8 +222,6 @@ class DeviceLock:
         self._context.recorder.had_turn(self._device_ids, time.monotonic() - self._entered_s)
         while self._spans:
             self._spans.pop().__exit__(None, None, None)
-
-    # --- the lock thread ----------------------------------------------------------------------------------
 
     def _serve_evictions(self) -> None:
         while (order := self._evictions.get()) is not None:

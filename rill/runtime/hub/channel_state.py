@@ -120,8 +120,6 @@ class ChannelState:
         self.num_set_aside = 0
         self.set_aside: list[dict[str, Any]] = []
 
-    # --- putting ------------------------------------------------------------------------------------------
-
     def new_entry(self, producer: str, descriptor: Descriptor) -> Entry:
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
         entry = Entry(self.next_id, epoch, producer, descriptor, as_key(descriptor.key))
@@ -173,8 +171,6 @@ class ChannelState:
     def _is_queued(self, item_id: int) -> bool:
         entry = self.items.get(item_id)
         return entry is not None and entry.state is ItemState.QUEUED
-
-    # --- taking -------------------------------------------------------------------------------------------
 
     def lease(self, entry: Entry, client: str) -> None:
         """Hand a queued item out. Its place in the queue goes stale and is skipped later."""
@@ -242,8 +238,6 @@ class ChannelState:
             self.unfinished[epoch] = left
         else:
             del self.unfinished[epoch]
-
-    # --- epochs -------------------------------------------------------------------------------------------
 
     def end_epoch(self, num_events: int) -> None:
         """Every producer has ended the current epoch."""

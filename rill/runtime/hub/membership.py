@@ -62,8 +62,6 @@ class Membership:
     def is_alive(self, client: str) -> bool:
         return client in self.members
 
-    # --- requests -----------------------------------------------------------------------------------------
-
     def on_sync(self, client: str, seq: int, payload: None) -> bool:
         return True
 
@@ -164,8 +162,6 @@ class Membership:
             self._machine.reply(client, fetch_seq, None)
             if not waiting:
                 del self._waiting[key]
-
-    # --- deaths -------------------------------------------------------------------------------------------
 
     def end_client(self, client: str, reason: str) -> None:
         info = self.members.pop(client, {})

@@ -95,8 +95,6 @@ class Hub:
             self._journal.append_tick(now_s)
             self._machine.tick(now_s)
 
-    # --- in -----------------------------------------------------------------------------------------------
-
     def _drain(self) -> None:
         for _ in range(_MAX_MESSAGES_PER_ROUND):
             try:
@@ -138,8 +136,6 @@ class Hub:
         if ping.next_seq > machine.expected(client):
             # Messages keep their order: the rest was lost with an earlier hub.
             self._send(client, Gap(machine.expected(client)))
-
-    # --- out ----------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
         machine = self._machine

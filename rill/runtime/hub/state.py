@@ -81,8 +81,6 @@ class Machine:
         self._open()
         self.touched.update(self.streams)
 
-    # --- events -------------------------------------------------------------------------------------------
-
     def is_news(self, client: str, first_seq: int, num_requests: int) -> bool:
         """Whether any request of such a batch would be applied now: only then is it worth a journal record."""
         if client in self.ended:
@@ -149,8 +147,6 @@ class Machine:
             self.changed_channels.clear()
             self.locks.channels_changed()
         self.broker.ledger.tell()
-
-    # --- output -------------------------------------------------------------------------------------------
 
     def reply(self, client: str, seq: int, body: Any) -> None:
         self._out(client, OutKind.REPLY, seq, body)

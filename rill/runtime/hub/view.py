@@ -57,8 +57,6 @@ class BrokerView:
             waits += [[w.client, name, "put", w.since_s] for w in channel.puts]
         return waits
 
-    # --- for the device locks -----------------------------------------------------------------------------
-
     def role_of(self, group: str, name: str, asking: Collection[str] = ()) -> Role:
         """What a group is to a channel, as far as traffic has shown. `asking`: the names of its ranks that would work
         now; those that have not met the end of an epoch have something to meet, whatever the others have."""

@@ -82,8 +82,6 @@ class PointToPoint:
         context.mailbox.on(RECEIPT, self._on_receipt)
         self._directory.on_death(self._on_death)
 
-    # --- sending ------------------------------------------------------------------------------------------
-
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
     ) -> None:
@@ -163,8 +161,6 @@ class PointToPoint:
         if not in_time:
             raise StuckError(f"{self._me.name}: send waited for {peer.name} to receive until its deadline")
 
-    # --- receiving ----------------------------------------------------------------------------------------
-
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S) -> Any:
         """The next object from a worker with this tag."""
         source, peer = (group, rank, tag), f"{group}[{rank}]"
@@ -214,8 +210,6 @@ class PointToPoint:
         with self._changed:
             self._arrivals.setdefault(source, deque()).append(arrival)
             self._changed.notify_all()
-
-    # --- events, on the inbox thread ----------------------------------------------------------------------
 
     def _on_send(self, frames: Frames) -> None:
         envelope = _Envelope(*pickle.loads(frames[0]))

@@ -61,9 +61,6 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any], *, device: str | 
         _decoding.device = previous
 
 
-# --- encoding ---------------------------------------------------------------------------------------------
-
-
 class _TorchPickler(pickle.Pickler):
     """Used once torch is imported in this process; before that no tensor can be in the object."""
 
@@ -118,9 +115,6 @@ def _reduce_tensor(torch: Any, tensor: Any, device_hook: DeviceHook | None) -> A
     return _rebuild_tensor, (pickle.PickleBuffer(raw), dtype_name, tuple(tensor.shape), was_on_cpu)
 
 
-# --- decoding ---------------------------------------------------------------------------------------------
-
-
 class _Decoding(threading.local):
     """Where the decode that runs in this thread puts tensors that were not on the CPU."""
 
@@ -155,8 +149,6 @@ def _rebuild_parameter(values: Any, requires_grad: bool) -> Any:
 
     return torch.nn.Parameter(values, requires_grad=requires_grad)
 
-
-# --- what cannot travel -----------------------------------------------------------------------------------
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RecursionError, RuntimeError, ValueError)
 
