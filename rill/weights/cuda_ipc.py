@@ -18,7 +18,7 @@ from rill.runtime.device.accelerator import CUDA, accelerator
 from rill.weights.base import Receiver, TransportConfig, Verify
 from rill.weights.buckets import ViewCache
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
-from rill.weights.slots import Mapped, SlotPublisher, SlotStamps
+from rill.weights.slots import Mapped, SlotPublisher, check_stamp
 
 
 class CudaIpcPublisher(SlotPublisher):
@@ -76,7 +76,7 @@ class CudaIpcReceiver(Receiver):
 
     def read(self, manifest: WeightManifest, bucket: BucketSpec) -> Tensor:
         if bucket.index == 0:  # all buckets of a version lie in one slot
-            SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+            check_stamp(manifest.location, int(bucket.source), manifest.version)
         return self._mapped.get(manifest, bucket.handle, lambda: self._map(bucket))
 
     def _map(self, bucket: BucketSpec) -> Tensor:
@@ -97,7 +97,7 @@ class CudaIpcReceiver(Receiver):
             # The consumer's copies run on the device, one after the other: once the last has ended and the slot still
             # holds this version, all of them read what was published.
             accelerator(CUDA).synchronize(None)
-            SlotStamps(manifest.location).check(int(bucket.source), manifest.version)
+            check_stamp(manifest.location, int(bucket.source), manifest.version)
 
     def close(self) -> None:
         self._mapped.clear()

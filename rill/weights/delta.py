@@ -54,23 +54,13 @@ def decode(payload: bytes | bytearray, old_B: Tensor) -> Tensor:
         raise WeightSyncError(f"a weight difference of {len(payload)} bytes is cut off or damaged")
     magic, codec_id, width, block_bytes, num_bytes, packed_bytes = HEADER.unpack_from(payload)
     codec = next((c for c, i in _CODEC_IDS.items() if i == codec_id), None)
-    if (
-        magic != MAGIC
-        or codec is None
-        or num_bytes != old_B.numel()
-        or not width
-        or block_bytes % 8
-        or not block_bytes
-    ):
-        raise WeightSyncError(
-            "a weight difference has a damaged head, or belongs to a bucket of another size"
-        )
+    is_sound = magic == MAGIC and width > 0 and block_bytes > 0 and block_bytes % 8 == 0
+    if not is_sound or codec is None or num_bytes != old_B.numel():
+        raise WeightSyncError("a weight difference has a damaged head, or is of a bucket of another size")
     num_blocks = -(-num_bytes // block_bytes)
     bits_end = HEADER.size + -(-num_blocks // 8)
     if len(payload) != bits_end + packed_bytes:
-        raise WeightSyncError(
-            f"a weight difference has {len(payload)} bytes, {bits_end + packed_bytes} were written"
-        )
+        raise WeightSyncError(f"a weight difference has {len(payload)} bytes, not those that were written")
     bits = np.frombuffer(payload, dtype=np.uint8, count=bits_end - HEADER.size, offset=HEADER.size)
     changed = np.unpackbits(bits, count=num_blocks).astype(bool)
     plain = np.frombuffer(_expand(payload[bits_end:], codec), dtype=np.uint8)

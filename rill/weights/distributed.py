@@ -37,9 +37,7 @@ class DistributedPublisher(Publisher):
     def __init__(self, config: DistributedTransport.Config) -> None:
         super().__init__(config)
         if config.rank != 0:
-            raise WeightSyncError(
-                f"the publisher of a distributed transport is rank 0, got rank {config.rank}"
-            )
+            raise WeightSyncError(f"the publisher of a distributed transport is rank 0, not {config.rank}")
         self.config = config
         # Kept for the run: the receivers of every group find each other through it.
         self._store = meet(config)
@@ -75,10 +73,7 @@ class DistributedPublisher(Publisher):
 
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         """Send every bucket once, to all receivers together."""
-        if self._staged_version != manifest.version:
-            raise WeightSyncError(
-                f"version {manifest.version} is not staged any more: {self._staged_version} is"
-            )
+        self._check_staged(manifest)
         try:
             self._group = self._group or join(self._store, self.config, int(manifest.extra[GENERATION]))
             for buffer_B in self._staged:
@@ -89,10 +84,7 @@ class DistributedPublisher(Publisher):
 
     def for_one(self, manifest: WeightManifest) -> WeightManifest:
         """The staged weights over TCP. Whoever needs them is a new process, so the next version needs a new group."""
-        if self._staged_version != manifest.version:
-            raise WeightSyncError(
-                f"version {manifest.version} is not staged any more: {self._staged_version} is"
-            )
+        self._check_staged(manifest)
         if self._aside is None:
             host = self.config.address.rpartition(":")[0]
             self._aside = TcpPublisher(TcpTransport.Config(host=host))
@@ -109,6 +101,10 @@ class DistributedPublisher(Publisher):
         self._staged.clear()
         if self._aside is not None:
             self._aside.close()
+
+    def _check_staged(self, manifest: WeightManifest) -> None:
+        if self._staged_version != manifest.version:
+            raise WeightSyncError(f"version {manifest.version} is not staged, {self._staged_version} is")
 
     def _leave(self) -> None:
         """The next version is sent in another group; what is left in the store of this one is in nobody's way."""
@@ -166,9 +162,8 @@ class DistributedReceiver(Receiver):
             self._buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
         buffer_B = self._buffer[: bucket.num_bytes]
         self._num_taken += 1
-        broadcast(
-            group, buffer_B, self.config, f"receiving version {manifest.version}, bucket {bucket.index}"
-        )
+        what = f"receiving version {manifest.version}, bucket {bucket.index}"
+        broadcast(group, buffer_B, self.config, what)
         return buffer_B
 
     def close(self) -> None:

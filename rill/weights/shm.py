@@ -13,7 +13,7 @@ from rill.errors import WeightSyncError
 from rill.runtime.transfer.segments import Segment
 from rill.weights.base import Receiver, TransportConfig
 from rill.weights.manifest import BucketSpec, TensorSpec, WeightManifest
-from rill.weights.slots import Mapped, SlotPublisher, SlotStamps
+from rill.weights.slots import Mapped, SlotPublisher, check_stamp
 
 
 class ShmPublisher(SlotPublisher):
@@ -21,7 +21,7 @@ class ShmPublisher(SlotPublisher):
 
     def __init__(self, config: ShmTransport.Config) -> None:
         super().__init__(config, config.folder)
-        self._folder = Path(self.stamps.folder)
+        self._folder = Path(self.folder)
         self._segments: dict[str, Segment] = {}
 
     def place_of(self, device: torch.device) -> torch.device:
@@ -87,7 +87,7 @@ class ShmReceiver(Receiver):
 
     def _check_slot(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
         slot, _, _ = bucket.source.partition("-")
-        SlotStamps(manifest.location).check(int(slot), manifest.version)
+        check_stamp(manifest.location, int(slot), manifest.version)
 
 
 class ShmTransport:

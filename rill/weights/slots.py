@@ -35,48 +35,24 @@ STAMP = struct.Struct("<q")
 NOT_READABLE = -1
 
 
-class SlotStamps:
-    def __init__(self, folder: str, scratch: ScratchFolder | None = None) -> None:
-        """Of a folder that another process owns; `create` makes one."""
-        self.folder = folder
-        self._scratch = scratch
+def write_stamp(folder: str, slot: int, version: int) -> None:
+    """What lies in the slot from now on; NOT_READABLE: nothing whole."""
+    Path(folder, f"slot{slot}.stamp").write_bytes(STAMP.pack(version))
 
-    @classmethod
-    def create(cls, parent: str = "") -> SlotStamps:
-        """A new folder, removed when the stamps are closed or the process ends, in whatever way."""
-        scratch = ScratchFolder("weights", parent or None)
-        return cls(str(scratch.path), scratch)
 
-    def clear(self, slot: int) -> None:
-        self._write(slot, NOT_READABLE)
-
-    def set(self, slot: int, version: PolicyVersion) -> None:
-        self._write(slot, int(version))
-
-    def check(self, slot: int, version: PolicyVersion) -> None:
-        """Raise unless the slot holds this version, whole."""
-        stamp = self._read(slot)
-        if stamp != int(version):
-            holds = "nothing readable" if stamp == NOT_READABLE else f"version {stamp}"
-            raise WeightSyncError(
-                f"version {version}: slot {slot} of {self.folder} holds {holds}: the publisher has gone on to newer "
-                "weights, or has ended, or runs on another machine; pull the newest manifest"
-            )
-
-    def close(self) -> None:
-        """The owner's side: remove the folder."""
-        if self._scratch is not None:
-            self._scratch.close()
-
-    def _write(self, slot: int, value: int) -> None:
-        Path(self.folder, f"slot{slot}.stamp").write_bytes(STAMP.pack(value))
-
-    def _read(self, slot: int) -> int:
-        try:
-            data = Path(self.folder, f"slot{slot}.stamp").read_bytes()
-        except FileNotFoundError:
-            return NOT_READABLE
-        return int(STAMP.unpack(data)[0]) if len(data) == STAMP.size else NOT_READABLE
+def check_stamp(folder: str, slot: int, version: PolicyVersion) -> None:
+    """Raise unless the slot holds this version, whole."""
+    try:
+        data = Path(folder, f"slot{slot}.stamp").read_bytes()
+    except FileNotFoundError:
+        data = b""
+    stamp = STAMP.unpack(data)[0] if len(data) == STAMP.size else NOT_READABLE
+    if stamp != int(version):
+        holds = "nothing readable" if stamp == NOT_READABLE else f"version {stamp}"
+        raise WeightSyncError(
+            f"version {version}: slot {slot} of {folder} holds {holds}: the publisher has gone on to newer "
+            "weights, or has ended, or runs on another machine; pull the newest manifest"
+        )
 
 
 class SlotPublisher(Publisher):
@@ -84,7 +60,8 @@ class SlotPublisher(Publisher):
 
     def __init__(self, config: TransportConfig, folder: str = "") -> None:
         super().__init__(config)
-        self.stamps = SlotStamps.create(folder)
+        self._scratch = ScratchFolder("weights", folder or None)
+        self.folder = str(self._scratch.path)
         self.buffers: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._num_published = 0
 
@@ -100,7 +77,7 @@ class SlotPublisher(Publisher):
         return device
 
     def begin(self, version: PolicyVersion) -> None:
-        self.stamps.clear(self.slot)
+        write_stamp(self.folder, self.slot, NOT_READABLE)
 
     def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
         buffers, place = self.buffers[self.slot], self.place_of(device)
@@ -111,17 +88,17 @@ class SlotPublisher(Publisher):
         return fresh
 
     def location(self, version: PolicyVersion) -> str:
-        return self.stamps.folder
+        return self.folder
 
     def finish(self, manifest: WeightManifest) -> WeightManifest:
         del self.buffers[self.slot][len(manifest.buckets) :]
-        self.stamps.set(self.slot, manifest.version)
+        write_stamp(self.folder, self.slot, int(manifest.version))
         self._num_published += 1
         is_in_cluster = runtime_context.is_set()
         return replace(manifest, owner=runtime_context.current().address.identity if is_in_cluster else "")
 
     def close(self) -> None:
-        self.stamps.close()
+        self._scratch.close()
         for buffers in self.buffers:
             buffers.clear()
 

@@ -8,18 +8,17 @@ import pytest
 
 from rill.errors import WeightSyncError
 from rill.types import PolicyVersion
-from rill.weights.slots import SlotStamps
+from rill.weights.slots import NOT_READABLE, check_stamp, write_stamp
 
 
 def test_a_slot_is_readable_only_while_it_holds_the_version(tmp_path: Path) -> None:
-    stamps = SlotStamps.create(str(tmp_path))
-    reader = SlotStamps(stamps.folder)
+    folder = str(tmp_path)
     with pytest.raises(WeightSyncError, match="nothing readable"):
-        reader.check(0, PolicyVersion(1))
-    stamps.set(0, PolicyVersion(1))
-    reader.check(0, PolicyVersion(1))
+        check_stamp(folder, 0, PolicyVersion(1))
+    write_stamp(folder, 0, 1)
+    check_stamp(folder, 0, PolicyVersion(1))
     with pytest.raises(WeightSyncError, match="holds version 1"):
-        reader.check(0, PolicyVersion(2))
-    stamps.clear(0)
+        check_stamp(folder, 0, PolicyVersion(2))
+    write_stamp(folder, 0, NOT_READABLE)
     with pytest.raises(WeightSyncError, match="nothing readable"):
-        reader.check(0, PolicyVersion(1))
+        check_stamp(folder, 0, PolicyVersion(1))
