@@ -92,7 +92,7 @@ class Cluster:
             undo.callback(self._context.close)
             is_spread = self._backend.is_spread
             self._launcher = Launcher(
-                self._context,
+                context=self._context,
                 hub_tcp=f"tcp://{first.host}:{free_port(first.host)}" if is_spread else "",
                 log_dir=self._log_dir,
                 trace_dir=str(trace_dir) if trace_dir is not None else None,

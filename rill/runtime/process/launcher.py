@@ -9,8 +9,8 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rill.runtime.address import Site, WorkerAddress
@@ -19,7 +19,7 @@ from rill.runtime.device.device import Device, torch_device, visible_devices_env
 from rill.runtime.hub.server import hub_command
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.agent_protocol import Start
-from rill.runtime.process.main_module import describe_main
+from rill.runtime.process.main_module import MainModule, describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
 from rill.runtime.transfer.store_server import STORE_GROUP
@@ -33,29 +33,27 @@ def is_service(key: str) -> bool:
     return key == HUB_KEY or (key.startswith(STORE_GROUP) and "[" not in key)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
     """Makes start requests for one session. `context` is the driver's."""
 
-    def __init__(
-        self, context: RuntimeContext, *, hub_tcp: str, log_dir: Path, trace_dir: str | None
-    ) -> None:
-        self._context = context
-        self._hub_tcp = hub_tcp
-        self._log_dir = log_dir
-        self._trace_dir = trace_dir
-        self._main = describe_main()
-        self._socket_numbers = itertools.count(1)
+    context: RuntimeContext
+    hub_tcp: str
+    log_dir: Path
+    trace_dir: str | None
+    _main: MainModule = field(default_factory=describe_main)
+    _socket_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hub(self) -> Start:
         """The control plane, on the driver's node."""
-        site = self._context.site
-        command = hub_command(site.session_dir, site.hub_endpoint, tcp=self._hub_tcp, shm_dir=site.shm_dir)
+        site = self.context.site
+        command = hub_command(site.session_dir, site.hub_endpoint, tcp=self.hub_tcp, shm_dir=site.shm_dir)
         return Start(
             key=HUB_KEY,
             entry="",
             argv=tuple(command),
             env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            log_path=str(self._log_dir / "hub.log"),
+            log_path=str(self.log_dir / "hub.log"),
             restart=True,
         )
 
@@ -81,7 +79,7 @@ class Launcher:
         """One rank of a group."""
         spec = WorkerSpec(
             site=self._site_of(client),
-            driver=self._context.address,
+            driver=self.context.address,
             address=address,
             ranks=ranks,
             devices=devices,
@@ -89,7 +87,7 @@ class Launcher:
             num_threads=num_threads,
             main=self._main,
             sys_path=list(sys.path),
-            trace_dir=self._trace_dir,
+            trace_dir=self.trace_dir,
             socket_name=f"w{next(self._socket_numbers)}",
         )
         return Start(
@@ -101,7 +99,7 @@ class Launcher:
         )
 
     def _site_of(self, client: NodeClient) -> Site:
-        here = self._context.site
+        here = self.context.site
         is_here = client.node.node_id == here.node_id
         return replace(
             here,
@@ -109,10 +107,10 @@ class Launcher:
             shm_dir=Path(client.shm_dir),
             node_id=client.node.node_id,
             host=client.node.host,
-            hub_endpoint=here.hub_endpoint if is_here else self._hub_tcp,
+            hub_endpoint=here.hub_endpoint if is_here else self.hub_tcp,
         )
 
     def _log_path(self, client: NodeClient, name: str) -> str:
-        if client.node.node_id == self._context.site.node_id:
-            return str(self._log_dir / name)
+        if client.node.node_id == self.context.site.node_id:
+            return str(self.log_dir / name)
         return str(Path(client.session_dir) / "logs" / name)

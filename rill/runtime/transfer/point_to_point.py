@@ -57,11 +57,6 @@ class _Envelope(NamedTuple):
     """What the receipt names; 0: nobody waits for one."""
 
 
-class _Death(NamedTuple):
-    identity: str
-    reason: str
-
-
 class PointToPoint:
     """This process's end of every transfer. Thread-safe."""
 
@@ -74,8 +69,8 @@ class PointToPoint:
         self._unreceived: set[int] = set()
         """Sends that wait for their receipt."""
         self._numbers = count(1)
-        self._deaths: dict[str, _Death] = {}
-        """The last of each rank's processes, by the rank's name."""
+        self._deaths: dict[str, tuple[str, str]] = {}
+        """Identity and end of the last of each rank's processes, by the rank's name."""
         self._routes: Counter[str] = Counter()
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
@@ -199,11 +194,11 @@ class PointToPoint:
             del self._arrivals[source]  # a tag may be used only once
         return arrival
 
-    def _end_of(self, peer: str, before: _Death | None) -> str:
+    def _end_of(self, peer: str, before: tuple[str, str] | None) -> str:
         """Why nothing will come of a peer that has died since; empty: it may."""
         death = self._deaths.get(peer)
-        if death is not None and death is not before:
-            return death.reason
+        if death is not None and death != before:
+            return death[1]
         return "this process is closing" if self._is_closed else ""
 
     def _deliver(self, source: Source, arrival: Arrival) -> None:
@@ -231,7 +226,7 @@ class PointToPoint:
 
     def _on_death(self, identity: str, reason: str) -> None:
         with self._changed:
-            self._deaths[identity.rpartition("#")[0]] = _Death(identity, reason)
+            self._deaths[identity.rpartition("#")[0]] = (identity, reason)
             self._changed.notify_all()
 
     def _count(self, route: str) -> None:

@@ -164,8 +164,9 @@ def _find_culprit(obj: object, path: str, error: Exception, depth: int) -> tuple
     """The deepest part of `obj` that fails by itself."""
     if depth < 50:
         for step, part in _parts_of(obj):
-            part_error = _pickling_error(part)
-            if part_error is not None:
+            try:
+                _dump(part, None)
+            except _PICKLE_ERRORS as part_error:
                 return _find_culprit(part, path + step, part_error, depth + 1)
     return path, obj, error
 
@@ -184,14 +185,6 @@ def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
     elif not isinstance(obj, type) and hasattr(obj, "__dict__"):
         for name, value in vars(obj).items():
             yield f".{name}", value
-
-
-def _pickling_error(part: object) -> Exception | None:
-    try:
-        _dump(part, None)
-    except _PICKLE_ERRORS as error:
-        return error
-    return None
 
 
 def _is_local_name(obj: object) -> bool:
