@@ -182,7 +182,10 @@ class Broker:
     def on_release(self, client: str, seq: int, released: Release) -> None:
         channel = self._channel(released.channel)
         held = self._held(client, channel.name)
-        for entry in [channel.items[item_id] for item_id in released.ids if item_id in held]:
+        for item_id in released.ids:  # one that came again may be named twice
+            if item_id not in held:
+                continue
+            entry = channel.items[item_id]
             if entry.state is ItemState.HELD:
                 self._forget(channel, held, entry)
             else:
