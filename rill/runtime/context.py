@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
@@ -30,13 +30,7 @@ if TYPE_CHECKING:
     from rill.runtime.transfer.store import Store
 
 
-class Door(Protocol):
-    """Something that is opened once and closed with the process."""
-
-    def close(self) -> None: ...
-
-
-D = TypeVar("D", bound=Door)
+D = TypeVar("D")
 
 
 class _opened_once(Generic[D]):  # noqa: N801  used as a decorator
@@ -85,7 +79,8 @@ class RuntimeContext:
         self.device_lock: DeviceLock | None = None
         """This worker's turn on its devices, once it has asked for one."""
         self.lock = threading.RLock()
-        self.doors: list[Door] = []
+        self.doors: list[Any] = []
+        """What was opened here, in that order, and is closed with the process."""
 
     @_opened_once
     def hub(self) -> HubClient:
@@ -145,7 +140,7 @@ class RuntimeContext:
         """Close what is open, in the opposite order of its opening."""
         with self.lock:
             lock, self.device_lock = self.device_lock, None
-            doors: list[Door] = [*self.channels.values(), *([lock] if lock is not None else ())]
+            doors: list[Any] = [*self.channels.values(), *([lock] if lock is not None else ())]
             doors += reversed(self.doors)
             self.channels.clear()
             self.doors.clear()

@@ -10,7 +10,8 @@ are members when the call is made. Only the driver changes a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -73,14 +74,22 @@ class Move:
 
 
 class WorkerGroup(Generic[W_co]):
-    """The driver's view of a group."""
+    """The driver's view of a group, or of some of its ranks."""
 
-    def __init__(self, cls: type[W_co], name: str, members: Supervisor | _GivenMembers) -> None:
-        """`members`: who is in it; the supervisor of the cluster that launched it can also change it."""
+    def __init__(
+        self,
+        cls: type[W_co],
+        name: str,
+        members: Supervisor | _GivenMembers,
+        selected: tuple[int, ...] | None = None,
+    ) -> None:
+        """`members`: who is in it; the supervisor of the cluster that launched it can also change it. `selected`: the
+        ranks that calls go to; None: all that are there."""
         self.name = name
         self._cls = cls
         self._members = members
-        self._methods = {method: getattr(cls, method) for method in callable_methods(cls)}
+        self._selected = selected
+        self._methods = callable_methods(cls)
 
     @property
     def size(self) -> int:
@@ -90,19 +99,27 @@ class WorkerGroup(Generic[W_co]):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ids of its members now. An id is never given to another rank, so there may be gaps."""
-        return self._members.ranks(self.name)
+        return self._selected or self._members.ranks(self.name)
 
-    def on(self, *ranks: int) -> Selection[W_co]:
+    def on(self, *ranks: int) -> WorkerGroup[W_co]:
         """Some of the ranks, for calls to them alone."""
-        known = self.ranks
-        unknown = [rank for rank in ranks if rank not in known]
-        if unknown or not ranks:
-            raise UserError(f"{self.name} has ranks {_spoken(known)}, asked for {unknown or 'none'}")
-        return Selection(self, ranks)
+        self._check_ranks(ranks, self.ranks)
+        return WorkerGroup(self._cls, self.name, self._members, ranks)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Handle:
         """Call by name; `group.method(...)` is the same."""
-        return self._call(method, None, args, kwargs)
+        self._check_method(method)
+        encoded = encode_arguments(args, kwargs)
+        targets = self._members.roster(self.name).addresses
+        if self._selected is not None:
+            by_rank = {address.rank: address for address in targets}
+            self._check_ranks(self._selected, by_rank)
+            targets = tuple(by_rank[rank] for rank in self._selected)
+        context = self._members.context
+        handle = Handle(f"{self.name}.{method}", targets, self._members.diagnose)
+        payload = context.parcels.pack(encoded, targets)
+        context.calls.call(handle, method, payload, concurrent=is_concurrent(getattr(self._cls, method)))
+        return handle
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
@@ -154,29 +171,14 @@ class WorkerGroup(Generic[W_co]):
         if method.startswith("_"):
             raise AttributeError(method)
         self._check_method(method)
-        return lambda *args, **kwargs: self._call(method, None, args, kwargs)
+        return functools.partial(self.call, method)
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, size={self.size})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild_group, (self._cls, self.name, self._members.roster(self.name)))
-
-    def _call(
-        self, method: str, ranks: Sequence[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Handle:
-        """`ranks`: None for all."""
-        self._check_method(method)
-        encoded = encode_arguments(args, kwargs)
-        targets = self._members.roster(self.name).addresses
-        if ranks is not None:
-            by_rank = {address.rank: address for address in targets}
-            targets = tuple(by_rank[rank] for rank in ranks)
-        context = self._members.context
-        handle = Handle(f"{self.name}.{method}", targets, self._members.diagnose)
-        payload = context.parcels.pack(encoded, targets)
-        context.calls.call(handle, method, payload, concurrent=is_concurrent(self._methods[method]))
-        return handle
+        roster = self._members.roster(self.name)
+        return (_rebuild_group, (self._cls, self.name, roster, self._selected))
 
     @property
     def _owner(self) -> Supervisor:
@@ -187,24 +189,13 @@ class WorkerGroup(Generic[W_co]):
     def _check_method(self, method: str) -> None:
         if method not in self._methods:
             what = f"method of {self._cls.__name__}"
-            raise AttributeError(unknown_name_message(what, method, list(self._methods)))
+            raise AttributeError(unknown_name_message(what, method, self._methods))
 
-
-class Selection(Generic[W_co]):
-    """Some ranks of a group."""
-
-    def __init__(self, group: WorkerGroup[W_co], ranks: tuple[int, ...]) -> None:
-        self._group = group
-        self._ranks = ranks
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
-        return self._group._call(method, self._ranks, args, kwargs)
-
-    def __getattr__(self, method: str) -> Callable[..., Handle]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        self._group._check_method(method)
-        return lambda *args, **kwargs: self._group._call(method, self._ranks, args, kwargs)
+    def _check_ranks(self, wanted: Collection[int], known: Collection[int]) -> None:
+        unknown = [rank for rank in wanted if rank not in known]
+        if unknown or not wanted:
+            there = ", ".join(map(str, known))
+            raise UserError(f"{self.name} has ranks {there}, asked for {unknown or 'none'}")
 
 
 class _GivenMembers:
@@ -232,11 +223,7 @@ class _GivenMembers:
         return StuckError(message)
 
 
-def _rebuild_group(cls: type[Worker], name: str, roster: Roster) -> WorkerGroup[Any]:
-    return WorkerGroup(cls, name, _GivenMembers(roster))
-
-
-def _spoken(ranks: Sequence[int]) -> str:
-    if list(ranks) == list(range(len(ranks))):
-        return f"0 to {len(ranks) - 1}"
-    return ", ".join(map(str, ranks))
+def _rebuild_group(
+    cls: type[Worker], name: str, roster: Roster, selected: tuple[int, ...] | None
+) -> WorkerGroup[Any]:
+    return WorkerGroup(cls, name, _GivenMembers(roster), selected)

@@ -211,8 +211,5 @@ _NOT_CALLS = frozenset(name for name in vars(Worker) if not name.startswith("_")
 
 def callable_methods(cls: type[Worker]) -> list[str]:
     """The methods that a group of `cls` has: public functions of the class, without the tools of Worker itself."""
-    return [
-        name
-        for name in dir(cls)
-        if not name.startswith("_") and name not in _NOT_CALLS and callable(getattr(cls, name))
-    ]
+    names = [name for name in dir(cls) if not name.startswith("_") and name not in _NOT_CALLS]
+    return [name for name in names if callable(getattr(cls, name))]

@@ -155,7 +155,7 @@ class Agent:
         elif isinstance(request, Kill):
             for child in self.children.values():
                 if child.request.key == request.key:
-                    _kill_child(child.pid, request.signal_number)
+                    _kill_child(child.pid)
 
     def _start(self, request: Start, starts_s: list[float]) -> None:
         pid = os.fork()
@@ -205,7 +205,7 @@ class Agent:
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an adopted process
-            _kill_group(pid, signal.SIGKILL)
+            _kill_group(pid)
             exit_code = os.waitstatus_to_exitcode(status)
             recent = [start for start in child.starts_s if time.monotonic() - start < 60.0]
             restart = child.request.restart and len(recent) < MAX_RESTARTS_PER_MINUTE
@@ -220,11 +220,11 @@ class Agent:
         """Kill every process of the session, remove its folders, exit."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self.children:
-            _kill_child(pid, signal.SIGKILL)
+            _kill_child(pid)
         deadline_s = time.monotonic() + 5.0
         while time.monotonic() < deadline_s:
             for pid in _own_children():  # includes what was adopted
-                _kill_group(pid, signal.SIGKILL)
+                _kill_group(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:
@@ -276,19 +276,19 @@ def _own_children() -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
-def _kill_child(pid: int, signal_number: int) -> None:
+def _kill_child(pid: int) -> None:
     """A child that is not waited for yet, and what it has started. Just forked, it has no group of its own so far."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         try:
-            os.killpg(pid, signal_number)
+            os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(pid, signal_number)
+            os.kill(pid, signal.SIGKILL)
 
 
-def _kill_group(pid: int, signal_number: int) -> None:
+def _kill_group(pid: int) -> None:
     """What a child that may be gone has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal_number)
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _tail(log_path: str) -> str:

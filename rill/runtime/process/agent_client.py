@@ -54,8 +54,8 @@ class NodeClient(Protocol):
     def start(self, request: Start) -> None:
         """Start a process; its Exited event follows."""
 
-    def kill(self, key: str, signal_number: int) -> None:
-        """Send a signal to a process and its group."""
+    def kill(self, key: str) -> None:
+        """End a process and its group."""
 
     def close(self) -> None:
         """End every process of the session on this node. Safe to call twice."""
@@ -89,8 +89,8 @@ class LocalNode:
     def start(self, request: Start) -> None:
         self._send(request)
 
-    def kill(self, key: str, signal_number: int) -> None:
-        self._send(Kill(key=key, signal_number=signal_number))
+    def kill(self, key: str) -> None:
+        self._send(Kill(key=key))
 
     def close(self) -> None:
         self._closing = True

@@ -28,10 +28,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Request: send `signal_number` to the process group of `key`."""
+    """Request: kill the process group of `key`."""
 
     key: str
-    signal_number: int = signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

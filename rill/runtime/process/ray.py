@@ -180,8 +180,8 @@ class RayNode:
     def start(self, request: Start) -> None:
         self._do(self._actor.start.remote(request))
 
-    def kill(self, key: str, signal_number: int) -> None:
-        self._do(self._actor.kill.remote(key, signal_number))
+    def kill(self, key: str) -> None:
+        self._do(self._actor.kill.remote(key))
 
     def close(self) -> None:
         self._is_closing = True
@@ -235,8 +235,8 @@ class NodeActor:
     def start(self, request: Start) -> None:
         self._local.start(request)
 
-    def kill(self, key: str, signal_number: int) -> None:
-        self._local.kill(key, signal_number)
+    def kill(self, key: str) -> None:
+        self._local.kill(key)
 
     def next_events(self, timeout_s: float) -> list[Exited]:
         """What happened since the last question; waits for the first."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import signal
 import threading
 import time
 from collections import Counter
@@ -292,7 +291,7 @@ class Supervisor:
                 member.is_leaving = True
         for member in running:
             with contextlib.suppress(RunError):  # a node that is gone has no process
-                self._find_node(member.seat.node_id).kill(member.identity, signal.SIGKILL)
+                self._find_node(member.seat.node_id).kill(member.identity)
         if not self._wait_ended(running, KILL_WAIT_S):
             alive = ", ".join(member.identity for member in running if member.is_running)
             raise StuckError(f"{alive} did not end within {KILL_WAIT_S:g} s of its kill")

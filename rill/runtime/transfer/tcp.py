@@ -137,12 +137,8 @@ class ByteClient:
         try:
             return _Fetch(self, name, offset, num_bytes, signed_bytes).run()
         except BaseException:
-            self._forget()  # answers may still come on this connection, and must not meet the next request
+            self.close()  # answers may still come on this connection, and must not meet the next request
             raise
-
-    def close(self) -> None:
-        """The calling thread's connection; those of other threads go with them."""
-        self._forget()
 
     def _connection(self, timeout_s: float) -> tuple[zmq.Socket[bytes], str]:
         known: tuple[zmq.Socket[bytes], str] | None = self._local.__dict__.get("connection")
@@ -154,7 +150,8 @@ class ByteClient:
             known = self._local.connection = (socket, endpoint)
         return known
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """The calling thread's connection; those of other threads go with them."""
         known = self._local.__dict__.pop("connection", None)
         if known is not None:
             known[0].close()
@@ -243,6 +240,6 @@ class _Fetch:
             is_moved = client._find(_POLL_S) != endpoint
         if is_moved or now_s - self._asked_s > self._patience_s:
             self._patience_s *= 1 if is_moved else 2
-            client._forget()
+            client.close()
             self._asked.clear()
             self._next = self._done
