@@ -53,6 +53,7 @@ def main() -> None:
     cluster = Cluster(devices="cpu:2")
     group = Scripted.launch(cluster, name="scripted", threads=1)
     answers = group.answer(Note("hello")).wait(20)
+    cluster.context.hub.sync(20)
     print(*(note.text for note in answers), sep=",", flush=True)
     pids = [*group.pid().wait(20), cluster._nodes["node0"].agent_pid]  # type: ignore[attr-defined]
     print(*pids, cluster.session.session_dir, cluster.session.shm_dir, flush=True)

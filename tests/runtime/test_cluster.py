@@ -33,11 +33,11 @@ ROOT = Path(__file__).parents[2]
 class Driver:
     """A script that runs a cluster, and what it said about it."""
 
-    def __init__(self, ending: str) -> None:
+    def __init__(self, ending: str, cwd: Path | None = None) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(SCRIPT), ending]
         self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.answers = self.process.stdout.readline().strip()
@@ -49,8 +49,9 @@ class Driver:
         return not any(is_running(pid) for pid in self.pids) and not any(f.exists() for f in self.folders)
 
 
-def test_a_script_finds_its_own_classes_in_workers_and_ends_without_a_trace() -> None:
-    driver = Driver("exit")
+def test_a_script_finds_its_own_classes_in_workers_and_ends_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "rill.py").write_text("raise RuntimeError('another rill, where the driver was started')")
+    driver = Driver("exit", cwd=tmp_path)
     assert driver.process.wait(20) == 0
     assert driver.answers == "hello from 0,hello from 1"
     assert becomes_true(driver.has_left_nothing)

@@ -187,15 +187,17 @@ class ChannelState:
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
         """The first queued items of epochs up to `last_epoch`."""
         found: dict[int, Entry] = {}
+        items = self.items
         for epoch in sorted(e for e in self.queues if e <= last_epoch):
             queue = self.queues[epoch]
             while queue and not self._is_queued(queue[0]):
                 queue.popleft()
-            for item_id in queue:  # one that went back may be there twice
+            for item_id in queue:
                 if len(found) == max_items:
                     return list(found.values())
-                if self._is_queued(item_id):
-                    found[item_id] = self.items[item_id]
+                entry = items.get(item_id)
+                if entry is not None and entry.state is ItemState.QUEUED:
+                    found[item_id] = entry  # one that went back may be in the queue twice
         return list(found.values())
 
     def by_keys(self, keys: Sequence[Any]) -> list[Entry] | None:

@@ -33,7 +33,7 @@ _POLL_MS = 500
 def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None) -> list[str]:
     """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"; it
     needs the session's key in the session's folder."""
-    command = [sys.executable, "-m", "rill.runtime.hub.server", "--session-dir", str(session_dir)]
+    command = [sys.executable, "-P", "-m", "rill.runtime.hub.server", "--session-dir", str(session_dir)]
     command += ["--endpoint", endpoint]
     if tcp:
         command += ["--tcp", tcp]
