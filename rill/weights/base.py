@@ -75,12 +75,10 @@ class TransportConfig(PartConfig):
 
     def seated(self, *, rank: int, num_receivers: int) -> Self:
         """As one end has it: rank 0 publishes, receivers count from 1. Most transports need not know."""
-        del rank, num_receivers
         return self
 
     def reached_at(self, host: str) -> Self:
         """As the publisher has it, on a machine that others reach under this address. Most need not know."""
-        del host
         return self
 
 
@@ -145,7 +143,6 @@ class Publisher(ABC):
 
     def serve(self, manifest: WeightManifest, timeout_s: float = 600.0) -> None:
         """Take part in the receivers' pulls, for transports where both ends move at once. Others return at once."""
-        del manifest, timeout_s
 
     def for_one(self, manifest: WeightManifest) -> WeightManifest:
         """The newest version, as a single engine can pull it while the others and the trainer go on."""
@@ -158,7 +155,6 @@ class Publisher(ABC):
 
     def begin(self, version: PolicyVersion) -> None:
         """Called before the first bucket."""
-        del version
 
     @abstractmethod
     def allocate(self, index: int, num_bytes: int, device: torch.device) -> Tensor:
@@ -249,7 +245,6 @@ class Receiver(ABC):
 
     def bucket_taken(self, manifest: WeightManifest, bucket: BucketSpec) -> None:
         """The consumer is done with the bucket's tensors."""
-        del manifest, bucket
 
     def _check_manifest(self, manifest: WeightManifest) -> None:
         if manifest.transport != self.transport:

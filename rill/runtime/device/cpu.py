@@ -22,7 +22,6 @@ class Cpu(Accelerator):
 
     def memory_bytes(self, device: str = "cpu") -> tuple[int, int]:
         """Of the machine, or of the container where that has less."""
-        del device
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         free = page_bytes * os.sysconf("SC_AVPHYS_PAGES")
         total = page_bytes * os.sysconf("SC_PHYS_PAGES")
