@@ -17,6 +17,7 @@ import pytest
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError
 from rill.runtime import context as runtime_context
+from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
 from rill.runtime.process.agent_protocol import Exited
@@ -196,14 +197,23 @@ def test_a_temporary_directory_too_long_for_sockets_is_refused(
     assert list(deep.iterdir()) == []
 
 
-def test_a_closed_cluster_says_so_and_closing_twice_is_harmless() -> None:
+def test_a_closed_cluster_and_its_channels_say_so_and_closing_twice_is_harmless() -> None:
     cluster = Cluster(devices="cpu:1")
     assert runtime_context.current() is cluster.context
+    channel = Channel.create(cluster, "c")
     cluster.close()
     cluster.close()
     assert not runtime_context.is_set()
-    with pytest.raises(RunError, match="closed"):
-        Echo.launch(cluster, name="late")
+    for use in (
+        lambda: Echo.launch(cluster, name="late"),
+        lambda: channel.put(1),
+        lambda: channel.take(timeout_s=60),
+        lambda: list(channel),
+        channel.end,
+        channel.stats,
+    ):
+        with pytest.raises(RunError, match="closed"):
+            use()
 
 
 def test_closing_one_of_two_clusters_leaves_the_other_alone() -> None:

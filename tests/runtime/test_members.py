@@ -311,16 +311,10 @@ def test_a_method_that_the_group_would_hide_is_refused(cluster: Cluster) -> None
         Hider.launch(cluster, name="hider")
 
 
-def test_a_group_and_a_channel_of_a_closed_cluster_say_so() -> None:
+def test_a_group_of_a_closed_cluster_says_so() -> None:
     with Cluster(devices="cpu:1", elastic=True) as cluster:
         group = Echo.launch(cluster, name="g", threads=1)
-        channel = Channel.create(cluster, "c")
     for use in (
-        lambda: channel.put(1),
-        lambda: channel.take(timeout_s=60),
-        lambda: list(channel),
-        channel.end,
-        channel.stats,
         lambda: group.plus(1),
         lambda: group.add(count=1),
         lambda: group.move("0"),

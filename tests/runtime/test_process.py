@@ -14,6 +14,6 @@ def test_a_child_is_killed_also_before_it_has_a_group_of_its_own() -> None:
     if pid == 0:
         time.sleep(60.0)  # as if setsid() were still to come
         os._exit(0)
-    _kill_child(pid, signal.SIGKILL)
+    _kill_child(pid)
     _, status = os.waitpid(pid, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
