@@ -67,6 +67,13 @@ class Port(Worker):
             assert array[-1] == 1.0
         return time.time()
 
+    def relay(self, taken: Channel, made: Channel) -> int:
+        count = 0
+        for item in taken:
+            made.put(item)
+            count += 1
+        return count
+
     def echo(self, forth: Channel, back: Channel, count: int) -> None:
         for _ in range(count):
             back.put(forth.take())
@@ -89,6 +96,7 @@ def rill(cluster: Cluster, system: str, num_small: int, num_large: int, widths: 
         report(f"small items, {width} to {width}", system, median(rates[width][1:]), "items/s")
     producers, consumers = pairs[1]
     _latency(cluster, consumers, 300, system)
+    _relay(cluster, producers, consumers, num_small // 4, system)
     arrays, copies = [], []
     for turn in range(1 + TURNS):
         arrays.append(_large_rate(cluster, producers, consumers, num_large, f"arrays-{turn}"))
@@ -100,6 +108,22 @@ def rill(cluster: Cluster, system: str, num_small: int, num_large: int, widths: 
     _broker_traffic(cluster, producers, consumers, system)
     for group in (group for pair in pairs.values() for group in pair):
         group.close()
+
+
+def _relay(
+    cluster: Cluster, producers: WorkerGroup[Port], consumers: WorkerGroup[Port], count: int, system: str
+) -> None:
+    """Every item that is taken and the one that is put in its place are one record."""
+    rates = []
+    for turn in range(1 + TURNS):
+        taken, made = (Channel.create(cluster, f"{end}-{turn}") for end in ("taken", "made"))
+        producers.put_small(taken, count).wait(timeout_s=600)
+        taken.end()
+        started_s = time.time()
+        assert consumers.relay(taken, made).wait(timeout_s=600) == [count]
+        rates.append(count / (time.time() - started_s))
+        made.close()
+    report("relayed items, 1 to 1", system, median(rates[1:]), "items/s")
 
 
 def _launch(cluster: Cluster, name: str, device: int, width: int) -> WorkerGroup[Port]:
