@@ -118,7 +118,7 @@ class Loop:
                 batch = self.flow.batch(TEND_S)
             full_at = time.monotonic()
             with trace.span("train", lane="loop", samples=batch.num_samples, tokens=batch.num_tokens):
-                trained = self.flow.end()
+                trained = self.flow.end(TEND_S)
             synced_at = time.monotonic() - trained.sync_s
             synced = self.flow.fleet.take_in(trained.synced)
             self.step += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rill.journal.checkpoints import RunCheckpoints
 from rill.planning.traced import write_history
@@ -22,7 +22,6 @@ from rill.runtime.hub.history import CallRecord
 from rill.telemetry import trace
 from rill.telemetry.run import Run
 from rill.types import PolicyVersion
-from rill.workflows.actor import ActorWorker
 from rill.workflows.config import FlowConfig
 from rill.workflows.controller import Controller
 from rill.workflows.fleet import Engines, answer
@@ -43,7 +42,7 @@ class Steering:
     controller: WorkerGroup[Controller]
     checkpoints: RunCheckpoints
     engines: Engines
-    actor: WorkerGroup[ActorWorker]
+    actor: WorkerGroup[Any]
     pilot: Pilot | None = None
 
     def observe(self, report: StepReport) -> None:

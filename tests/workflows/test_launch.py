@@ -83,7 +83,7 @@ def test_the_placement_decides_how_weights_travel(
 
     def route(**transport: str) -> tuple[str, str]:
         sync = SyncConfig.model_validate({"transport": transport})
-        found = routed(sync, devices, actor=actor, pulling=(rollout, None), stay_on_gpu=stay).transport
+        found = routed(sync, devices, actor=actor, pulling=(rollout,), stay_on_gpu=stay).transport
         assert isinstance(found, TransportConfig)
         return found.type, found.verify.value
 
