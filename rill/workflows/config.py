@@ -305,3 +305,12 @@ class OnlineConfig(RecipeConfig):
     def reads_gpu(self) -> bool:
         """Engines can read weights where the trainer has them, on a GPU that both stay on."""
         return True
+
+    @model_validator(mode="after")
+    def _edges_lead_somewhere(self) -> Self:
+        if unknown := set(self.flow.edges) - set(type(self.placement).model_fields) - {"rollout"}:
+            known = ", ".join(name for name in type(self.placement).model_fields if name != "rollout")
+            raise ValueError(
+                f"flow.edges names {', '.join(sorted(unknown))}: groups that consume samples are {known}"
+            )
+        return self

@@ -191,12 +191,3 @@ class RLConfig(OnlineConfig):
                 "recompute log-probabilities at the sampler's temperature; leave trainer.temperature unset"
             )
         return self
-
-    @model_validator(mode="after")
-    def _edges_lead_somewhere(self) -> Self:
-        if unknown := set(self.flow.edges) - set(type(self.placement).model_fields) - {"rollout"}:
-            known = ", ".join(name for name in type(self.placement).model_fields if name != "rollout")
-            raise ValueError(
-                f"flow.edges names {', '.join(sorted(unknown))}: groups that consume samples are {known}"
-            )
-        return self

@@ -66,18 +66,17 @@ def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = No
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
     try:
+        policy = PolicyClient(EngineGate(engine), seed=config.seed, decode=_never_cut)
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer)
             limit = chosen.max_new_tokens or config.sampling.max_new_tokens
             sampling = config.sampling.params(
                 temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit
             )
-            episodes = asyncio.run(
-                episodes_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
-            )
+            asked = [prompt for prompt in prompts for _ in range(chosen.samples)]
+            episodes = asyncio.run(_played(policy, environment, asked, sampling, chosen.samples, on_done))
             environment.close()
-            for prompt, group in zip(prompts, episodes, strict=True):
-                answers += [_answer(chosen.name, prompt, episode) for episode in group]
+            answers += [_answer(chosen.name, *played) for played in zip(asked, episodes, strict=True)]
     finally:
         engine.close()
     return answers
@@ -105,39 +104,30 @@ def _held_out_if_any(data: PartConfig) -> Split:
     return Split.HELD_OUT
 
 
-async def episodes_of(
-    engine: Engine,
+async def _played(
+    policy: PolicyClient,
     environment: Environment,
-    prompts: Sequence[Prompt],
+    asked: Sequence[Prompt],
     sampling: SamplingParams,
     num_samples: int,
-    seed: int,
-    on_done: Callable[[int, int], None] | None = None,
-) -> list[list[Episode]]:
-    """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
-    to; ids of a user's rows may repeat."""
-    policy = PolicyClient(EngineGate(engine), seed=seed, decode=_never_cut)
+    on_done: Callable[[int, int], None] | None,
+) -> list[Episode]:
+    """All at once. A prompt's number seeds it, whichever engine it is put to; ids of a user's rows may repeat."""
     num_done = 0
 
-    async def one(group: str, prompt: Prompt, sample: int) -> Episode:
+    async def one(number: int, prompt: Prompt) -> Episode:
         nonlocal num_done
-        name = f"{group}/{sample}"
+        group = f"eval/{number // num_samples}"
+        name = f"{group}/{number % num_samples}"
         episode = await run_episode(
             environment, prompt, policy.episode(name, {}), episode_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
-            on_done(num_done, len(prompts) * num_samples)
+            on_done(num_done, len(asked))
         return episode
 
-    flat = await asyncio.gather(
-        *(
-            one(f"eval/{number}", prompt, n)
-            for number, prompt in enumerate(prompts)
-            for n in range(num_samples)
-        )
-    )
-    return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(asked)))
 
 
 def _never_cut(token_ids: TokenIds) -> str:
