@@ -66,17 +66,18 @@ def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = No
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
     try:
-        policy = PolicyClient(EngineGate(engine), seed=config.seed, decode=_never_cut)
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer)
             limit = chosen.max_new_tokens or config.sampling.max_new_tokens
             sampling = config.sampling.params(
                 temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit
             )
-            asked = [prompt for prompt in prompts for _ in range(chosen.samples)]
-            episodes = asyncio.run(_played(policy, environment, asked, sampling, chosen.samples, on_done))
+            episodes = asyncio.run(
+                episodes_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
+            )
             environment.close()
-            answers += [_answer(chosen.name, *played) for played in zip(asked, episodes, strict=True)]
+            for prompt, group in zip(prompts, episodes, strict=True):
+                answers += [_answer(chosen.name, prompt, episode) for episode in group]
     finally:
         engine.close()
     return answers
@@ -104,30 +105,39 @@ def _held_out_if_any(data: PartConfig) -> Split:
     return Split.HELD_OUT
 
 
-async def _played(
-    policy: PolicyClient,
+async def episodes_of(
+    engine: Engine,
     environment: Environment,
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     sampling: SamplingParams,
     num_samples: int,
-    on_done: Callable[[int, int], None] | None,
-) -> list[Episode]:
-    """All at once. A prompt's number seeds it, whichever engine it is put to; ids of a user's rows may repeat."""
+    seed: int,
+    on_done: Callable[[int, int], None] | None = None,
+) -> list[list[Episode]]:
+    """Put every prompt to the engine `num_samples` times, all at once. Its number seeds it, whichever engine it is put
+    to; ids of a user's rows may repeat."""
+    policy = PolicyClient(EngineGate(engine), seed=seed, decode=_never_cut)
     num_done = 0
 
-    async def one(number: int, prompt: Prompt) -> Episode:
+    async def one(group: str, prompt: Prompt, sample: int) -> Episode:
         nonlocal num_done
-        group = f"eval/{number // num_samples}"
-        name = f"{group}/{number % num_samples}"
+        name = f"{group}/{sample}"
         episode = await run_episode(
             environment, prompt, policy.episode(name, {}), episode_id=name, group_id=group, sampling=sampling
         )
         num_done += 1
         if on_done is not None:
-            on_done(num_done, len(asked))
+            on_done(num_done, len(prompts) * num_samples)
         return episode
 
-    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(asked)))
+    flat = await asyncio.gather(
+        *(
+            one(f"eval/{number}", prompt, n)
+            for number, prompt in enumerate(prompts)
+            for n in range(num_samples)
+        )
+    )
+    return [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
 
 
 def _never_cut(token_ids: TokenIds) -> str:
