@@ -286,6 +286,8 @@ class OnlineConfig(RecipeConfig):
     curriculum: CurriculumConfig | None = None
     """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
     rollout: SampledConfig
+    algorithm: Config
+    trainer: Config
     loop: LoopConfig = LoopConfig()
     journal: JournalConfig = JournalConfig()
     flow: FlowConfig = FlowConfig()
