@@ -47,11 +47,10 @@ from rill.weights.shm import ShmTransport
 from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
-from rill.workflows.episodes import Flows
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Flow, Seating
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Outcome, sample_key
+from rill.workflows.records import Flows, Outcome, sample_key
 
 TIMEOUT_S = 600.0
 GROUP_SIZE = 8

@@ -1,19 +1,19 @@
 """Trainer checkpoints: masters, optimizer state and version, written with torch's distributed checkpoint.
 
-    folder/step-00000012/           appears by one rename, after everything in it is on disk
+    folder/trainer/                 appears by one rename, after everything in it is on disk
         __0_0.distcp, .metadata     torch.distributed.checkpoint; any later number of ranks can read it
         manifest.json               every file's size and SHA-256, and what the checkpoint is of
 
-Guarantees: a save cut off at any byte leaves no step-N folder, or one whose manifest does not match; load() skips
-such a folder with a warning and takes the last whole one. A save copies to host memory, and training goes on; the
-files are written by one thread, with a process group of its own, and a second save waits for the first.
+Guarantees: a save cut off at any byte leaves what was there before, or a folder whose manifest does not match, which
+load() refuses. Which of several to load, and how many to keep, is for whoever calls (rill.journal.checkpoints). A save
+copies to host memory, and training goes on; the files are written by one thread, with a process group of its own, and
+a second save waits for the first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -34,9 +34,7 @@ from rill.errors import CheckpointError, StuckError
 from rill.training.engine import TrainEngine
 from rill.types import PolicyVersion
 
-log = logging.getLogger(__name__)
-
-MANIFEST = "manifest.json"
+FOLDER, MANIFEST = "trainer", "manifest.json"
 _FORMAT = 1
 
 
@@ -49,12 +47,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, folder: Path, *, keep_last: int = 0) -> Path:
-        """Write folder/step-N behind the caller's back; wait() returns when it is whole. keep_last > 0 then keeps this
-        one and the newest others, so many in all, and removes the rest, with what saves that were killed left."""
+    def save(self, folder: Path) -> None:
+        """Write into `folder` behind the caller's back; wait() returns when it is whole."""
         self.wait()
         engine = self.engine
-        final = folder / f"step-{engine.version:08d}"
         engine.prepare_optimizer_state()
         state = engine.state()
         about = {
@@ -67,12 +63,11 @@ class Checkpointer:
         staged = {name: _to_host(value) for name, value in state.items()}
         self._thread = threading.Thread(
             target=self._write_behind,
-            args=(staged, final, about, keep_last),
+            args=(staged, folder / FOLDER, about),
             name="rill-checkpoint",
             daemon=True,
         )
         self._thread.start()
-        return final
 
     def wait(self, timeout_s: float = 600.0) -> None:
         """Return when no save is under way; raise what the last one raised."""
@@ -86,10 +81,10 @@ class Checkpointer:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error
 
     def load(self, folder: Path) -> PolicyVersion:
-        """Restore the last whole checkpoint under `folder`, which may itself be a step folder."""
+        """Restore what was saved into `folder`."""
         self.wait()
-        engine = self.engine
-        chosen = self._agree_on(folder)
+        engine, chosen = self.engine, folder / FOLDER
+        self._check(chosen)
         about = read_manifest(chosen)
         if about["parameters"] != _fingerprint(engine):
             raise CheckpointError(
@@ -128,15 +123,13 @@ class Checkpointer:
         if self._group is not None:
             dist.barrier(group=self._group)
 
-    def _write_behind(
-        self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int
-    ) -> None:
+    def _write_behind(self, state: dict[str, Any], final: Path, about: dict[str, Any]) -> None:
         try:
-            self._write(state, final, about, keep_last)
+            self._write(state, final, about)
         except BaseException as error:  # noqa: BLE001 - the thread's boundary: wait() raises it on the caller's
             self._error = error
 
-    def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any], keep_last: int) -> None:
+    def _write(self, state: dict[str, Any], final: Path, about: dict[str, Any]) -> None:
         world, group = self.engine.world, self._group
         partial = final.with_name(final.name + ".partial")
         if world.rank == 0:
@@ -161,8 +154,6 @@ class Checkpointer:
                 shutil.rmtree(final)
             partial.rename(final)
             sync_folder(final.parent)
-            if keep_last:
-                _drop_old(final, keep_last)
         self._barrier()
 
     def _own_files(self, folder: Path) -> list[Path]:
@@ -171,31 +162,14 @@ class Checkpointer:
         own = sorted(folder.glob(f"__{rank}_*"))
         return [*own, folder / ".metadata"] if rank == 0 else own
 
-    def _agree_on(self, folder: Path) -> Path:
-        world = self.engine.world
-        answer: list[str] = [""]
-        if world.rank == 0:
-            try:
-                answer[0] = str(last_whole(folder))
-            except CheckpointError as error:
-                answer[0] = f"!{error}"
+    def _check(self, folder: Path) -> None:
+        """Once for all ranks."""
+        found = [find_damage(folder) if self.engine.world.rank == 0 else None]
         self._join()
         if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[0].startswith("!"):
-            raise CheckpointError(answer[0][1:])
-        return Path(answer[0])
-
-
-def last_whole(folder: Path) -> Path:
-    """The newest step folder that matches its manifest. Damaged ones are reported and passed over."""
-    candidates = [folder] if (folder / MANIFEST).exists() else step_folders(folder)
-    for candidate in candidates:
-        problem = find_damage(candidate)
-        if problem is None:
-            return candidate
-        log.warning("checkpoint %s is damaged (%s): trying the one before it", candidate, problem)
-    raise CheckpointError(f"there is no whole checkpoint under {folder} ({len(candidates)} damaged)")
+            dist.broadcast_object_list(found, src=0, group=self._group)
+        if found[0] is not None:
+            raise CheckpointError(f"{folder} is no whole checkpoint: {found[0]}")
 
 
 def find_damage(folder: Path) -> str | None:
@@ -223,19 +197,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT or "files" not in manifest:
         raise CheckpointError(f"{folder}/{MANIFEST} is not of format {_FORMAT}")
     return manifest
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Newest first; unfinished ones are not listed."""
-    found = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def _drop_old(just_written: Path, keep_last: int) -> None:
-    """Never the one just written: a run that went back to an older step has newer ones beside it."""
-    others = [step for step in step_folders(just_written.parent) if step != just_written]
-    for stale in (*others[keep_last - 1 :], *just_written.parent.glob("step-*.partial")):
-        shutil.rmtree(stale)
 
 
 def describe(path: Path) -> dict[str, Any]:

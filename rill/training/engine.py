@@ -32,7 +32,7 @@ from rill.models.train.products import sum_in_float32
 from rill.training.engine_config import EngineConfig
 from rill.training.host_memory import keep_freed_memory
 from rill.training.module import LM_PREFIX, PackedModule
-from rill.training.offload import OffloadLevel, Shelf
+from rill.training.offload import Shelf
 from rill.training.optim import Optimizer
 from rill.training.parallel import (
     World,
@@ -242,23 +242,21 @@ class TrainEngine:
 
     # --- shared devices -----------------------------------------------------------------------------------
 
-    def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
-        """Move optimizer state, then gradients, then parameters to host memory. Nothing to do on a CPU."""
+    def offload(self) -> None:
+        """Move optimizer state, gradients and parameters to host memory. Nothing to do on a CPU."""
         if self.device.type == "cpu":
             return
         states = self.optimizer.state_tensors().values()
         tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-        if level >= OffloadLevel.GRADIENTS:
-            self._collect_gradients()
-            self._fold()
-            tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
-        if level >= OffloadLevel.PARAMETERS:
-            copies = [local(s.template.detach()) for s in self.slots if s.has_copy]
-            self._shelf.drop(copies)  # the masters hold them
-            tensors += [s.master for s in self.slots]
-            tensors += [local(p.detach()) for p in self.module.parameters()]
-            tensors += list(self.module.buffers())
-        self._shelf.put(tensors)
+        self._collect_gradients()
+        self._fold()
+        tensors += [s.master.grad for s in self.slots if s.master.grad is not None]
+        self._shelf.drop(
+            [local(s.template.detach()) for s in self.slots if s.has_copy]
+        )  # the masters hold them
+        tensors += [s.master for s in self.slots]
+        tensors += [local(p.detach()) for p in self.module.parameters()]
+        self._shelf.put([*tensors, *self.module.buffers()])
         torch.cuda.empty_cache()
 
     @property

@@ -11,7 +11,6 @@ import logging
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,6 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _ALIGN_BYTES = 4096
-
-
-class OffloadLevel(IntEnum):
-    """What offload() gives back; each level includes the ones before it."""
-
-    OPTIMIZER = 1
-    GRADIENTS = 2
-    PARAMETERS = 3
 
 
 class Shelf:

@@ -164,11 +164,7 @@ class RewardTrainer(PairTrainer):
     class Config(EngineConfig):
         loss: BradleyTerryConfig = BradleyTerryConfig()
 
-    def __init__(
-        self, config: Config, *, rendezvous: Rendezvous | None = None, device: str | torch.device = "cpu"
-    ) -> None:
-        super().__init__(config, rendezvous=rendezvous, device=device)
-        self.config: RewardTrainer.Config = config
+    config: Config
 
     def score(self, sequences: Sequence[TokenIds]) -> list[float]:
         """The model's reward of each whole sequence."""

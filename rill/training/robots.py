@@ -177,6 +177,9 @@ class RobotTrainer:
         )
         write_atomically(place / COUNTS_FILE, json.dumps({"steps": self._num_steps}))
 
+    def wait_saved(self, timeout_s: float) -> None:
+        """It is when `save` returns."""
+
     def load(self, folder: str) -> None:
         place = Path(folder)
         try:

@@ -18,7 +18,6 @@ from rill.errors import InvalidSampleError
 from rill.training.batching import gather_context
 from rill.training.engine_config import EngineConfig
 from rill.training.packing import PackSequence
-from rill.training.parallel import Rendezvous
 from rill.training.trainer import Trainer
 from rill.types import Bits, TokenIds
 
@@ -42,22 +41,14 @@ class SFTTrainer(Trainer):
     class Config(EngineConfig):
         """Nothing beyond the engine's."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        rendezvous: Rendezvous | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        super().__init__(config, rendezvous=rendezvous, device=device)
-        self._learning_rate: float | None = None
+    rate: float | None = None
+    """Learning rate of the steps from now on, in place of the engine's schedule."""
 
     @classmethod
     def sharing(cls, trainer: Trainer, *, learning_rate: float) -> SFTTrainer:
         """Supervised steps on another trainer's engine, at their own rate. Call finish() before going back to it."""
-        self = cls.__new__(cls)
-        Trainer.__init__(self, trainer.config, engine=trainer.engine)
-        self._learning_rate = learning_rate
+        self = cls(trainer.config, engine=trainer.engine)
+        self.rate = learning_rate
         return self
 
     def update(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -65,7 +56,7 @@ class SFTTrainer(Trainer):
         self._forget()
         with self._working():
             self._accumulate(examples)
-        metrics = self._apply(self._learning_rate)
+        metrics = self._apply(self.rate)
         metrics["sft/perplexity"] = _perplexity(metrics["loss"])
         return metrics
 
@@ -99,10 +90,6 @@ class SFTTrainer(Trainer):
         loss_sum, count = self.world.sum_over_data(total).tolist()
         loss = loss_sum / count if count else 0.0
         return {"eval/loss": loss, "eval/perplexity": _perplexity(loss), "eval/tokens": count}
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the steps from now on, in place of the engine's schedule."""
-        self._learning_rate = learning_rate
 
     def finish(self) -> None:
         """Give a shared engine back: its optimizer starts afresh, with its own rate and step count."""

@@ -29,7 +29,6 @@ from rill.training.engine_config import EngineConfig
 from rill.training.exchange import deal_out
 from rill.training.export import export_model
 from rill.training.module import PackedModule, PolicyModule, load_packed_lm
-from rill.training.offload import OffloadLevel
 from rill.training.parallel import Rendezvous, World
 from rill.types import PolicyVersion
 
@@ -99,17 +98,17 @@ class Trainer:
         """Hugging Face names and whole tensors in compute precision, adapters merged. All ranks take part."""
         return self.engine.named_weights()
 
-    def save(self, folder: str | Path, *, keep_last: int = 0) -> Path:
-        """Write `folder`/step-N, whole or not at all. Returns when the state is copied to host memory; the files are
-        written behind training, and wait_saved() tells when they are there."""
-        return self._checkpointer.save(Path(folder), keep_last=keep_last)
+    def save(self, folder: str | Path) -> None:
+        """Whole or not at all. Returns when the state is copied to host memory; the files are written behind training,
+        and wait_saved() tells when they are there."""
+        self._checkpointer.save(Path(folder))
 
     def wait_saved(self, timeout_s: float = 600.0) -> None:
         """Return when the last save is whole; raise what went wrong with it."""
         self._checkpointer.wait(timeout_s)
 
     def load(self, folder: str | Path) -> PolicyVersion:
-        """Continue from the last whole checkpoint under `folder`."""
+        """Continue from what was saved into `folder`; what is not whole is refused."""
         return self._checkpointer.load(Path(folder))
 
     def export(self, folder: str | Path) -> Path:
@@ -123,8 +122,8 @@ class Trainer:
         """Whether a sequence, or a pair, of this length is trained on; where too long a one is an error, all are."""
         return self.config.on_too_long == "error" or num_tokens <= self.config.micro_batch_tokens
 
-    def offload(self, level: OffloadLevel = OffloadLevel.PARAMETERS) -> None:
-        self.engine.offload(level)
+    def offload(self) -> None:
+        self.engine.offload()
 
     def onload(self) -> None:
         self.engine.onload()

@@ -48,7 +48,7 @@ class WarmStart:
     def run(self, num_steps: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for _ in range(num_steps):
-            self.trainer.set_learning_rate(self._rate())
+            self.trainer.rate = self._rate()
             metrics = self.trainer.update(
                 [self._encoder.encode(p) for p in self._loader.next(self._batch_size)]
             )

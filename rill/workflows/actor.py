@@ -6,11 +6,12 @@ step and `publish` to bring what it made to the engines (rill.weights.publishing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
 from rill.config import PartConfig
@@ -20,25 +21,17 @@ from rill.telemetry.rollout_log import TrainedLog
 from rill.training.policy import PolicyTrainer
 from rill.training.score import ScoreModel
 from rill.training.warm_start import WarmStart
-from rill.types import NOT_SAMPLED, Floats, PolicyVersion, Sample, TokenIds, Trajectory
-from rill.weights import (
-    Canary,
-    CanaryProof,
-    SealedManifest,
-    Tolerance,
-    WeightManifest,
-    open_publisher,
-    take_part,
-)
-from rill.weights.publishing import PublishingWorker
+from rill.types import NOT_SAMPLED, PolicyVersion, Sample, TokenIds, Trajectory
+from rill.weights import Canary, CanaryProof, Tolerance, open_publisher
 from rill.workflows.config import SyncConfig, WarmStartConfig
 from rill.workflows.edges import Edge
-from rill.workflows.learners import Advantages, LearningWorker
+from rill.workflows.learners import Advantages, PolicyLearner
 from rill.workflows.scorers import TeacherConfig, rendezvous_of
 
 
-class ActorWorker(PublishingWorker, LearningWorker):
+class ActorWorker(PolicyLearner):
     trainer: PolicyTrainer
+    algorithm: Algorithm
 
     def __init__(
         self,
@@ -81,9 +74,7 @@ class ActorWorker(PublishingWorker, LearningWorker):
             teacher.offload()
 
     def close(self) -> None:
-        if self.publisher is not None:
-            self.publisher.close()
-        self.trainer.close()
+        super().close()
         if self._log is not None:
             self._log.close()
 
@@ -138,29 +129,16 @@ class ActorWorker(PublishingWorker, LearningWorker):
 
     # --- weights ------------------------------------------------------------------------------------------
 
-    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
-        if self.publisher is None:
-            take_part(self.trainer.named_weights())
-            if self.sync.canary:
-                self._canary_scores()
-            return None
-        manifest = self.publisher.publish(self.trainer.named_weights(), version)
-        return manifest.seal(self._proof(manifest) if self.sync.canary else None)
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.trainer.named_weights()
 
-    def _proof(self, manifest: WeightManifest) -> CanaryProof:
+    def _proof(self, dtype: str) -> CanaryProof:
+        """The trainer's own log-probabilities, at temperature 1."""
         given = self.sync.canary_tolerance
         tolerance = Tolerance(mean=given, largest=10 * given) if given else None
-        canary = Canary(self._canary_tokens(), dtype=manifest.tensors[0].dtype, tolerance=tolerance)
-        return CanaryProof(canary=canary, expected=self._canary_scores())
-
-    def _canary_tokens(self) -> list[TokenIds]:
-        return Canary.random(self.trainer.engine.module.vocab_size).sequences
-
-    def _canary_scores(self) -> list[Floats]:
-        """The trainer's own log-probabilities at temperature 1; all ranks take part."""
-        return self.trainer.logprobs(
-            [_as_sample(tokens) for tokens in self._canary_tokens()], temperature=1.0
-        )
+        tokens = Canary.random(self.trainer.engine.module.vocab_size).sequences
+        expected = self.trainer.logprobs([_as_sample(each) for each in tokens], temperature=1.0)
+        return CanaryProof(canary=Canary(tokens, dtype=dtype, tolerance=tolerance), expected=expected)
 
     def export(self, folder: str) -> None:
         with self.device_lock():

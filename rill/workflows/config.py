@@ -9,8 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from rill.config import Config, OneOf, PartConfig
 from rill.config.base import as_table
 from rill.data.base import DATASETS, Split
+from rill.data.curriculum import CurriculumConfig
+from rill.data.loader import LoaderConfig
 from rill.envs.base import ENVIRONMENTS
 from rill.inference.base import ENGINES
+from rill.journal.token_log import JournalConfig
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
@@ -187,7 +190,14 @@ class EvalConfig(EvalSamplingConfig):
         return self
 
 
-class RolloutConfig(Config):
+class SampledConfig(Config):
+    """[rollout]: what every kind has."""
+
+    group_size: int = Field(8, ge=1)
+    """Samples per prompt."""
+
+
+class RolloutConfig(SampledConfig):
     """[rollout]"""
 
     engine: Annotated[PartConfig, OneOf(ENGINES), BeforeValidator(native_unless_named)]
@@ -197,8 +207,6 @@ class RolloutConfig(Config):
     env_workers: int = Field(0, ge=0)
     """Processes that run environments and rewards, apart from the engines. 0: inside the engines' processes."""
     sampling: SamplingConfig = SamplingConfig()
-    group_size: int = Field(8, ge=1)
-    """Samples per prompt."""
     max_concurrent: int = Field(1024, ge=1)
     """Samples in flight on one engine; further tasks wait where other engines can take them."""
     log_groups: int = Field(4, ge=0)
@@ -260,3 +268,51 @@ class FlowConfig(Config):
 
     def granularity_of(self, consumer: str, batch: int) -> int:
         return min(self.edges.get(consumer, self.granularity) or batch, batch)
+
+
+class PlacementConfig(Config):
+    """[placement]: device ids of each group. Groups that name the same devices share them and take turns."""
+
+    rollout: Seats = "all"
+    actor: Seats = "all"
+
+
+class OnlineConfig(RecipeConfig):
+    """The tables of every workflow that learns from its own samples, whatever they are samples of."""
+
+    data: PartConfig
+    """What to learn from; its held-out side is the evaluation's."""
+    loader: LoaderConfig = LoaderConfig()
+    curriculum: CurriculumConfig | None = None
+    """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
+    rollout: SampledConfig
+    algorithm: Config
+    trainer: Config
+    loop: LoopConfig = LoopConfig()
+    journal: JournalConfig = JournalConfig()
+    flow: FlowConfig = FlowConfig()
+    eval: EvalConfig = EvalConfig()
+    sync: SyncConfig = SyncConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+    handed_down = {"loader.seed": "seed", "curriculum.seed": "seed"}
+
+    @property
+    def pulling(self) -> tuple[str, ...]:
+        """The placements of the groups that take the trainer's weights."""
+        return (self.placement.rollout,)
+
+    @property
+    def reads_gpu(self) -> bool:
+        """Engines can read weights where the trainer has them, on a GPU that both stay on."""
+        return True
+
+    @model_validator(mode="after")
+    def _edges_lead_somewhere(self) -> Self:
+        if unknown := set(self.flow.edges) - set(type(self.placement).model_fields) - {"rollout"}:
+            known = ", ".join(name for name in type(self.placement).model_fields if name != "rollout")
+            raise ValueError(
+                f"flow.edges names {', '.join(sorted(unknown))}: groups that consume samples are {known}"
+            )
+        return self

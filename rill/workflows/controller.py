@@ -17,7 +17,6 @@ that engines let go of their devices. Otherwise it lasts for the run, or until a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import pickle
@@ -43,9 +42,8 @@ from rill.telemetry.run import write_atomically
 from rill.types import PolicyVersion
 from rill.workflows.config import EvalSetConfig, LoopConfig
 from rill.workflows.edges import Edge
-from rill.workflows.episodes import Flows
 from rill.workflows.evaluation import read_prompts, summarise_rewards, summarise_tasks
-from rill.workflows.records import TRAIN, Chunk, Outcome, Task
+from rill.workflows.records import TRAIN, Chunk, Flows, Outcome, Task
 from rill.workflows.staleness import Limits, Since, Staleness, State
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
@@ -212,18 +210,16 @@ class Controller(Worker):
     # --- files --------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Between two steps. Of what is begun it holds which groups they are: their tokens are in the token log. The
-        groups' file first: the state names its checksum."""
+        """Between two steps. Of what is begun it holds which groups they are: their tokens are in the token log."""
         with self._changed:
             if not self._is_open:
                 self._wait_for_stopped()
             state, untrained = self.groups.state(), self.groups.untrained()
-        groups = pickle.dumps(untrained)
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        (place / GROUPS_FILE).write_bytes(groups)
-        begun = {"untrained": [task.index for task in untrained], "groups_sha256": _sha256(groups)}
-        write_atomically(place / STATE_FILE, json.dumps({**state, **begun}))
+        (place / GROUPS_FILE).write_bytes(pickle.dumps(untrained))
+        begun = [task.index for task in untrained]
+        write_atomically(place / STATE_FILE, json.dumps({**state, "untrained": begun}))
 
     def wait_saved(self, timeout_s: float) -> None:
         """It is when `save` returns."""
@@ -232,14 +228,10 @@ class Controller(Worker):
         place = Path(folder)
         try:
             state = json.loads((place / STATE_FILE).read_text(encoding="utf-8"))
-            groups = (place / GROUPS_FILE).read_bytes()
-        except (OSError, ValueError) as error:
+            untrained = pickle.loads((place / GROUPS_FILE).read_bytes())
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
-        if _sha256(groups) != state["groups_sha256"]:
-            raise CheckpointError(
-                f"{place / GROUPS_FILE} is damaged: its checksum is not the one in {STATE_FILE}"
-            )
-        self.groups.load_state(state, pickle.loads(groups))
+        self.groups.load_state(state, untrained)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -353,7 +345,3 @@ def summarise(batch: Sequence[Outcome], since: Since, version: PolicyVersion) ->
     for reason, count in Counter(outcome.dropped for outcome in since.dropped).items():
         metrics[f"groups/dropped_{reason}"] = float(count)
     return metrics
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

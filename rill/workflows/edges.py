@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
@@ -23,21 +23,8 @@ from rill.training.balance import CostModel
 from rill.types import Sample
 from rill.workflows.records import BY_TOKENS, Chunk
 
-T = TypeVar("T")
-
-
-class World(Protocol):
-    """What an edge must know of the ranks of a model that is cut over several; rill.training.parallel.World has it."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def data_rank(self) -> int: ...
-    @property
-    def data_size(self) -> int: ...
-    @property
-    def leads(self) -> bool: ...
-    def from_leader(self, value: T | None) -> T: ...
+if TYPE_CHECKING:
+    from rill.training.parallel import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +118,6 @@ def put_all(target: Channel, keys: Sequence[str], samples: Sequence[Sample]) -> 
         target.put(sample, weight=float(sample.num_tokens), key=key)
 
 
-def num_shares(group_size: int, world: Any) -> int:
+def num_shares(group_size: int, world: World) -> int:
     """Parts that a chunk is cut into for a group whose model spans `world`: ranks that hold it whole work apart."""
-    return group_size if world.size == 1 else int(world.data_size)
+    return group_size if world.size == 1 else world.data_size

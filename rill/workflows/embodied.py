@@ -14,23 +14,60 @@ how far acting runs ahead of training is the recipe's business; nothing here cha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+from rill.data.base import Split, open_indexed
+from rill.data.initial_states import start_of
+from rill.telemetry.run import Run
+from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
+from rill.workflows.launch import Launcher
+from rill.workflows.loop import Observer
+from rill.workflows.robot_actor import RobotActor
 from rill.workflows.robot_config import RobotConfig
-from rill.workflows.robot_launch import RobotLauncher, RobotWorkflow
+from rill.workflows.robot_env import RobotEnvWorker
+from rill.workflows.robot_outcome import SuccessWatch
+from rill.workflows.robot_policy import RobotPolicyWorker, policy_of
+from rill.workflows.workflow import Workflow
 
 
-class Embodied(RobotWorkflow):
+class Embodied(Workflow):
     class Config(RobotConfig):
         workflow: Literal["embodied"] = "embodied"
 
-    def groups(self, launch: RobotLauncher) -> None:
-        self.env = launch.env()  # simulators, in processes of their own
-        self.rollout = launch.policy()  # what decides
-        self.actor = launch.actor(self.rollout.size)  # what learns
+    config: RobotConfig
+    preload = ("rill.workflows.robot_actor", "rill.workflows.robot_env", "rill.workflows.controller")
+
+    def __init__(self, config: RobotConfig, run: Run, observers: Sequence[Observer]) -> None:
+        super().__init__(config, run, [SuccessWatch(observers)])
+
+    def groups(self, launch: Launcher) -> None:
+        config = self.config
+        policy = policy_of(config)  # one that does not fit the simulator ends the run here
+        env = launch(RobotEnvWorker, "env", config=config, run_dir=launch.run_dir)  # simulators
+        acting = launch(RobotPolicyWorker, "rollout", source=policy, sync=launch.sync)  # what decides
+        self.rollout = Engines(acting, env)
+        self.actor = launch.trainer(RobotActor, self.rollout, config=config, source=policy)  # what learns
+        self.actor.ready(config.loop.step_timeout_s)
+        if config.imitation.steps and not launch.is_resumed:
+            self.imitate(launch)
+
+    def imitate(self, launch: Launcher) -> None:
+        """Behaviour cloning before the first step: a scripted expert plays, and the policy learns to do the same."""
+        config, imitation = self.config, self.config.imitation
+        timeout_s = config.loop.step_timeout_s
+        states = open_indexed(config.data, Split.TRAIN)
+        # From the end: RL begins with the first ones, in the loader's order.
+        starts = [start_of(states[len(states) - 1 - n]) for n in range(min(imitation.demos, len(states)))]
+        seen = self.actor.watch(starts).wait(timeout_s=timeout_s)[0]
+        launch.warm_up(
+            imitation.steps,
+            lambda count: {**seen, **self.actor.imitate(count).wait(timeout_s=timeout_s)[0]},
+        )
+        self.actor.end_imitation().wait(timeout_s=timeout_s)
 
     def step(self, flow: Flow) -> None:
-        episodes = flow.sample(self.engines)  # initial states, as far ahead as the lag allows; env ⇄ policy
+        episodes = flow.sample(self.rollout)  # initial states, as far ahead as the lag allows; env ⇄ policy
         batch = flow.select(episodes)  # whole groups, those that say something, until the batch is full
         flow.update(self.actor, batch)  # PPO or GRPO on the chunks; the policy comes to version + 1

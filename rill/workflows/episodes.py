@@ -30,13 +30,13 @@ from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
-from rill.runtime.channel import Channel, Lease
+from rill.runtime.channel import Lease
 from rill.runtime.process.waits import watch_loop
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import NOT_SAMPLED, Episode, Group, PolicyVersion, Sample, SamplingParams, Trajectory
 from rill.workflows.config import EvalSetConfig, RolloutConfig
 from rill.workflows.policy import PolicyClient
-from rill.workflows.records import TRAIN, Outcome, Progress, Task, sample_key
+from rill.workflows.records import TRAIN, Flows, Outcome, Progress, Task
 
 MIN_REPETITIVE = 64
 """Tokens: shorter answers repeat themselves by chance, or because they have to."""
@@ -65,14 +65,6 @@ class EpisodeSettings(NamedTuple):
     seed: int
     run_dir: str
     journal: JournalConfig = JournalConfig()
-
-
-class Flows(NamedTuple):
-    """The channels of generation."""
-
-    tasks: Channel
-    samples: Channel
-    outcomes: Channel
 
 
 class Episodes:
@@ -121,11 +113,7 @@ class Episodes:
     async def _one(self, lease: Lease, flows: Flows, policy: PolicyClient, room: asyncio.Semaphore) -> None:
         task: Task = lease.value
         outcome, samples = await self.group(task, policy)
-        async with lease:  # all of it, or nothing: and then somebody else does it again
-            for number, sample in enumerate(samples):
-                key = sample_key(task.id, number)
-                await flows.samples.put_async(sample, weight=float(sample.num_tokens), key=key)
-            await flows.outcomes.put_async(outcome)
+        await flows.finish(lease, outcome, samples)
         for _ in range(min(task.num_samples, self._config.max_concurrent)):
             room.release()
 

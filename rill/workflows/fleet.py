@@ -32,7 +32,6 @@ from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
-from rill.workflows.env_worker import EnvWorker
 from rill.workflows.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -41,9 +40,10 @@ EPOCH_POLL_S = 1.0
 
 
 class Engines:
-    """The rollout group, with the environments in it or in a group beside it."""
+    """The rollout group, with the environments in it or in a group beside it: a language model's engines, or a robot's
+    policy and its simulators."""
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], env: WorkerGroup[EnvWorker] | None = None) -> None:
+    def __init__(self, group: WorkerGroup[Any], env: WorkerGroup[Any] | None = None) -> None:
         self.group = group
         self.env = env
 

@@ -28,8 +28,8 @@ from rill.weights.publishing import Synced
 from rill.workflows.config import FlowConfig, LoopConfig
 from rill.workflows.controller import Batch, Controller
 from rill.workflows.edges import Edge
-from rill.workflows.episodes import Flows
 from rill.workflows.fleet import Engines, Fleet, answer
+from rill.workflows.records import Flows
 
 
 class TrainedStep(NamedTuple):
@@ -159,6 +159,7 @@ class Flow:
         """Wait for the batch to be full, and for the engines to let go of their devices if this step is an epoch: one
         call of theirs lasts a step when synchronous, otherwise the whole run. Engines are looked after meanwhile."""
         assert self._selected is not None, "a step selects a batch"
+        self.fleet.tend()  # where engines have run ahead, the batch may be full already
         while not self._selected.ended(poll_s):
             self.fleet.tend()
             self._raise_failed()
@@ -169,18 +170,25 @@ class Flow:
             self.fleet.end_epoch()
         return batch
 
-    def end(self) -> TrainedStep:
+    def end(self, poll_s: float) -> TrainedStep:
         """Wait for the step to be applied and the engines to be brought to it; metrics of all its calls together, each
         the mean of the group's ranks."""
         assert self._update is not None, "a step updates the policy"
-        timeout_s = self._loop.step_timeout_s
         metrics: dict[str, float] = {}
-        for call in self._calls:
-            metrics |= mean_of([row for row in call.wait(timeout_s=timeout_s) if row])
-        metrics |= mean_of(self._update.wait(timeout_s=timeout_s))
+        for call in (*self._calls, self._update):
+            metrics |= mean_of([row for row in self._results(call, poll_s) if row])
         trained_s = time.monotonic()
-        synced: Synced = answer(self._trainer.publish(PolicyVersion(self.version + 1)), timeout_s)
+        publishing = self._trainer.publish(PolicyVersion(self.version + 1))
+        synced: Synced = answer(publishing, self._loop.step_timeout_s)
         return TrainedStep(metrics, synced, time.monotonic() - trained_s)
+
+    def _results(self, call: Handle, poll_s: float) -> list[Any]:
+        """Of every rank. Engines that run ahead are looked after meanwhile: one that is lost is back, with the weights
+        that the others hold, before the next ones."""
+        deadline_s = time.monotonic() + self._loop.step_timeout_s
+        while self.fleet.is_open and time.monotonic() < deadline_s and not call.ended(poll_s):
+            self.fleet.tend()
+        return call.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def _raise_failed(self) -> None:
         """A stage that failed will never hand its samples on: nobody need wait for the batch."""

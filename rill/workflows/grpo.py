@@ -13,7 +13,13 @@ from rill.training.score import ScoreModel
 from rill.types import Group, Trajectory
 from rill.workflows.episodes import FinishedGroup
 from rill.workflows.flow import Flow, Stream
-from rill.workflows.launch import Launcher, require_same_tokenizer
+from rill.workflows.language import (
+    initial_model,
+    launch_actor,
+    launch_rollout,
+    require_same_tokenizer,
+)
+from rill.workflows.launch import Launcher
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.scorers import (
     InferenceWorker,
@@ -41,9 +47,11 @@ class GRPO(Workflow):
     class Config(RLConfig):
         workflow: Literal["grpo"] = "grpo"
 
+    config: RLConfig
+
     def groups(self, launch: Launcher) -> None:
-        self.rollout = launch.rollout(finish_group)
-        self.actor = launch.actor(self.rollout)
+        self.rollout = launch_rollout(launch, self.config, finish_group)
+        self.actor = launch_actor(launch, self.config, self.rollout)
         self.scorers(launch)
 
     def scorers(self, launch: Launcher) -> None:
@@ -60,7 +68,7 @@ class GRPO(Workflow):
         if config.placement.inference is not None:
             self.inference = launch(InferenceWorker, "inference", config=policy, sync=launch.sync)
         if Need.REF_LOGPROBS in needs:
-            begun = policy.model_copy(update={"model": launch.initial_model(self.actor)})
+            begun = policy.model_copy(update={"model": initial_model(launch, config, self.actor)})
             self.reference = launch(ReferenceWorker, "reference", config=begun)
         if Need.TEACHER_LOGPROBS in needs:
             teacher = config.teachers[0].scoring(trainer.temperature).following(trainer)

@@ -1,7 +1,8 @@
 """Launching a workflow's groups: the cluster, the channels of generation, and a group for every line of `groups`.
 
     launch = Launcher(config, run, observers, cluster)
-    actor = launch(ActorWorker, "actor", config=…)         a group where the recipe's [placement] puts it
+    critic = launch(CriticWorker, "critic", config=…)      a group where the recipe's [placement] puts it
+    actor = launch.trainer(ActorWorker, engines, …)        the one that brings its weights to the engines
 
 Groups start side by side; `ready` waits for all. Nothing here knows what they compute.
 """
@@ -11,12 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import ConfigError, PeerDiedError, PlanError, RunError
+from rill.errors import PeerDiedError, PlanError, RunError
 from rill.journal.checkpoints import whole_checkpoints
-from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
@@ -26,17 +26,13 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
-from rill.workflows.actor import ActorWorker
-from rill.workflows.config import ClusterConfig, EvalSetConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.env_worker import EnvWorker
-from rill.workflows.episodes import EpisodeSettings, FinishGroup, Flows
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Seating
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.rl_config import RLConfig
-from rill.workflows.rollout import RolloutWorker
+from rill.workflows.records import Flows
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +61,9 @@ NUM_REPORTS = 20
 class Launcher:
     """What a workflow's `groups` is given."""
 
-    def __init__(self, config: RLConfig, run: Run, observers: Sequence[Observer], cluster: Cluster) -> None:
+    def __init__(
+        self, config: OnlineConfig, run: Run, observers: Sequence[Observer], cluster: Cluster
+    ) -> None:
         self.config = config
         self.folder = run
         self.cluster = cluster
@@ -86,16 +84,15 @@ class Launcher:
         self.is_ready = False
         """Whether everything that was started has been."""
         self._num_fleets = 0
-        self._is_warm = bool(whole_checkpoints(run))
-        if config.model.path and config.cluster.type == "local":
-            # Here, where a wrong path is one line and not a worker's traceback.
-            model_folder(config.model.path)
+        self.is_resumed = bool(whole_checkpoints(run))
+        self.was_warmed_up = False
+        """Supervised steps were taken, which no checkpoint holds yet."""
         self.sync = routed(
             config.sync,
             cluster.devices,
             actor=config.placement.actor,
-            pulling=(config.placement.rollout, config.placement.inference),
-            stay_on_gpu=config.cluster.colocate and config.rollout.engine.type == "native",
+            pulling=config.pulling,
+            stay_on_gpu=config.cluster.colocate and config.reads_gpu,
         )
 
     def __call__(
@@ -111,6 +108,35 @@ class Launcher:
         if is_trained:
             self.trained[name] = group
         return group
+
+    def beside(self, worker: type[W], name: str, count: int, **init_kwargs: Any) -> WorkerGroup[W]:
+        """Start `count` processes that hold no device, on all nodes by turns."""
+        ids = [device.id for device in self.cluster.devices]
+        placement = [ids[n % len(ids)] for n in range(count)]
+        group = worker.launch_async(self.cluster, name=name, placement=placement, threads=1, **init_kwargs)
+        self._begin(group)
+        return group
+
+    def trainer(self, worker: type[W], engines: Engines, **init_kwargs: Any) -> WorkerGroup[W]:
+        """Start the group that learns the policy and brings it to the engines (`sync`: its end of the way there)."""
+        self._check_ahead()
+        transport = seated(self.sync.transport, rank=0, num_receivers=engines.group.size)
+        sync = self.sync.model_copy(update={"transport": transport})
+        return self(worker, "actor", is_trained=True, sync=sync, **init_kwargs)
+
+    def warm_up(self, num_steps: int, steps: Callable[[int], Mapping[str, float]]) -> None:
+        """Supervised steps before RL, some at a time, reported like any other. None where the run is resumed: a
+        checkpoint has what they made."""
+        if self.is_resumed:
+            return
+        at_once = max(1, num_steps // NUM_REPORTS)
+        for done in range(0, num_steps, at_once):
+            count = min(at_once, num_steps - done)
+            metrics = steps(count)
+            report = StepReport(step=done + count, num_steps=num_steps, metrics=metrics, phase="warm-up")
+            for observer in self._observers:
+                observer(report)
+            self.was_warmed_up = True
 
     def move(self, placement: Mapping[str, str]) -> tuple[list[str], RunError | None]:
         """Put groups on other devices, between two steps; the names of those that were started again, and why they are
@@ -163,85 +189,25 @@ class Launcher:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
         self.seating.seat(name, placement)
 
-    # --- the parts that every RL run has --------------------------------------------------------------------
+    # --- the parts that every run has -----------------------------------------------------------------------
 
     def controller(self) -> WorkerGroup[Controller]:
         config = self.config
-        group = Controller.launch_async(
-            self.cluster,
-            name="controller",
-            placement=[self.cluster.devices[0].id],
-            threads=1,
+        group = self.beside(
+            Controller,
+            "controller",
+            1,
             prompts=PromptPlan(data=config.data, loader=config.loader, curriculum=config.curriculum),
             config=config.loop,
             group_size=config.rollout.group_size,
             evals=self.evals,
-            run_dir=str(self.folder.path.resolve()),
+            run_dir=self.run_dir,
             journal=config.journal,
         )
-        self._begin(group)
         self.trained["controller"] = group
         return group
 
-    def rollout(self, finish_group: FinishGroup) -> Engines:
-        """The engines, and the processes of the environments where the recipe wants them apart."""
-        config = self.config
-        settings = EpisodeSettings(
-            rollout=config.rollout,
-            algorithm=config.algorithm,
-            model=config.model,
-            evals=self.evals,
-            finish_group=finish_group,
-            seed=config.seed,
-            run_dir=str(self.folder.path.resolve()),
-            journal=config.journal,
-        )
-        num_env = config.rollout.env_workers
-        rollout = self(RolloutWorker, "rollout", settings=settings, sync=self.sync, has_episodes=num_env == 0)
-        if num_env == 0:
-            return Engines(rollout)
-        ids = [device.id for device in self.cluster.devices]
-        env = EnvWorker.launch_async(
-            self.cluster,
-            name="env",
-            placement=[ids[n % len(ids)] for n in range(num_env)],
-            threads=1,
-            settings=settings,
-        )
-        self._begin(env)
-        return Engines(rollout, env)
-
-    def actor(self, rollout: Engines, *, has_critic: bool = False) -> WorkerGroup[ActorWorker]:
-        """The trainer of the policy. It is warm when this returns: the supervised steps of [sft] are done."""
-        config = self.config
-        transport = seated(self.sync.transport, rank=0, num_receivers=rollout.group.size)
-        self._check_ahead()
-        group = self(
-            ActorWorker,
-            "actor",
-            is_trained=True,
-            config=config.trainer,
-            algorithm=config.algorithm,
-            sync=self.sync.model_copy(update={"transport": transport}),
-            teachers=config.teachers,
-            has_critic=has_critic,
-            run_dir=str(self.folder.path.resolve()),
-        )
-        group.ready(config.loop.step_timeout_s)
-        if not self._is_warm:
-            self._warm_start(group)
-        return group
-
-    def initial_model(self, actor: WorkerGroup[ActorWorker]) -> ModelConfig:
-        """The policy as RL begins: the recipe's model, or what [sft] made of it, kept in the run folder."""
-        if self.config.sft.steps == 0:
-            return self.config.model
-        folder = self.folder.path.resolve() / "initial_model"
-        if not (self._is_warm and (folder / "config.json").exists()):
-            actor.export(str(folder)).wait(timeout_s=self.config.loop.step_timeout_s)
-        return ModelConfig(path=str(folder), tokenizer=self.config.model.tokenizer)
-
-    def fleet(self, engines: Engines, actor: WorkerGroup[ActorWorker]) -> Fleet:
+    def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
         rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
         if env is None:
             crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
@@ -277,20 +243,12 @@ class Launcher:
         self.groups[group.name] = group
 
     @property
+    def run_dir(self) -> str:
+        return str(self.folder.path.resolve())
+
+    @property
     def threads(self) -> int:
         return threads_of(self.config.cluster, len(self.cluster.devices))
-
-    def _warm_start(self, actor: WorkerGroup[ActorWorker]) -> None:
-        """[sft], reported like any other step. Nothing when the recipe has none."""
-        config, sft = self.config, self.config.sft
-        chunk = max(1, sft.steps // NUM_REPORTS)
-        for done in range(0, sft.steps, chunk):
-            num_steps = min(chunk, sft.steps - done)
-            call = actor.warm_up(config.data, sft, num_steps, config.seed)
-            metrics = call.wait(timeout_s=config.loop.step_timeout_s)[0]
-            report = StepReport(step=done + num_steps, num_steps=sft.steps, metrics=metrics, phase="warm-up")
-            for observer in self._observers:
-                observer(report)
 
     def _check_ahead(self) -> None:
         """Engines that run ahead hold their devices for the whole run: a trainer that shares them never gets a turn."""
@@ -299,17 +257,17 @@ class Launcher:
             self.seating.seat(name, getattr(self.config.placement, name))
         if lag > 0 and self.seating.take_turns("rollout", "actor"):
             raise PlanError(
-                f"loop.max_lag = {lag} lets engines sample while the trainer trains, but both are placed on devices "
+                f"loop.max_lag = {lag} lets engines go on while the trainer trains, but both are placed on devices "
                 f"{self.seating.shared('rollout', 'actor')}: place them apart (cluster.devices=2 placement.rollout=0 "
                 "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
             )
 
 
-def open_cluster(config: ClusterConfig, run: Run) -> Cluster:
+def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELOAD) -> Cluster:
     devices = config.devices or "auto"
     if config.type == "ray":
         return Cluster.ray(config.address, devices=devices, trace_dir=run.path, log_dir=run.path / "logs")
-    return Cluster(devices=devices, preload=PRELOAD, trace_dir=run.path, log_dir=run.path / "logs")
+    return Cluster(devices=devices, preload=preload, trace_dir=run.path, log_dir=run.path / "logs")
 
 
 def routed(
@@ -317,16 +275,16 @@ def routed(
     devices: Sequence[Device],
     *,
     actor: str,
-    pulling: Iterable[str | None],
+    pulling: Iterable[str],
     stay_on_gpu: bool,
 ) -> SyncConfig:
     """`sync` with the transport that the placement asks for, where the recipe leaves it open.
 
-    pulling: the placements of the groups that take the weights; None: a group that is not there.
+    pulling: the placements of the groups that take the weights.
     stay_on_gpu: groups that share a GPU keep their memory on it, and their engines can read weights from it.
     """
     publisher = resolve(actor, devices)[0]
-    ends = [publisher, *(seat for place in pulling if place is not None for seat in resolve(place, devices))]
+    ends = [publisher, *(seat for place in pulling for seat in resolve(place, devices))]
     first = {seat.devices[0].id: seat.devices[0].kind for seat in ends}
     transport = chosen_transport(
         sync.transport,
@@ -337,21 +295,12 @@ def routed(
     return sync.model_copy(update={"transport": transport})
 
 
-def require_same_tokenizer(policy: ModelConfig, other: ModelConfig) -> None:
-    """Samples pass between models as tokens: one that reads them otherwise would score nonsense."""
-    if load_tokenizer(policy).get_vocab() != load_tokenizer(other).get_vocab():
-        raise ConfigError(
-            f"the model {other.path or other.tokenizer!r} has another vocabulary than the policy's "
-            f"{policy.path or policy.tokenizer!r}, whose tokens it would have to read: use one of the same family"
-        )
-
-
 def threads_of(config: ClusterConfig, num_devices: int) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
     return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
 
 
-def checked_evals(config: RLConfig) -> Mapping[str, EvalSetConfig]:
+def checked_evals(config: OnlineConfig) -> Mapping[str, EvalSetConfig]:
     """The evaluation sets; one that cannot be read is an error here, and not after an hour."""
     sets = config.eval.all_sets(config.data)
     for chosen in sets.values():

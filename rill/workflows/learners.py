@@ -1,4 +1,4 @@
-"""Workers that are trained: the critic here, the actor in its own file. What they have in common.
+"""Workers that are trained: the critic here, the actors in their own files. What they have in common.
 
 A learner loops over its edge: it adds the gradient of every chunk as it comes, and takes its optimizer step when the
 batch is through. Where the algorithm's advantages need more than a group (a critic's values, a KL penalty in the
@@ -8,29 +8,54 @@ reward, statistics of the batch) they are computed here, once, by `Advantages`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Scope
 from rill.errors import CheckpointError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
+from rill.training.balance import CostModel
+from rill.training.parallel import World
 from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
-from rill.types import Sample
+from rill.types import PolicyVersion, Sample
+from rill.weights import CanaryProof, SealedManifest, take_part
+from rill.weights.publishing import PublishingWorker
+from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge, Part, num_shares, put_all
 from rill.workflows.scorers import rendezvous_of, with_column
 
 ALGORITHM_FILE = "algorithm.json"
 
 
+class Learner(Protocol):
+    """What a learning worker asks of its trainer, a language model's or a robot's."""
+
+    world: World
+
+    @property
+    def cost_model(self) -> CostModel: ...
+    def onload(self) -> None: ...
+    def offload(self) -> None: ...
+    def save(self, folder: str) -> object: ...
+    def wait_saved(self, timeout_s: float) -> None: ...
+    def load(self, folder: str) -> object: ...
+    def close(self) -> None: ...
+
+
 class LearningWorker(Worker):
     """One rank of a trainer. Every rank takes part in every call, because parameters are sharded over them."""
 
-    trainer: Trainer
-    algorithm: Algorithm
+    trainer: Learner
+    algorithm: Algorithm | None = None
+    """One that learns something by itself (the KL coefficient) is part of a checkpoint."""
 
     def onload(self) -> None:
         self.trainer.onload()
@@ -46,9 +71,7 @@ class LearningWorker(Worker):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with self.device_lock():
             self.trainer.save(folder)
-        if (
-            self.rank == 0
-        ):  # what the algorithm has learnt by itself, the KL coefficient: the same on every rank
+        if self.rank == 0 and self.algorithm is not None:  # it is the same on every rank
             write_atomically(Path(folder) / ALGORITHM_FILE, json.dumps(self.algorithm.state_dict()))
 
     @concurrent
@@ -58,6 +81,8 @@ class LearningWorker(Worker):
     def load(self, folder: str) -> None:
         with self.device_lock():
             self.trainer.load(folder)
+        if self.algorithm is None:
+            return
         path = Path(folder) / ALGORITHM_FILE
         try:
             self.algorithm.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
@@ -74,6 +99,34 @@ class LearningWorker(Worker):
             if part.is_first:
                 turn.enter_context(self.device_lock())
             yield part
+
+
+class PolicyLearner(PublishingWorker, LearningWorker):
+    """One that learns the policy: its first rank publishes the weights, with what engines must answer to a canary."""
+
+    sync: SyncConfig
+
+    def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        self.trainer.close()
+
+    @abstractmethod
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        """By the names that engines know. A collective."""
+
+    @abstractmethod
+    def _proof(self, dtype: str) -> CanaryProof:
+        """What this trainer computes for the canary. A collective."""
+
+    def _gather(self, version: PolicyVersion) -> SealedManifest | None:
+        if self.publisher is None:
+            take_part(self._weights())
+            if self.sync.canary:
+                self._proof("float32")  # of no use here but for the ranks beside it
+            return None
+        manifest = self.publisher.publish(self._weights(), version)
+        return manifest.seal(self._proof(manifest.tensors[0].dtype) if self.sync.canary else None)
 
 
 class Advantages:
@@ -102,6 +155,7 @@ class CriticWorker(LearningWorker):
     actor, and learns from the same samples."""
 
     trainer: ValueTrainer
+    algorithm: Algorithm
 
     def __init__(self, *, config: ValueTrainer.Config, algorithm: AlgorithmConfig) -> None:
         self.algorithm = Algorithm(algorithm)

@@ -92,16 +92,20 @@ class Loop:
             self._report(self._evaluated())
         while self.step < self.config.steps:
             self._take_step()
-        self._ask(self._controller.trained(self.step))
+        self.ask(self._controller.trained(self.step))
         if fleet.is_open:
-            self._ask(self._controller.finish())
+            self.ask(self._controller.finish())
             fleet.end_epoch()
         self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
-        self._ask(self._controller.trained(self.step))
+        self.ask(self._controller.trained(self.step))
         self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
+
+    def ask(self, call: Handle) -> Any:
+        """The controller's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
+        return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
     @property
     def _version(self) -> PolicyVersion:
@@ -118,13 +122,13 @@ class Loop:
                 batch = self.flow.batch(TEND_S)
             full_at = time.monotonic()
             with trace.span("train", lane="loop", samples=batch.num_samples, tokens=batch.num_tokens):
-                trained = self.flow.end()
+                trained = self.flow.end(TEND_S)
             synced_at = time.monotonic() - trained.sync_s
             synced = self.flow.fleet.take_in(trained.synced)
             self.step += 1
             ended = time.monotonic()
         if self.config.max_lag > 0:
-            self._ask(self._controller.trained(self.step))
+            self.ask(self._controller.trained(self.step))
         metrics = {
             **batch.metrics,
             **trained.metrics,
@@ -154,20 +158,16 @@ class Loop:
         fleet = self.flow.fleet
         is_own = not fleet.is_open
         with trace.span("evaluate", lane="loop", step=self.step):
-            self._ask(self._controller.trained(self.step))
+            self.ask(self._controller.trained(self.step))
             if is_own:
                 fleet.open_epoch()
             call = self._controller.evaluate()
             while not call.ended(TEND_S):
                 fleet.tend()
-            metrics: dict[str, float] = self._ask(call)
+            metrics: dict[str, float] = self.ask(call)
             if is_own:
                 fleet.end_epoch()
             return metrics
-
-    def _ask(self, call: Handle) -> Any:
-        """The controller's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
-        return answer(call, timeout_s=2 * self.config.step_timeout_s)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._metrics = metrics

@@ -19,23 +19,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from rill.errors import RequestError
+from rill.errors import ChannelClosedError, RequestError, RillError
 from rill.inference.base import Completion, Request
 from rill.inference.continued import Decode, continued, joined
+from rill.runtime.channel import Channel
 from rill.telemetry import trace
 from rill.types import SamplingParams, StopReason, TokenIds
+
+A = TypeVar("A")
 
 
 class Asked(Protocol):
     """Whoever answers: never blocks."""
 
     def submit(self, requests: Sequence[Request], epoch: int) -> list[Future[Completion]]: ...
+
+
+class Answers(Generic[A]):
+    """What others answer, as futures by the name of what was asked. One thread reads the channel for as long as the
+    process lives. `read` makes the answer of what came, or raises."""
+
+    def __init__(self, channel: Channel, read: Callable[[Any], A] = lambda answer: answer) -> None:
+        self.name = channel.name
+        self._channel = channel
+        self._read_one = read
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Future[A]] = {}
+        threading.Thread(target=self._read, name="answers", daemon=True).start()
+
+    def expect(self, request_id: str) -> Future[A]:
+        """Before it is asked."""
+        future: Future[A] = Future()
+        with self._lock:
+            self._waiting[request_id] = future
+        return future
+
+    def _read(self) -> None:
+        with contextlib.suppress(ChannelClosedError):  # the run is over
+            while True:
+                answer = self._channel.take()
+                with self._lock:
+                    future = self._waiting.pop(answer.request_id, None)
+                if future is None:  # answered twice: somebody died between the answer and the receipt
+                    continue
+                try:
+                    future.set_result(self._read_one(answer))
+                except RillError as error:
+                    future.set_exception(error)
 
 
 class PolicyClient:

@@ -15,12 +15,13 @@ from rill.training.value import ValueTrainer
 from rill.workflows.config import Seats
 from rill.workflows.flow import Flow
 from rill.workflows.grpo import GRPO, finish_group
+from rill.workflows.language import initial_model, launch_actor, launch_rollout
 from rill.workflows.launch import Launcher
 from rill.workflows.learners import CriticWorker
-from rill.workflows.rl_config import PlacementConfig, RLConfig
+from rill.workflows.rl_config import ModelPlacementConfig, RLConfig
 
 
-class PPOPlacementConfig(PlacementConfig):
+class PPOPlacementConfig(ModelPlacementConfig):
     critic: Seats = "all"
 
 
@@ -38,11 +39,11 @@ class PPO(GRPO):
 
     def groups(self, launch: Launcher) -> None:
         config = self.config
-        self.rollout = launch.rollout(finish_group)
-        self.actor = launch.actor(self.rollout, has_critic=True)
+        self.rollout = launch_rollout(launch, config, finish_group)
+        self.actor = launch_actor(launch, config, self.rollout, has_critic=True)
         critic = config.critic
         if critic.model == config.model:
-            critic = critic.model_copy(update={"model": launch.initial_model(self.actor)})
+            critic = critic.model_copy(update={"model": initial_model(launch, config, self.actor)})
         self.critic = launch(
             CriticWorker, "critic", is_trained=True, config=critic, algorithm=config.algorithm
         )

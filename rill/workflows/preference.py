@@ -14,7 +14,6 @@ from rill.data.sft import SFTExample
 from rill.training.engine_config import EngineConfig
 from rill.training.preference import (
     Answer,
-    PairTrainer,
     PreferencePair,
     PreferenceTrainer,
     RewardTrainer,
@@ -27,16 +26,8 @@ from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, Superv
 
 
 class PairWorker(SupervisedWorker):
-    trainer: PairTrainer
-
-    def _update(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        return self.trainer.update(self._pairs(prompts))
-
-    def _evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        return self.trainer.evaluate(self._pairs(prompts))
-
-    def _pairs(self, prompts: Sequence[Prompt]) -> list[PreferencePair]:
-        return [_pair(encode_pair(self.encoder, prompt)) for prompt in prompts]
+    def _examples(self, rows: Sequence[Prompt]) -> list[PreferencePair]:
+        return [_pair(encode_pair(self.encoder, row)) for row in rows]
 
 
 class RewardModelWorker(PairWorker):

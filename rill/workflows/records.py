@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rill.inference.base import Completion
+from rill.runtime.channel import Channel, Lease
 from rill.training.balance import CostModel, partition
-from rill.types import Ints, PolicyVersion, Prompt
+from rill.types import EmbodiedTrajectory, Ints, PolicyVersion, Prompt, Sample
 
 TRAIN = "train"
 BY_TOKENS = CostModel()
@@ -131,6 +132,25 @@ class Chunk:
         starts_G = ends_G - self.sizes_G
         part = partition(np.add.reduceat(costs_S, starts_G), num_ranks)[rank]
         return [key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]]
+
+
+class Flows(NamedTuple):
+    """The channels of generation."""
+
+    tasks: Channel
+    samples: Channel
+    outcomes: Channel
+
+    async def finish(
+        self, lease: Lease, outcome: Outcome, samples: Sequence[Sample | EmbodiedTrajectory]
+    ) -> None:
+        """What came of a task, together with the end of its lease: all of it, or nothing, and then somebody else does
+        it again."""
+        async with lease:
+            for number, sample in enumerate(samples):
+                key = sample_key(lease.value.id, number)
+                await self.samples.put_async(sample, weight=float(sample.num_tokens), key=key)
+            await self.outcomes.put_async(outcome)
 
 
 def group_id(index: int) -> str:

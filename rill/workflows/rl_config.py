@@ -1,4 +1,4 @@
-"""The recipe of a workflow that learns from its own samples: the tables that all of them have.
+"""The recipe of a workflow that trains a language model on its own samples.
 
 What is said once (`model`, `seed`, the temperature) is handed to every part that does not name its own; what cannot
 run is refused here, with one line, before anything is started.
@@ -11,35 +11,26 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from rill.algorithms import Algorithm, AlgorithmConfig, Need
-from rill.config import Config, OneOf, PartConfig
+from rill.config import OneOf, PartConfig
 from rill.data.base import DATASETS
-from rill.data.curriculum import CurriculumConfig
-from rill.data.loader import LoaderConfig
 from rill.errors import ConfigError
-from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.policy import PolicyTrainer
 from rill.workflows.config import (
     MISMATCH_LIMITS,
-    ClusterConfig,
-    EvalConfig,
-    FlowConfig,
-    LoopConfig,
-    RecipeConfig,
+    OnlineConfig,
+    PlacementConfig,
     RolloutConfig,
     Seats,
-    SyncConfig,
     WarmStartConfig,
 )
 from rill.workflows.scorers import RewardModelConfig, TeacherConfig
 
 
-class PlacementConfig(Config):
-    """[placement]: device ids of each group. Groups that name the same devices share them and take turns."""
+class ModelPlacementConfig(PlacementConfig):
+    """Those of the models beside the policy."""
 
-    rollout: Seats = "all"
-    actor: Seats = "all"
     inference: Seats | None = None
     """Recomputes log π_old where it is needed before the policy's update. Unset: the actor does it itself."""
     reference: Seats = "all"
@@ -50,15 +41,11 @@ class PlacementConfig(Config):
     """Used only for distillation on the advantage."""
 
 
-class RLConfig(RecipeConfig):
-    """The tables that all RL recipes have. `model` is handed to every part that does not name its own."""
+class RLConfig(OnlineConfig):
+    """The tables of the recipes for language models. `model` is handed to every part that does not name its own."""
 
     model: ModelConfig
     data: Annotated[PartConfig, OneOf(DATASETS)]
-    """Problems to learn from; its held-out side is the evaluation's."""
-    loader: LoaderConfig = LoaderConfig()
-    curriculum: CurriculumConfig | None = None
-    """Draw problems by how well the policy does on their like. Unset: in the loader's order."""
     rollout: RolloutConfig
     reward_model: RewardModelConfig | None = None
     """Scores every answer beside the environment's reward, in a group of its own (placement.reward). Unset: none."""
@@ -66,19 +53,12 @@ class RLConfig(RecipeConfig):
     """What on-policy distillation learns from, for an algorithm that has it. Empty: none."""
     algorithm: AlgorithmConfig
     trainer: PolicyTrainer.Config
-    loop: LoopConfig = LoopConfig()
-    journal: JournalConfig = JournalConfig()
-    flow: FlowConfig = FlowConfig()
-    eval: EvalConfig = EvalConfig()
-    sync: SyncConfig = SyncConfig()
     sft: WarmStartConfig = WarmStartConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    placement: ModelPlacementConfig = Field(default_factory=ModelPlacementConfig)
 
     handed_down = {
+        **OnlineConfig.handed_down,
         "model.seed": "seed",
-        "loader.seed": "seed",
-        "curriculum.seed": "seed",
         "rollout.engine.model": "model",
         "trainer.model": "model",
         "trainer.temperature": "rollout.sampling.temperature",
@@ -98,6 +78,15 @@ class RLConfig(RecipeConfig):
         limit = MISMATCH_LIMITS[self.trainer.compute_dtype]
         watched = default_guards(max_lag=self.loop.largest_lag, mismatch_limit=limit)
         return with_actions(watched, self.guard_actions)
+
+    @property
+    def pulling(self) -> tuple[str, ...]:
+        inference = self.placement.inference
+        return (self.placement.rollout, *([] if inference is None else [inference]))
+
+    @property
+    def reads_gpu(self) -> bool:
+        return self.rollout.engine.type == "native"
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -200,14 +189,5 @@ class RLConfig(RecipeConfig):
             raise ValueError(
                 f"rollout.sampling.temperature is {sampled} and trainer.temperature is {trained}: the trainer must "
                 "recompute log-probabilities at the sampler's temperature; leave trainer.temperature unset"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _edges_lead_somewhere(self) -> Self:
-        if unknown := set(self.flow.edges) - set(type(self.placement).model_fields) - {"rollout"}:
-            known = ", ".join(name for name in type(self.placement).model_fields if name != "rollout")
-            raise ValueError(
-                f"flow.edges names {', '.join(sorted(unknown))}: groups that consume samples are {known}"
             )
         return self

@@ -9,23 +9,21 @@ from pydantic import Field, model_validator
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
 from rill.config import Config, OneOf, PartConfig
 from rill.data.initial_states import InitialStates
-from rill.data.loader import LoaderConfig
 from rill.envs.robots.base import SIMULATORS
 from rill.models.robots.base import POLICIES
-from rill.telemetry.guards import Action, Guard
+from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.robots import ROBOT_TRAINERS, RobotTrainer
 from rill.workflows.config import (
+    MISMATCH_LIMITS,
     ClusterConfig,
-    EvalConfig,
-    FlowConfig,
-    LoopConfig,
-    RecipeConfig,
+    OnlineConfig,
+    PlacementConfig,
+    SampledConfig,
     Seats,
-    SyncConfig,
 )
 
 
-class RobotRolloutConfig(Config):
+class RobotRolloutConfig(SampledConfig):
     """[rollout]: simulators and how they are played."""
 
     num_envs: int = Field(default=64, ge=1)
@@ -63,15 +61,20 @@ class ImitationConfig(Config):
     """An expert that succeeds less often than this is not imitated: the run ends and says so."""
 
 
-class RobotPlacementConfig(Config):
-    """[placement]: device ids of each group. Simulators take turns with nobody unless they run on the device."""
+class RobotPlacementConfig(PlacementConfig):
+    """Simulators take turns with nobody unless they run on the device."""
 
     env: Seats = "0"
     rollout: Seats = "0"
     actor: Seats = "0"
 
 
-class RobotConfig(RecipeConfig):
+class RobotClusterConfig(ClusterConfig):
+    threads: int = Field(default=1, ge=1)
+    """Of each worker process. Policies are small: more threads rarely help."""
+
+
+class RobotConfig(OnlineConfig):
     """The tables of an embodied recipe."""
 
     simulator: Annotated[PartConfig, OneOf(SIMULATORS)]
@@ -79,32 +82,20 @@ class RobotConfig(RecipeConfig):
     policy_path: str = ""
     """A folder with a policy that another run left (its `model`). Empty: a fresh one."""
     data: InitialStates.Config
-    loader: LoaderConfig = LoaderConfig()
     rollout: RobotRolloutConfig = RobotRolloutConfig()
     algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
     trainer: Annotated[PartConfig, OneOf(ROBOT_TRAINERS)] = Field(default_factory=RobotTrainer.Config)
     """"ppo" (GRPO with algorithm.estimator = "group") or "sac"."""
     imitation: ImitationConfig = ImitationConfig()
-    loop: LoopConfig = LoopConfig()
-    flow: FlowConfig = FlowConfig()
-    eval: EvalConfig = EvalConfig()
-    sync: SyncConfig = SyncConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    placement: RobotPlacementConfig = RobotPlacementConfig()
+    cluster: RobotClusterConfig = RobotClusterConfig()
+    placement: RobotPlacementConfig = Field(default_factory=RobotPlacementConfig)
 
-    handed_down = {"loader.seed": "seed", "data.suite": "simulator.type"}
+    handed_down = {**OnlineConfig.handed_down, "data.suite": "simulator.type"}
 
     def guards(self) -> list[Guard]:
-        return [
-            Guard(
-                name="lag",
-                metric="lag/max",
-                is_off=lambda value: value > self.loop.max_lag,
-                expected=f"at most {self.loop.max_lag} (loop.max_lag)",
-                meaning="Episodes are staler than allowed; a long one can be. Use loop.order = 'admission'.",
-            ),
-            *WATCHED,
-        ]
+        limit = MISMATCH_LIMITS["float32"]
+        everywhere = default_guards(max_lag=self.loop.max_lag, mismatch_limit=limit)
+        return with_actions([*(g for g in everywhere if g.name in SHARED), *WATCHED], self.guard_actions)
 
     @model_validator(mode="after")
     def _can_run(self) -> Self:
@@ -124,6 +115,8 @@ class RobotConfig(RecipeConfig):
         return self
 
 
+SHARED = ("lag", "mismatch", "disk", "memory", "no update", "gradient")
+"""Guards of every run that say something of robots too."""
 WATCHED = (
     Guard(
         name="failing simulators",
@@ -202,14 +195,6 @@ WATCHED = (
         expected="at most 80 % of the ratios",
         meaning="Most ratios have left the trust region within one batch: lower the learning rate or num_epochs.",
         patience=5,
-    ),
-    Guard(
-        name="gradient",
-        metric="grad_norm",
-        is_off=lambda value: value != value or value in (float("inf"), float("-inf")),
-        expected="finite",
-        meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",
-        action=Action.STOP,
     ),
 )
 """Guards of robots whose bounds hold for every run."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rill.data.initial_states import start_of
@@ -29,11 +30,11 @@ from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker
 from rill.telemetry import trace
 from rill.types import EmbodiedTrajectory
-from rill.workflows.episodes import Flows
-from rill.workflows.records import TRAIN, Task, sample_key
+from rill.workflows.policy import Answers
+from rill.workflows.records import TRAIN, Flows, Task
+from rill.workflows.robot_config import RobotConfig
 from rill.workflows.robot_outcome import FilmLog, finished
 from rill.workflows.robot_policy import Answer, RemotePolicy
-from rill.workflows.robot_settings import RobotSettings
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,8 @@ class Work:
 class Stage:
     """Some simulators, and the episodes that they are in."""
 
-    def __init__(self, settings: RobotSettings, size: int, name: str) -> None:
-        self.simulators = SimulatorProcess(settings.simulator, size, timeout_s=settings.rollout.timeout_s)
+    def __init__(self, config: RobotConfig, size: int, name: str) -> None:
+        self.simulators = SimulatorProcess(config.simulator, size, timeout_s=config.rollout.timeout_s)
         self.size = size
         self.name = name
         self.live: dict[int, tuple[Group, Recording]] = {}
@@ -108,16 +109,16 @@ class Stage:
 
 
 class RobotEnvWorker(Worker):
-    def __init__(self, *, settings: RobotSettings) -> None:
-        self.settings = settings
-        rollout = settings.rollout
+    def __init__(self, *, config: RobotConfig, run_dir: str) -> None:
+        self.config = config
+        rollout = config.rollout
         sizes = [len(range(n, rollout.num_envs, rollout.stages)) for n in range(rollout.stages)]
         name = f"{self.group_name}-{self.rank}"
-        self.stages = [Stage(settings, size, f"{name}/{n}") for n, size in enumerate(sizes)]
+        self.stages = [Stage(config, size, f"{name}/{n}") for n, size in enumerate(sizes)]
         for stage in self.stages:
             stage.simulators.spec()  # they start side by side; one that cannot is told of now
-        self.films = FilmLog(settings, name)
-        self._policy: RemotePolicy | None = None
+        self.films = FilmLog(rollout, Path(run_dir), name)
+        self._answers: Answers[Answer] | None = None
 
     def close(self) -> None:
         for stage in self.stages:
@@ -126,15 +127,15 @@ class RobotEnvWorker(Worker):
 
     def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
-        if self._policy is None:
-            self._policy = RemotePolicy(requests, answers[self.rank], self.rank)
+        if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move
+            self._answers = Answers(answers[self.rank])
         try:
-            return asyncio.run(self._run(flows, self._policy))
+            return asyncio.run(self._run(flows, RemotePolicy(requests, self._answers, self.rank)))
         except ExceptionGroup as errors:  # of the stages: the first is what went wrong
             raise errors.exceptions[0] from None
 
     async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
-        work = Work(self.settings.rollout.num_envs)
+        work = Work(self.config.rollout.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
                 running.create_task(self._play(stage, work, flows, policy))
@@ -191,9 +192,9 @@ class RobotEnvWorker(Worker):
         if not slots:
             return
         recordings = [stage.live[slot][1] for slot in slots]
-        seeds = [seed_of(self.settings.seed, recording) for recording in recordings]
+        seeds = [seed_of(self.config.seed, recording) for recording in recordings]
         asked_s = time.perf_counter()
-        greedy = not is_training and self.settings.is_greedy
+        greedy = not is_training and self.config.eval.temperature == 0
         future = policy.ask([recording.observation for recording in recordings], seeds, greedy=greedy)
         with trace.span("wait for the policy", lane=stage.name, simulators=len(slots)):
             answer: Answer = await asyncio.wrap_future(future)
@@ -226,20 +227,16 @@ class RobotEnvWorker(Worker):
 
     async def _finish(self, group: Group, stage: Stage, flows: Flows) -> None:
         outcome, kept = finished(
-            self.settings.algorithm, group.task, group.episodes, simulating=stage.simulating
+            self.config.algorithm, group.task, group.episodes, simulating=stage.simulating
         )
-        async with group.lease:  # all of it, or nothing: and then somebody else does it again
-            for number, episode in enumerate(kept):
-                key = sample_key(group.task.id, number)
-                await flows.samples.put_async(episode, weight=float(episode.num_tokens), key=key)
-            await flows.outcomes.put_async(outcome)
+        await flows.finish(group.lease, outcome, kept)
 
     def _bring_back(self, stage: Stage, reason: str) -> None:
         """On the thread that lives as long as the process: the kernel ends children with the thread that made them."""
         for _, recording in stage.live.values():
             if not recording.is_over:
                 recording.lose(reason)
-        limit = self.settings.rollout.max_restarts
+        limit = self.config.rollout.max_restarts
         if sum(other.simulators.num_restarts for other in self.stages) >= limit:
             raise RunError(f"{stage.name}: {reason} after {limit} restarts (rollout.max_restarts)")
         log.warning("%s: %s; started again", stage.name, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,15 @@ from rill.envs.robots.recording import Recording
 from rill.telemetry.jsonl import LineFile, encode_line
 from rill.telemetry.rollout_log import ROLLOUTS_FOLDER
 from rill.types import EmbodiedTrajectory, PolicyVersion
+from rill.workflows.loop import Observer, StepReport
 from rill.workflows.records import TRAIN, Outcome, Task
-from rill.workflows.robot_settings import RobotSettings
+from rill.workflows.robot_config import RobotRolloutConfig
 
 MEDIA_FOLDER = "media"
+WINDOW = 30
+"""Steps that the gain of success is counted over."""
+SETTLED = 0.9
+"""Where every step has succeeded so often, nothing need be gained."""
 
 
 def finished(
@@ -65,12 +71,33 @@ def group_metrics(
     return metrics
 
 
+class SuccessWatch:
+    """An observer before the others: adds how far success has come, for those who watch whether it does, and counts
+    in actions what the flow counts in tokens."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._successes: list[float] = []
+
+    def __call__(self, report: StepReport) -> None:
+        metrics = dict(report.metrics)
+        if "throughput/tokens_per_s" in metrics:
+            metrics["throughput/actions_per_s"] = metrics.pop("throughput/tokens_per_s")
+        if "success/mean" in metrics:
+            self._successes.append(metrics["success/mean"])
+            recent = self._successes[-2 * WINDOW :]
+            if len(recent) == 2 * WINDOW and min(recent[WINDOW:]) < SETTLED:
+                metrics["success/gain"] = (sum(recent[WINDOW:]) - sum(recent[:WINDOW])) / WINDOW
+        for observer in self._observers:
+            observer(replace(report, metrics=metrics))
+
+
 class FilmLog:
     """The first held-out episodes of each evaluation, as GIFs in the run folder and in the rollout viewer."""
 
-    def __init__(self, settings: RobotSettings, process: str) -> None:
-        self._settings = settings
-        self._run = Path(settings.run_dir)
+    def __init__(self, config: RobotRolloutConfig, run_dir: Path, process: str) -> None:
+        self._config = config
+        self._run = run_dir
         self._file = LineFile(self._run / ROLLOUTS_FOLDER / f"{process}.jsonl")
 
     def close(self) -> None:
@@ -78,8 +105,8 @@ class FilmLog:
 
     def size_of(self, task: Task) -> int:
         """Pixels of the pictures to take of a task's episodes; 0: none."""
-        rollout = self._settings.rollout
-        return rollout.film_size if task.purpose != TRAIN and task.index < rollout.films else 0
+        is_filmed = task.purpose != TRAIN and task.index < self._config.films
+        return self._config.film_size if is_filmed else 0
 
     def add(self, task: Task, recording: Recording, episode: EmbodiedTrajectory) -> None:
         """A film where pictures were taken; a line without one for an episode that failed."""

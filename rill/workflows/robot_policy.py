@@ -11,26 +11,61 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from rill.errors import ChannelClosedError, WeightSyncError
-from rill.models.robots.base import Decision, Policy
+from rill.config import PartConfig
+from rill.envs.robots.base import check_task
+from rill.envs.robots.process import SimulatorProcess
+from rill.errors import WeightSyncError
+from rill.models.robots.base import Decision, Policy, check_fits, load_policy, open_policy
 from rill.models.robots.inputs import read
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
-from rill.types import Floats, Observation, PolicyVersion, RobotSpec, TokenIds
+from rill.types import Floats, InitialState, Observation, PolicyVersion, RobotSpec, TokenIds
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
-from rill.workflows.robot_settings import PolicySource
+from rill.workflows.policy import Answers
+from rill.workflows.robot_config import RobotConfig
 
 PROBES = 32
 """Fixed observations of the canary."""
+
+
+class PolicySource(NamedTuple):
+    """Where the policy comes from, the same in every worker."""
+
+    config: PartConfig
+    spec: RobotSpec
+    path: str
+    seed: int
+
+    def open(self) -> Policy:
+        if self.path:
+            return load_policy(Path(self.path), self.spec)
+        return open_policy(self.config, self.spec, seed=self.seed)
+
+
+def policy_of(config: RobotConfig) -> PolicySource:
+    """For the robot of the recipe, whose shapes are asked of a simulator in a process of its own. A simulator that
+    cannot be opened, a task that it has not and a policy that does not fit are told of here, in one line."""
+    simulators = SimulatorProcess(config.simulator, 1, timeout_s=config.rollout.timeout_s)
+    try:
+        spec = simulators.spec()
+    finally:
+        simulators.close()
+    for task in config.data.tasks:
+        check_task(InitialState(config.simulator.type, task, 0), spec)
+    source = PolicySource(config.policy, spec, config.policy_path, config.seed)
+    check_fits(source.open().spec, spec, config.policy_path or "the recipe")
+    return source
 
 
 class Question(NamedTuple):
@@ -44,7 +79,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    id: str
+    request_id: str
     decision: Decision
     version: PolicyVersion
 
@@ -108,40 +143,23 @@ class RobotPolicyWorker(Worker):
 
 
 class RemotePolicy:
-    """The policy as an environment worker sees it. One thread reads the answers for as long as the process lives."""
+    """The policy as an environment worker sees it."""
 
-    def __init__(self, requests: Channel, answers: Channel, rank: int) -> None:
+    def __init__(self, requests: Channel, answers: Answers[Answer], rank: int) -> None:
         self._requests = requests
         self._answers = answers
         self._rank = rank
-        self._process = current().address.identity
+        self._name = f"{current().address.identity}/{time.monotonic_ns()}"
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._waiting: dict[str, Future[Answer]] = {}
-        threading.Thread(target=self._read, name="answers", daemon=True).start()
 
     def ask(
         self, observations: Sequence[Observation], seeds: Sequence[int], *, greedy: bool
     ) -> Future[Answer]:
-        future: Future[Answer] = Future()
-        question = Question(
-            f"{self._process}/{next(self._numbers)}", self._rank, tuple(observations), tuple(seeds), greedy
-        )
-        with self._lock:
-            self._waiting[question.id] = future
+        name = f"{self._name}/{next(self._numbers)}"
+        future = self._answers.expect(name)
+        question = Question(name, self._rank, tuple(observations), tuple(seeds), greedy)
         self._requests.put(question, weight=float(len(observations)))
         return future
-
-    def _read(self) -> None:
-        try:
-            while True:
-                answer: Answer = self._answers.take()
-                with self._lock:
-                    future = self._waiting.pop(answer.id, None)
-                if future is not None:  # None: answered twice, because a worker died before the receipt
-                    future.set_result(answer)
-        except ChannelClosedError:  # the run is over
-            return
 
 
 def probes(spec: RobotSpec) -> list[Observation]:

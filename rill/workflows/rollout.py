@@ -28,8 +28,9 @@ from rill.runtime.worker import Worker, concurrent
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
-from rill.workflows.episodes import Episodes, EpisodeSettings, Flows
+from rill.workflows.episodes import Episodes, EpisodeSettings
 from rill.workflows.policy import Asked, PolicyClient
+from rill.workflows.records import Flows
 
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rill.data.sft import SFTExample
 from rill.training.engine_config import EngineConfig
 from rill.training.sft import SFTTrainer
 from rill.types import Prompt
@@ -16,16 +17,11 @@ from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, Superv
 
 
 class SFTWorker(SupervisedWorker):
-    trainer: SFTTrainer
-
     def _open_trainer(self, config: EngineConfig) -> SFTTrainer:
         return SFTTrainer(config, rendezvous=rendezvous_of(self), device=self.device)
 
-    def _update(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        return self.trainer.update([self.encoder.encode(prompt) for prompt in prompts])
-
-    def _evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        return self.trainer.evaluate([self.encoder.encode(prompt) for prompt in prompts])
+    def _examples(self, rows: Sequence[Prompt]) -> list[SFTExample]:
+        return [self.encoder.encode(row) for row in rows]
 
 
 class SFTWorkflow(SupervisedWorkflow):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rill.journal.checkpoints import RunCheckpoints
 from rill.planning.traced import write_history
@@ -22,10 +22,9 @@ from rill.runtime.hub.history import CallRecord
 from rill.telemetry import trace
 from rill.telemetry.run import Run
 from rill.types import PolicyVersion
-from rill.workflows.actor import ActorWorker
 from rill.workflows.config import FlowConfig
 from rill.workflows.controller import Controller
-from rill.workflows.fleet import Engines, answer
+from rill.workflows.fleet import Engines
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Loop, StepReport
 
@@ -43,7 +42,7 @@ class Steering:
     controller: WorkerGroup[Controller]
     checkpoints: RunCheckpoints
     engines: Engines
-    actor: WorkerGroup[ActorWorker]
+    actor: WorkerGroup[Any]
     pilot: Pilot | None = None
 
     def observe(self, report: StepReport) -> None:
@@ -64,7 +63,7 @@ class Steering:
     def resize(self, num_prompts: int) -> None:
         """Prompts of a batch, from the next step on."""
         self._rest()
-        self._ask_controller("resize", num_prompts)
+        self.loop.ask(self.controller.resize(num_prompts))
 
     def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
         """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
@@ -98,12 +97,6 @@ class Steering:
         """Nothing is being sampled, and the controller has put the last batch away."""
         fleet = self.loop.flow.fleet
         if fleet.is_open:
-            fleet.stop(self._ask_controller("finish"))
+            fleet.stop(self.loop.ask(self.controller.finish()))
             fleet.end_epoch()
-        self._ask_controller("trained", self.loop.step)
-
-    def _ask_controller(self, method: str, *arguments: int) -> int:
-        found: int = answer(
-            self.controller.call(method, *arguments), timeout_s=2 * self.loop.config.step_timeout_s
-        )
-        return found
+        self.loop.ask(self.controller.trained(self.loop.step))

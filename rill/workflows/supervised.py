@@ -10,7 +10,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -26,7 +26,8 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
 from rill.training.engine_config import EngineConfig
-from rill.training.trainer import Trainer
+from rill.training.preference import PairTrainer
+from rill.training.sft import SFTTrainer
 from rill.types import Prompt
 from rill.workflows.config import ClusterConfig, RecipeConfig, Seats
 from rill.workflows.launch import open_cluster, threads_of
@@ -98,22 +99,18 @@ class SupervisedWorker(Worker):
             self._open_held_out(data, loop)
 
     @abstractmethod
-    def _open_trainer(self, config: EngineConfig) -> Trainer: ...
+    def _open_trainer(self, config: EngineConfig) -> SFTTrainer | PairTrainer: ...
 
     @abstractmethod
-    def _update(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """One optimizer step on this rank's rows."""
-
-    @abstractmethod
-    def _evaluate(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Figures over all ranks' held-out rows."""
+    def _examples(self, rows: Sequence[Prompt]) -> list[Any]:
+        """What the trainer makes steps of, and is evaluated on."""
 
     def train(self, num_steps: int) -> dict[str, float]:
         """The figures of the last of these steps; what was left out is counted over all of them."""
         figures: dict[str, float] = {}
         num_skipped = 0.0
         for _ in range(num_steps):
-            figures = self._update(self.loader.next(self.batch_size))
+            figures = self.trainer.update(self._examples(self.loader.next(self.batch_size)))
             num_skipped += figures["skipped_samples"]
         figures["skipped_samples"] = num_skipped
         prefix = f"{self.group_name}/"
@@ -121,7 +118,7 @@ class SupervisedWorker(Worker):
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows; none where the data has no such side."""
-        return self._evaluate(self.held_out) if self.held_out else {}
+        return self.trainer.evaluate(self._examples(self.held_out)) if self.held_out else {}
 
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

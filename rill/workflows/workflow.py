@@ -1,4 +1,4 @@
-"""What every RL workflow is: its groups, one step, and the loop around them.
+"""What every workflow is that learns from its own samples: its groups, one step, and the loop around them.
 
 A workflow's file has a Config, `groups`, which launches the worker groups, and `step`, which is the algorithm. This
 base knows the controller, the loop and the run's files, and none of the models.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rill.errors import PeerDiedError, RillError, WorkerError
 from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
-from rill.workflows.actor import ActorWorker
+from rill.workflows.config import OnlineConfig
 from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
-from rill.workflows.launch import Launcher, open_cluster
+from rill.workflows.launch import PRELOAD, Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
 from rill.workflows.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
@@ -31,12 +31,14 @@ DEATH_S = 3.0
 
 
 class Workflow(ABC):
-    Config: ClassVar[type[RLConfig]]
+    Config: ClassVar[type[OnlineConfig]]
+    preload: ClassVar[Sequence[str]] = PRELOAD
+    """Modules that its workers need."""
 
     rollout: Engines
-    actor: WorkerGroup[ActorWorker]
+    actor: WorkerGroup[Any]
 
-    def __init__(self, config: RLConfig, run: Run, observers: Sequence[Observer]) -> None:
+    def __init__(self, config: OnlineConfig, run: Run, observers: Sequence[Observer]) -> None:
         self.config = config
         self.folder = run
         self.observers = observers
@@ -84,7 +86,7 @@ class Workflow(ABC):
     def _session(self, pilot: Pilot | None) -> None:
         config = self.config
         self._lost: list[str] = []
-        with open_cluster(config.cluster, self.folder) as cluster:
+        with open_cluster(config.cluster, self.folder, self.preload) as cluster:
             launch = Launcher(config, self.folder, self.observers, cluster)
             try:
                 self._train(launch, pilot)
@@ -135,11 +137,11 @@ class Workflow(ABC):
                 checkpoints=checkpoints,
                 engines=self.rollout,
                 actor=self.actor,
-                pilot=pilot or Replanner.of(config, self.folder),
+                pilot=pilot or (Replanner.of(config, self.folder) if isinstance(config, RLConfig) else None),
             )
-            is_resumed = loop.restore()
+            loop.restore()
             controller.start(launch.flows).wait(timeout_s=timeout_s)
-            if not is_resumed and config.sft.steps:
+            if launch.was_warmed_up:
                 loop.save()  # what the supervised steps made is not lost before the first checkpoint
             loop.run()
             steering.record()

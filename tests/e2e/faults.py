@@ -12,6 +12,7 @@ from rill.envs.single_turn import SingleTurn
 from rill.types import Group, Prompt, Trajectory
 from rill.workflows.episodes import FinishedGroup
 from rill.workflows.grpo import GRPO, finish_group
+from rill.workflows.language import launch_actor, launch_rollout
 from rill.workflows.launch import Launcher
 
 HANGS_FOR_S = 3600.0
@@ -59,6 +60,6 @@ class Shuffled(GRPO):
         workflow: Literal["tests.e2e.faults:Shuffled"] = "tests.e2e.faults:Shuffled"  # type: ignore[assignment]
 
     def groups(self, launch: Launcher) -> None:
-        self.rollout = launch.rollout(finish_shuffled)
-        self.actor = launch.actor(self.rollout)
+        self.rollout = launch_rollout(launch, self.config, finish_shuffled)
+        self.actor = launch_actor(launch, self.config, self.rollout)
         self.scorers(launch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from rill.errors import CheckpointError
 from rill.training import checkpoint
-from rill.training.checkpoint import find_damage, last_whole, step_folders
+from rill.training.checkpoint import FOLDER, MANIFEST
 from rill.training.policy import PolicyTrainer
 from tests.training.tiny import make_samples, trainer
 
@@ -23,9 +22,9 @@ def weights(t: PolicyTrainer) -> dict[str, torch.Tensor]:
 
 
 def save(t: PolicyTrainer, folder: Path) -> Path:
-    written = t.save(folder)
+    t.save(folder)
     t.wait_saved()
-    return written
+    return folder / FOLDER
 
 
 @pytest.mark.parametrize(
@@ -119,12 +118,11 @@ def test_training_goes_on_while_the_files_are_written(
     t = trainer()
     t.save(tmp_path)
     t.update(make_samples())
-    assert t.version == 1 and not step_folders(tmp_path)
+    assert t.version == 1 and not (tmp_path / FOLDER).exists()
     may_write.set()
     t.save(tmp_path)  # waits for the one before it
-    assert [p.name for p in step_folders(tmp_path)][-1] == "step-00000000"
     t.close()
-    assert [p.name for p in step_folders(tmp_path)] == ["step-00000001", "step-00000000"]
+    assert trainer().load(tmp_path) == 1
 
 
 def test_a_save_that_fails_says_so_when_it_is_waited_for(tmp_path: Path) -> None:
@@ -137,66 +135,42 @@ def test_a_save_that_fails_says_so_when_it_is_waited_for(tmp_path: Path) -> None
     t.wait_saved()
 
 
-def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    t = trainer()
-    t.save(tmp_path / "a")
-    t.update(make_samples())
-    save(t, tmp_path / "a")
-    newest, older = step_folders(tmp_path / "a")
-    files = list(newest.iterdir())
-    assert {".metadata", "manifest.json"} < {p.name for p in files}
+def test_a_checkpoint_cut_off_at_any_byte_is_never_loaded(tmp_path: Path) -> None:
+    whole = save(trainer(), tmp_path / "a")
+    files = list(whole.iterdir())
+    assert {".metadata", MANIFEST} < {p.name for p in files}
+    reader = trainer()
     for file in files:
         size = file.stat().st_size
         for length in {0, 1, size // 2, size - 1}:
             copy = tmp_path / "b"
             shutil.copytree(tmp_path / "a", copy)
-            with (copy / newest.name / file.name).open("r+b") as handle:
+            with (copy / FOLDER / file.name).open("r+b") as handle:
                 handle.truncate(length)
-            with caplog.at_level(logging.WARNING):
-                assert last_whole(copy).name == older.name, (file.name, length)
-            assert "damaged" in caplog.text
+            with pytest.raises(CheckpointError, match="no whole checkpoint"):
+                reader.load(copy)
             shutil.rmtree(copy)
-    assert find_damage(newest) is None
-    fresh = trainer()
-    (newest / ".metadata").unlink()
-    assert fresh.load(tmp_path / "a") == 0
 
 
 def test_changed_bytes_of_the_right_length_are_found(tmp_path: Path) -> None:
-    t = trainer()
-    folder = save(t, tmp_path)
-    part = next(folder.glob("*.distcp"))
+    part = next(save(trainer(), tmp_path).glob("*.distcp"))
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint.*has changed"):
         trainer().load(tmp_path)
 
 
-def test_a_folder_left_by_a_killed_save_is_not_a_checkpoint(tmp_path: Path) -> None:
-    save(trainer(), tmp_path)
-    (tmp_path / "step-00000009.partial").mkdir()
-    assert last_whole(tmp_path).name == "step-00000000"
-
-
-def test_only_the_newest_are_kept_when_asked(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_the_one_before_it(tmp_path: Path) -> None:
+    folder = save(trainer(), tmp_path)
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    assert trainer().load(tmp_path) == 0
     t = trainer()
-    for seed in range(3):
-        t.update(make_samples(seed=seed))
-        t.save(tmp_path, keep_last=2)
-    t.wait_saved()
-    assert [p.name for p in step_folders(tmp_path)] == ["step-00000003", "step-00000002"]
-    back = trainer()
-    back.load(tmp_path / "step-00000002")
-    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # of a run that had come further
-    (tmp_path / "step-00000008.partial").mkdir()
-    back.save(tmp_path, keep_last=2)
-    back.wait_saved()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000009"], (
-        "what it saved is kept"
-    )
+    t.update(make_samples())
+    save(t, tmp_path)
+    assert trainer().load(tmp_path) == 1 and not partial.exists()
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -34,11 +34,12 @@ from rill.workflows.config import EvalSetConfig, FlowConfig, LoopConfig, Rollout
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
 from rill.workflows.env_worker import EnvWorker
-from rill.workflows.episodes import EpisodeSettings, Flows
+from rill.workflows.episodes import EpisodeSettings
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Flow, Seating
 from rill.workflows.grpo import finish_group
 from rill.workflows.loop import Loop, StepReport
+from rill.workflows.records import Flows
 from rill.workflows.rollout import RolloutWorker
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 

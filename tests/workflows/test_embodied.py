@@ -94,10 +94,12 @@ def test_grpo_ahead_on_split_devices_counts_episodes_of_crashed_simulators_and_g
         loop={"steps": 3, "prompts_per_step": 8, "max_lag": 1, "step_timeout_s": 100},
         placement={"env": "0", "rollout": "0", "actor": "1"},
         eval={"num_prompts": 0},
+        curriculum={},
     )
     reports = run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
     trained = [report.metrics for report in reports if "grad_norm" in report.metrics]
     assert len(trained) == 3 and max(metrics["lag/max"] for metrics in trained) <= 1.0
+    assert "curriculum/chance_0" in trained[-1]
     lost = sum(m["rollout/errors"] + m.get("groups/dropped_failed", 0.0) for m in trained)
     assert lost > 0.0, "states 0, 9, 18, … end their process"
 
@@ -122,6 +124,13 @@ def test_a_task_that_the_simulator_has_not_is_named_before_anything_starts(tmp_p
     config = recipe(data__tasks=["up"])
     with pytest.raises(ConfigError, match="no task 'up': it has left, right"):
         run_of(config, Run.create("robot", root=tmp_path, config_toml=""))
+
+
+def test_robots_have_the_guards_of_every_run_and_their_own_and_a_recipe_may_change_them() -> None:
+    config = recipe(guard_actions={"success flat": "off", "disk": "stop"})
+    found = {guard.name: guard.action for guard in config.guards()}
+    assert found["disk"] == "stop" and "policy-bound" in found and "success flat" not in found
+    assert "truncated answers" not in found, "those of language say nothing of a robot"
 
 
 def test_a_failed_episode_is_no_score_and_in_no_group() -> None:
@@ -172,22 +181,26 @@ def test_every_kind_of_policy_runs_through_the_same_flow(
 
 
 @pytest.mark.slow
-def test_a_killed_env_worker_and_a_killed_policy_worker_change_no_bit_of_the_result(tmp_path: Path) -> None:
+def test_killed_simulators_policies_and_trainers_change_no_bit_of_the_result(tmp_path: Path) -> None:
     plain, killed = (Run.create("robot", root=tmp_path, config_toml="") for _ in range(2))
-    config = recipe(simulator__step_s=0.01)
+    config = recipe(simulator__step_s=0.01, loop__checkpoint_every=2)
     run_of(config, plain)
+    phases: list[str] = []
 
-    def kill_soon(group: WorkerGroup[Any]) -> None:
-        pid = group.addresses()[0].pid
-        threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+    def victim(step: int) -> WorkerGroup[Any] | None:
+        return {1: workflow.rollout.env, 3: workflow.rollout.group, 5: workflow.actor}.get(step)
 
     def observe(report: StepReport) -> None:
-        if report.phase == "step" and report.step in (1, 3):
-            kill_soon(workflow.env if report.step == 1 else workflow.rollout)
+        is_new = phases.count("step") == report.step
+        phases.append(report.phase)
+        if report.phase == "step" and is_new and (group := victim(report.step)) is not None:
+            pid = group.addresses()[0].pid
+            threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
 
     workflow = Embodied(config, killed, [observe])
     with killed.running():
         workflow.run()
+    assert phases.count("restart") == 1, "a lost trainer's run goes on from its last checkpoint"
     assert weights_of(plain) == weights_of(killed)
 
 

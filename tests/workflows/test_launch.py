@@ -17,7 +17,8 @@ from rill.weights import TransportConfig
 from rill.workflows import recipe_schema
 from rill.workflows.config import SyncConfig
 from rill.workflows.grpo import GRPO, finish_group
-from rill.workflows.launch import Launcher, require_same_tokenizer, routed
+from rill.workflows.language import launch_actor, launch_rollout, require_same_tokenizer
+from rill.workflows.launch import Launcher, routed
 from tests.workflows.scene import MODEL
 
 
@@ -28,7 +29,7 @@ def test_engines_that_run_ahead_may_not_share_devices_with_the_trainer(tmp_path:
     with Cluster(devices="cpu:1") as cluster:
         launch = Launcher(config, run, [], cluster)
         with pytest.raises(PlanError, match="place them apart"):
-            launch.actor(launch.rollout(finish_group))
+            launch_actor(launch, config, launch_rollout(launch, config, finish_group))
     run.close()
 
 
@@ -83,7 +84,7 @@ def test_the_placement_decides_how_weights_travel(
 
     def route(**transport: str) -> tuple[str, str]:
         sync = SyncConfig.model_validate({"transport": transport})
-        found = routed(sync, devices, actor=actor, pulling=(rollout, None), stay_on_gpu=stay).transport
+        found = routed(sync, devices, actor=actor, pulling=(rollout,), stay_on_gpu=stay).transport
         assert isinstance(found, TransportConfig)
         return found.type, found.verify.value
 
