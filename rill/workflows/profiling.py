@@ -1,9 +1,10 @@
 """The profiler: a recipe run for a few short steps, at several batch sizes and on several numbers of devices.
 
 One launch on all devices, everybody sharing them, so that each worker is measured alone; then the same on fewer,
-down to one. Sizes that do not come up (a trainer that does not fit) end the row: the search does not go below what was
-seen to run. The supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again
-by what they belong to: the model, the machine, the version of rill, and the recipe's own values.
+down to one. The last steps of each take a whole batch in small chunks: what a chunk costs besides its items. Sizes that
+do not come up (a trainer that does not fit) end the row: the search does not go below what was seen to run. The
+supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again by what they
+belong to: the model, the machine, the version of rill, and the recipe's own values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rill.telemetry import trace
 from rill.telemetry.run import Run, write_atomically
 from rill.workflows import WORKFLOWS
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import identity_of, pinned_placement, profile_of
+from rill.workflows.planned import chunks_of, identity_of, pinned_placement, profile_of
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 PROFILES = "profiles"
 """Beside the runs."""
+SMALLEST_CHUNK = 16
+"""Of a batch: plans have no smaller chunks than were measured."""
 SETTLE_S = 0.5
 """Until the last calls of a step have told what they did."""
 
@@ -82,7 +85,7 @@ def measure(
     config: RLConfig, provenance: Mapping[str, str], devices: Sequence[Device], *, num_rounds: int = 1
 ) -> Profile:
     """Run the recipe for a few short steps and give what they took."""
-    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
+    trials = _trials(config, len(devices), num_rounds)
     rows = _Rows(config, provenance, trials)
     short = _short(config, rows.placement(trials[0].num_devices), len(trials))
     with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
@@ -115,16 +118,27 @@ class Trial:
 
     num_devices: int
     num_prompts: int
+    chunk: int = 0
+    """Prompts that stages take at a time; 0: all."""
 
 
-def schedule(batch: int, num_devices: int, num_rounds: int) -> list[Trial]:
-    """All devices first, then fewer; on each, a step to warm up and then every size."""
+def schedule(batch: int, num_devices: int, num_rounds: int, *, smallest_chunk: int = 0) -> list[Trial]:
+    """All devices first, then fewer; on each, a step to warm up, then every size, then a batch in small chunks."""
     counts = sorted({1, num_devices, *([round(num_devices**0.5)] if num_devices > 4 else [])}, reverse=True)
     trials = []
     for count in counts:
         sizes = sorted({max(count, batch // k) for k in (4, 2, 1) if max(count, batch // k) <= batch})
         trials += [Trial(count, size) for size in (sizes[0], *(sizes * num_rounds))]
+        if count <= (chunk := max(count, smallest_chunk)) < batch and smallest_chunk:
+            trials += [Trial(count, batch, chunk)] * num_rounds
     return trials
+
+
+def _trials(config: RLConfig, num_devices: int, num_rounds: int) -> list[Trial]:
+    """With the smallest chunks that a plan may have, where it may have any."""
+    batch = config.loop.prompts_per_step
+    smallest = 0 if chunks_of(config) == (batch,) else max(1, batch // SMALLEST_CHUNK)
+    return schedule(batch, num_devices, num_rounds, smallest_chunk=smallest)
 
 
 class _Enough(Exception):
@@ -146,24 +160,22 @@ class _Rows:
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
         trial = self.trials[report.step] if report.step < len(self.trials) else None
-        if trial is None or (self._last is not None and trial.num_devices != self._last.num_devices):
-            assert self._last is not None, "there is a step before the last"
-            self.num_rows, self.fewest = self.num_rows + 1, self._last.num_devices
+        last, self._last = self._last, trial
+        if last is not None and (trial is None or trial.num_devices != last.num_devices):
+            self.num_rows, self.fewest = self.num_rows + 1, last.num_devices
             time.sleep(SETTLE_S)
             steering.record()
         if trial is None:
             raise _Enough
-        if self._last is not None and trial.num_devices != self._last.num_devices:
+        steering.resize(trial.num_prompts)
+        if last is not None and (trial.num_devices, trial.chunk) != (last.num_devices, last.chunk):
+            flow = self.config.flow.model_copy(update={"granularity": trial.chunk, "edges": {}})
             try:
-                seconds = steering.switch(
-                    self.placement(trial.num_devices), steering.launch.config.flow, keeps_state=False
-                )
+                seconds = steering.switch(self.placement(trial.num_devices), flow, keeps_state=False)
             except RunError as error:
                 log.warning("nothing is measured on %d devices: %s", trial.num_devices, str(error)[:200])
                 raise _Enough from error
             self.switch_s = max(self.switch_s, seconds)
-        steering.resize(trial.num_prompts)
-        self._last = trial
 
     def placement(self, num_devices: int) -> dict[str, str]:
         """Everybody on so many devices but those that the recipe places itself."""
@@ -190,7 +202,7 @@ def _short(config: RLConfig, placement: Mapping[str, str], num_steps: int) -> RL
 
 
 def _row(config: RLConfig, devices: Sequence[Device], num_rounds: int) -> list[str]:
-    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
+    trials = _trials(config, len(devices), num_rounds)
     counts = dict.fromkeys(trial.num_devices for trial in trials)
     return [
         f"{sum(t.num_devices == count for t in trials)} short steps on {count} device{'s' if count > 1 else ''}"
