@@ -157,17 +157,19 @@ def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
     raise PlanError(_why_not(problem, mode, stages))
 
 
-def alternatives(problem: Problem, best: Found) -> list[tuple[Mode, Found | str]]:
-    """The best plan of every other mode, or why it has none, for comparison with the winner."""
-    others: list[tuple[Mode, Found | str]] = []
+def best_of_modes(problem: Problem) -> dict[Mode, Found | str]:
+    """The best plan of every mode, or why it has none. PlanError where none has one."""
+    found: dict[Mode, Found | str] = {}
     for mode in (Mode.SHARED, Mode.SPLIT, Mode.HYBRID):
-        if mode is best.tree.mode or (mode is Mode.HYBRID and _num_workers(problem) < 3):
+        if mode is Mode.HYBRID and _num_workers(problem) < 3:
             continue
         try:
-            others.append((mode, search(problem, mode)))
+            found[mode] = search(problem, mode)
         except PlanError as error:
-            others.append((mode, str(error)))
-    return others
+            found[mode] = str(error)
+    if all(isinstance(one, str) for one in found.values()):
+        search(problem)  # raises, with the reason for all of them
+    return found
 
 
 def _num_workers(problem: Problem) -> int:
