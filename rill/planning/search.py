@@ -562,7 +562,9 @@ def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
     least = []
     for index in range(len(problem.graph.nodes)):
         ways = [stages[index, chunk].frontier for chunk in problem.levels]
-        least.append(int(min(w.devices.sum(axis=1).min() for w in ways if len(w))))
+        members = problem.graph.nodes[index].members if mode is Mode.SPLIT else ()
+        apart = sum(min(o.parallel * o.least for o in problem.workers[m].options) for m in members)
+        least.append(max(apart, int(min(w.devices.sum(axis=1).min() for w in ways if len(w)))))
     names = [f"{node.name} {num}" for node, num in zip(problem.graph.nodes, least)]
     missing = sum(least) - problem.num_devices
     streams = [any(problem.workers[m].streams for m in n.members or (n.name,)) for n in problem.graph.nodes]

@@ -273,4 +273,7 @@ def test_a_cycle_takes_the_best_of_together_in_turns_and_apart() -> None:
     in_turns = search(cycle(0.9, swap_s=0.001))
     assert not next(in_turns.tree.stages()).is_apart
     assert in_turns.step_s == pytest.approx(search(cycle(0.3)).step_s + 50 * 0.001)
+    one_device = replace(cycle(0.9), pools=(Pool(kind="gpu", count=1, memory_bytes=1.0),))
+    with pytest.raises(PlanError, match="split needs at least 2 devices"):
+        search(one_device, Mode.SPLIT)
     assert price(cycle(0.9, swap_s=0.001), in_turns.tree).step_s == pytest.approx(in_turns.step_s)
