@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class LongTail(Environment):
         warmup_tokens: int = Field(32, ge=1)
         answer_tokens: int = Field(0, ge=0)
         """Longest answer before the tail. 0: the whole response is the tail."""
+        reward_s: float = Field(0.0, ge=0)
+        """Of plain Python that scores each response (answer_tokens = 0)."""
 
     config: Config
 
@@ -46,6 +49,9 @@ class LongTail(Environment):
         length = self.length_of(agents.episode_id, agents.group_id)
         if config.answer_tokens == 0:
             await policy.generate(task, max_new_tokens=length, ignore_eos=True)
+            end_s = time.thread_time() + config.reward_s
+            while time.thread_time() < end_s:  # holds the interpreter, as a user's parser does
+                pass
             return float(_number(agents.episode_id + "reward") % 2)
         answer = await policy.generate(task, max_new_tokens=config.answer_tokens)
         await policy.generate(answer.then(""), max_new_tokens=length, ignore_eos=True, is_trained=False)

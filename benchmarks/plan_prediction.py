@@ -5,9 +5,9 @@
 GRPO (engine, reference, actor), PPO (engine, reference, critic, actor) and GRPO with a long-tailed task (the tail of
 benchmarks/longtail.py), each on so many slots of one thread: the recipe is profiled, every mode is searched for, and
 the plan found runs for some steps. `asynchronous` is the split plan one step ahead. One JSON line a run: seconds of a
-step, predicted, simulated, and real (the median, without the first steps); then one a workload: the median error,
-whether the modes come in the right order, and how auto compares with the best and the worst. Needs a quiet machine with
-as many free cores as slots.
+step, predicted (synchronous plans were tried with the profile), by the model alone, simulated, and real (the median,
+without the first steps); then one a workload: the median error, whether the modes come in the right order, and how auto
+compares with the best and the worst. Needs a quiet machine with as many free cores as slots.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 from rill.config.files import RecipeValues, with_overrides
 from rill.config.resolve import dump_config, resolve
 from rill.errors import PlanError
-from rill.planning.plan import Plan
-from rill.planning.search import Mode, search
+from rill.planning.plan import Plan, choose
+from rill.planning.price import price
+from rill.planning.search import Mode
 from rill.planning.simulator import simulate
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
@@ -116,11 +117,11 @@ def main() -> None:
             problem = problem_of(resolved(values), {}, profile, devices)
             label = "asynchronous" if lag else mode
             try:
-                found = search(problem, Mode(mode))
+                plan, found = choose(problem, Mode(mode), tried=profile.tried)
             except PlanError as error:
                 print(json.dumps({"workload": name, "mode": label, "impossible": str(error)}), flush=True)
                 continue
-            plan = Plan.of(problem, found)
+            model_s = price(problem, found.tree).step_s
             simulated_s = simulate(problem, found.tree, steps=5).mean_step_s
             with tempfile.TemporaryDirectory() as root:
                 real_s = real_step_s(values, plan, Path(root))
@@ -128,7 +129,8 @@ def main() -> None:
             line = {
                 "benchmark": "plan_prediction", "workload": name, "mode": label, "plan": plan.structure,
                 "devices": {worker: placed.devices for worker, placed in plan.workers.items()},
-                "predicted_s": round(plan.step_s, 4), "simulated_s": round(simulated_s, 4),
+                "predicted_s": round(plan.step_s, 4), "by_the_model_s": round(model_s, 4),
+                "simulated_s": round(simulated_s, 4),
                 "real_s": round(real_s, 4), "error": round(plan.step_s / real_s - 1, 4),
             }  # fmt: skip
             print(json.dumps(line), flush=True)

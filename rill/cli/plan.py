@@ -22,8 +22,9 @@ from rill.planning.cost import Pin, Problem
 from rill.planning.graph import Graph
 from rill.planning.picture import draw
 from rill.planning.plan import Plan, parse_ids
+from rill.planning.plan import choose as choose_plan
 from rill.planning.profile import Profile, merge_all
-from rill.planning.search import Found, Mode, alternatives, search
+from rill.planning.search import Found, Mode
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 if TYPE_CHECKING:
@@ -126,10 +127,8 @@ class Question:
     """What is amiss with the profile."""
 
     def answer(self, mode: Mode) -> tuple[Plan, Found]:
-        best = search(self.problem, mode)
-        others = alternatives(self.problem, best) if mode is Mode.AUTO else ()
-        made = Plan.of(self.problem, best, others=others, basis=self.profile.basis(), notes=self.notes)
-        return made, best
+        profile = self.profile
+        return choose_plan(self.problem, mode, tried=profile.tried, basis=profile.basis(), notes=self.notes)
 
 
 def read_question(

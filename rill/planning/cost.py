@@ -427,8 +427,9 @@ def _one_worker(problem: Problem, rows: _Rows) -> Stage:
 
 
 def _cycle(problem: Problem, node: Node, tables: Sequence[_Rows]) -> Stage:
-    """A collapsed cycle. Together: its members alternate on the same devices, all in memory. Apart: each has its own
-    devices and the items go round in two halves, so that the slower member is always busy."""
+    """A collapsed cycle. Shared: its members alternate on the same devices, all in memory or, where they do not fit,
+    one after the other with a swap each round. Apart: each has its own devices and the items go round in two halves, so
+    that the slower member is always busy."""
     grids = np.meshgrid(*(np.arange(len(table.pool)) for table in tables), indexing="ij")
     picked = np.stack([grid.reshape(-1) for grid in grids], axis=1)
     pool, count, whole, half, memory, swap = (
@@ -440,15 +441,19 @@ def _cycle(problem: Problem, node: Node, tables: Sequence[_Rows]) -> Stage:
     rounds = max(problem.workers[member].rounds for member in node.members)
     slowest = half.max(axis=1)
     apart_s = np.minimum(whole.sum(axis=1), slowest + (half.sum(axis=1) - slowest) / (2 * rounds))
-    can_share = (pool == pool[:, :1]).all(axis=1) & (memory.sum(axis=1) <= 1.0)
+    can_share = (pool == pool[:, :1]).all(axis=1)
+    fits = memory.sum(axis=1) <= 1.0
+    shared_s = whole.sum(axis=1) + np.where(fits, 0.0, rounds * swap.sum(axis=1))
     can_part = (held.sum(axis=1) <= problem.limits).all(axis=1)
     possible = np.flatnonzero(np.concatenate([can_share, can_part]))
-    seconds = np.concatenate([whole.sum(axis=1), apart_s])[possible]
+    seconds = np.concatenate([shared_s, apart_s])[possible]
     best = _best_rows(
         seconds,
         seconds,
-        np.concatenate([memory.sum(axis=1), memory.max(axis=1)])[possible],
-        np.concatenate([swap.sum(axis=1), swap.max(axis=1)])[possible],
+        np.concatenate([np.where(fits, memory.sum(axis=1), memory.max(axis=1)), memory.max(axis=1)])[
+            possible
+        ],
+        np.concatenate([np.where(fits, swap.sum(axis=1), swap.max(axis=1)), swap.max(axis=1)])[possible],
         np.concatenate([held.max(axis=1), held.sum(axis=1)])[possible],
     )
     rows = possible[best.left]

@@ -21,6 +21,8 @@ from rill.planning.frontier import Floats
 Family = Literal["linear", "polynomial", "power"]
 FAMILIES: tuple[Family, ...] = ("linear", "polynomial", "power")
 
+_STEEPEST = 3.0
+"""Exponent of a power law: nothing measured here grows faster, though points close to each other may seem to."""
 _UNKNOWN_ERROR = 0.5
 """Of a curve with nothing to hold out: one size was measured, and the rest is assumed proportional."""
 
@@ -115,7 +117,7 @@ def _solve(family: Family, xs: Floats, ys: Floats) -> tuple[float, ...]:
         if len(np.unique(xs)) == 1:
             return (float(ys.mean() / xs[0]), 1.0)
         logs = np.log(np.maximum(ys, 1e-12))
-        exponent = max(0.0, float(np.polyfit(np.log(xs), logs, 1)[0]))
+        exponent = min(_STEEPEST, max(0.0, float(np.polyfit(np.log(xs), logs, 1)[0])))
         return (float(np.exp(np.mean(logs - exponent * np.log(xs)))), exponent)
     degree = 1 if family == "linear" else 2
     powers = np.stack([xs**d for d in range(degree + 1)], axis=1)

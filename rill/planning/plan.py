@@ -28,7 +28,7 @@ from rill.planning.cost import Pin, Problem, Seat
 from rill.planning.frontier import Op
 from rill.planning.graph import ARROW, Graph
 from rill.planning.price import price, seat_of, stage_seconds
-from rill.planning.search import Found, Mode, Tree
+from rill.planning.search import Found, Mode, Tree, best_of_modes, search
 
 _TOKEN = re.compile(r"\s*(?:([A-Za-z0-9_.+\-]+)|(.))")
 _OPS = {"series": Op.SERIES, "parallel": Op.PARALLEL, "turns": Op.TURNS, "together": Op.TOGETHER}
@@ -90,7 +90,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         basis: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
     ) -> Plan:
-        found = price(problem, found.tree)  # the search drops the memory column where it does not matter
+        tree = price(problem, found.tree).tree  # the search drops the memory column where it does not matter
+        found = Found(step_s=found.step_s, tree=tree)
         ids = _assigned(problem, found.tree)
         workers = _placed(problem, found.tree, ids, basis or {})
         busy = sum(placed.seconds for placed in workers.values())
@@ -159,6 +160,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 )
         self._check_sharing()
 
+    @property
+    def signature(self) -> str:
+        """What the plan makes of a run: devices and chunks. Two plans with the same one are the same run."""
+        seats = " ".join(f"{name}@{placed.devices}" for name, placed in sorted(self.workers.items()))
+        cut = " ".join(
+            f"{arrow}:{chunk}" for arrow, chunk in sorted(self.edges.items()) if chunk < self.batch
+        )
+        return f"{self.batch}: {seats}" + (f"; {cut}" if cut else "")
+
     def tree(self, graph: Graph) -> Tree:
         """What `price` and the simulator take; times are not filled in."""
         members = {node.name: node.members or (node.name,) for node in graph.nodes}
@@ -176,6 +186,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise PlanError(
                     f"{a} and {b} are apart in the structure and both on devices {ids_text(common)}"
                 )
+
+
+def choose(
+    problem: Problem,
+    mode: Mode = Mode.AUTO,
+    *,
+    tried: Mapping[str, float] | None = None,
+    basis: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
+) -> tuple[Plan, Found]:
+    """The best plan of a mode, of all modes where it is auto; `tried`: what a step took under plans that were run
+    (`Profile.tried`), which counts more than what was predicted."""
+    best: dict[Mode, Found | str] = (
+        best_of_modes(problem) if mode is Mode.AUTO else {mode: search(problem, mode)}
+    )
+    known = {}
+    for one, found in best.items():
+        if not isinstance(found, str):
+            seconds = (tried or {}).get(Plan.of(problem, found).signature)
+            known[one] = (found if seconds is None else Found(step_s=seconds, tree=found.tree), found.step_s)
+    winner = min(known, key=lambda one: known[one][0].step_s)
+    found, predicted_s = known[winner]
+    if found.step_s != predicted_s:
+        notes = [*notes, f"tried: {found.step_s:.3g} s a step, where {predicted_s:.3g} s was predicted"]
+    others = [(one, known[one][0] if one in known else str(best[one])) for one in best if one is not winner]
+    return Plan.of(problem, found, others=others, basis=basis, notes=notes), found
 
 
 # --- device ids -------------------------------------------------------------------------------------------

@@ -69,6 +69,17 @@ def seat_of(problem: Problem, seat: Seat) -> tuple[WorkerCost, Option, Pool]:
     )
 
 
+def swaps_in_cycle(problem: Problem, tree: Tree) -> float:
+    """Seconds in which the members of a cycle leave their shared devices to each other, every round; 0 if they fit."""
+    seats = [(seat, *seat_of(problem, seat)) for seat in tree.seats]
+    memory = sum(
+        float(memory_share(cost, option, pool, tree.chunk, problem.graph.batch, np.array([seat.replicas]))[0])
+        for seat, cost, option, pool in seats
+    )
+    rounds = max(cost.rounds for _, cost, _, _ in seats)
+    return rounds * sum(option.swap_s for _, _, option, _ in seats) if memory > 1.0 else 0.0
+
+
 def _price(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
     """The tree with its figures, and its swap seconds."""
     if tree.op is Op.STAGE:
@@ -143,8 +154,11 @@ def _stage(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
         slowest = max(half)
         seconds = min(sum(whole), slowest + (sum(half) - slowest) / (2 * rounds))
         interval_s, used, swap_s = seconds, max(memory), max(swap)
-    else:
+    elif sum(memory) <= 1.0:
         seconds, used, swap_s = sum(whole), sum(memory), sum(swap)
+        interval_s = seconds
+    else:
+        seconds, used, swap_s = sum(whole) + swaps_in_cycle(problem, tree), max(memory), max(swap)
         interval_s = seconds
     taken = devices.sum(axis=0) if tree.is_apart else devices.max(axis=0)
     made = replace(

@@ -97,6 +97,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     devices: dict[str, DeviceKind] = {}
     switch_s: float = 0.0
     """What it took to put all groups on other devices."""
+    tried: dict[str, float] = {}
+    """Seconds of a step under plans that were run for some steps, by `Plan.signature`: better than any prediction."""
     graph: dict[str, Any] = {}
     """Of the workflow it was measured with, as `Graph.values` gives it. Empty: not known."""
 
@@ -131,6 +133,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             workers=workers,
             devices={**self.devices, **other.devices},
             switch_s=max(self.switch_s, other.switch_s),
+            tried={**self.tried, **other.tried},
             graph=self.graph or other.graph,
         )
 

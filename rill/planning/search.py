@@ -157,17 +157,19 @@ def search(problem: Problem, mode: Mode = Mode.AUTO) -> Found:
     raise PlanError(_why_not(problem, mode, stages))
 
 
-def alternatives(problem: Problem, best: Found) -> list[tuple[Mode, Found | str]]:
-    """The best plan of every other mode, or why it has none, for comparison with the winner."""
-    others: list[tuple[Mode, Found | str]] = []
+def best_of_modes(problem: Problem) -> dict[Mode, Found | str]:
+    """The best plan of every mode, or why it has none. PlanError where none has one."""
+    found: dict[Mode, Found | str] = {}
     for mode in (Mode.SHARED, Mode.SPLIT, Mode.HYBRID):
-        if mode is best.tree.mode or (mode is Mode.HYBRID and _num_workers(problem) < 3):
+        if mode is Mode.HYBRID and _num_workers(problem) < 3:
             continue
         try:
-            others.append((mode, search(problem, mode)))
+            found[mode] = search(problem, mode)
         except PlanError as error:
-            others.append((mode, str(error)))
-    return others
+            found[mode] = str(error)
+    if all(isinstance(one, str) for one in found.values()):
+        search(problem)  # raises, with the reason for all of them
+    return found
 
 
 def _num_workers(problem: Problem) -> int:
@@ -214,8 +216,8 @@ class _Search:
         self._is_rough = is_rough
         self._levels = problem.levels[::3] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
-        self._operands: dict[tuple[int, int, Op], Frontier] = {}
-        self._chains: dict[int, tuple[float, float, float]] = {}
+        self._operands: dict[tuple[int, int, Op, bool], Frontier] = {}
+        self._chains: dict[int, tuple[float, float, float, float]] = {}
         self._between: dict[tuple[int, int], tuple[list[float], float]] = {}
         self._known_cuts: dict[int, list[int]] = {}
         self._stages = stages
@@ -296,8 +298,7 @@ class _Search:
     def _product(
         self, op: Op, first: int, second: int, chunk: int, added_s: float, slowest_s: float
     ) -> Frontier:
-        left = self._operand(first, chunk, op).without(*_LEFT_OUT[op])
-        right = self._operand(second, chunk, op)
+        left, right = self._operand(first, chunk, op, is_left=True), self._operand(second, chunk, op)
         if not len(left) or not len(right):
             return right.rows(slice(0))
         limits, part = self.problem.limits, first | second
@@ -348,10 +349,11 @@ class _Search:
 
         return product(Source(op, left, right, (first, second), chunk), combine)
 
-    def _operand(self, part: int, chunk: int, op: Op) -> Frontier:
-        key = (part, chunk, op)
+    def _operand(self, part: int, chunk: int, op: Op, is_left: bool = False) -> Frontier:
+        key = (part, chunk, op, is_left)
         if key not in self._operands:
-            self._operands[key] = self.frontier(part, chunk).best_for(op)
+            ways = self._operand(part, chunk, op) if is_left else self.frontier(part, chunk)
+            self._operands[key] = ways.without(*_LEFT_OUT[op]) if is_left else ways.best_for(op)
         return self._operands[key]
 
     def _finer(self, part: int, chunk: int) -> Iterator[Frontier]:
@@ -387,8 +389,7 @@ class _Search:
         if not np.isfinite(self.bound_s):
             return np.ones(latency.shape, np.bool_)
         k = self.graph.batch / chunk
-        rest = sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1)
-        chain, chain_and_batch, chain_of_batches = self._outside(part)
+        rest, chain, chain_and_batch, chain_of_batches = self._outside(part)
         if chunk == self.graph.batch:
             chain_and_batch = chain_of_batches
         limit_s = self.bound_s * (self.problem.lag + 1)
@@ -405,9 +406,9 @@ class _Search:
             result &= held <= self.bound_s * self.problem.num_devices - rest
         return result
 
-    def _outside(self, part: int) -> tuple[float, float, float]:
-        """The longest chain of nodes through the part, without the part: by the least latency of each, with one of
-        them working through its whole batch, and with one before and one after the part doing so."""
+    def _outside(self, part: int) -> tuple[float, float, float, float]:
+        """Of the nodes outside a part: their device-seconds, and the longest chain of them through it: by the least
+        latency of each, with one working through its whole batch, and with one before and one after it doing so."""
         if part not in self._chains:
             num, parents = len(self.graph.nodes), self.graph.parents
             zero = (0.0, 0.0)
@@ -418,6 +419,7 @@ class _Search:
                 down[i] = self._longest(part, down, [c for c in range(num) if parents[c] >> i & 1])
             inside = [i for i in range(num) if part >> i & 1]
             self._chains[part] = (
+                sum(least.device_s for i, least in enumerate(self._least) if not part >> i & 1),
                 max(up[i][0] + down[i][0] for i in inside),
                 max(max(up[i][1] + down[i][0], up[i][0] + down[i][1]) for i in inside),
                 max(up[i][1] for i in inside) + max(down[i][1] for i in inside),
@@ -560,7 +562,9 @@ def _why_not(problem: Problem, mode: Mode, stages: Stages) -> str:
     least = []
     for index in range(len(problem.graph.nodes)):
         ways = [stages[index, chunk].frontier for chunk in problem.levels]
-        least.append(int(min(w.devices.sum(axis=1).min() for w in ways if len(w))))
+        members = problem.graph.nodes[index].members if mode is Mode.SPLIT else ()
+        apart = sum(min(o.parallel * o.least for o in problem.workers[m].options) for m in members)
+        least.append(max(apart, int(min(w.devices.sum(axis=1).min() for w in ways if len(w)))))
     names = [f"{node.name} {num}" for node, num in zip(problem.graph.nodes, least)]
     missing = sum(least) - problem.num_devices
     streams = [any(problem.workers[m].streams for m in n.members or (n.name,)) for n in problem.graph.nodes]

@@ -28,7 +28,7 @@ import numpy as np
 from rill.errors import PlanError
 from rill.planning.cost import Problem, lengths_of, work_seconds
 from rill.planning.frontier import Floats, Op
-from rill.planning.price import price, seat_of
+from rill.planning.price import price, seat_of, swaps_in_cycle
 from rill.planning.search import Tree
 
 
@@ -368,7 +368,7 @@ class _Run:
             return total[0]
         if stage.tree.is_apart:  # the members' halves overlap: as the cost model says
             return stage.tree.latency_s * self._noise() * float(stage.slow.max())
-        return sum(total)
+        return sum(total) + swaps_in_cycle(self.problem, stage.tree)
 
     def _new_stage(self, tree: Tree) -> _Stage:
         stage = _Stage(tree, replicas=min(seat.replicas for seat in tree.seats))

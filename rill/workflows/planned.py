@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tomllib
@@ -25,7 +26,7 @@ from rill.algorithms import Algorithm, Scope
 from rill.config.resolve import DEFAULT, source_of
 from rill.config.toml import dumps, key_lines
 from rill.errors import PlanError
-from rill.planning.cost import Pin, Problem
+from rill.planning.cost import Pin, Problem, WorkerCost
 from rill.planning.fit import constant
 from rill.planning.graph import ARROW
 from rill.planning.plan import Plan
@@ -136,7 +137,8 @@ def problem_of(
         graph=replace(graph, batch=batch).collapsed(),
         workers=costs,
         pools=pools,
-        chunks=_chunks(config, batch),
+        chunks=chunks_of(config),
+        min_chunk=_smallest_measured(costs),
         lag=config.loop.max_lag,
         pins={
             name: Pin(ids=tuple(d.id for seat in resolve(placed, devices) for d in seat.devices))
@@ -152,8 +154,15 @@ def pinned_placement(config: RLConfig, provenance: Mapping[str, str], group: str
     return placed if source_of(f"placement.{group}", provenance) != DEFAULT else None
 
 
-def _chunks(config: RLConfig, batch: int) -> tuple[int, ...]:
-    """Unset: all. What needs a whole batch before it begins gains nothing from chunks."""
+def _smallest_measured(costs: Mapping[str, WorkerCost]) -> int:
+    """Items of a chunk below which some stage's cost would be a guess."""
+    sizes = [max(o.work_s.smallest * o.least for o in c.options) for c in costs.values() if not c.streams]
+    return math.ceil(max(sizes, default=1))
+
+
+def chunks_of(config: RLConfig) -> tuple[int, ...]:
+    """Sizes of chunks that a plan may have. Unset: all. What needs a whole batch before it begins gains nothing."""
+    batch = config.loop.prompts_per_step
     if chunk := config.flow.granularity:  # the recipe's own: a plan writes edges
         return (batch, chunk) if batch % chunk == 0 else (batch,)
     if config.num_updates > 1 or Algorithm(config.algorithm).scope is Scope.BATCH:

@@ -1,14 +1,21 @@
 """The profiler: a recipe run for a few short steps, at several batch sizes and on several numbers of devices.
 
 One launch on all devices, everybody sharing them, so that each worker is measured alone; then the same on fewer,
-down to one. Sizes that do not come up (a trainer that does not fit) end the row: the search does not go below what was
-seen to run. The supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again
-by what they belong to: the model, the machine, the version of rill, and the recipe's own values.
+down to one. The last steps of each take a whole batch in small chunks: what a chunk costs besides its items. Sizes that
+do not come up (a trainer that does not fit) end the row: the search does not go below what was seen to run.
+
+Workers side by side are slower than each alone, by memory, caches and waits that no profile of single workers holds. So
+in the same launch the best plan of each mode is tried for some steps, where it is predicted to be near the best: what
+those steps took is in the profile, and decides (`rill.planning.plan.choose`). Synchronous plans only.
+
+The supervised steps, evaluations and filters of the recipe are left out. Profiles are kept and found again by what they
+belong to: the model, the machine, the version of rill, and the recipe's own values.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +27,15 @@ import msgspec
 
 from rill.config.resolve import dump_config
 from rill.errors import PlanError, RillError, RunError
+from rill.planning.plan import Plan
 from rill.planning.profile import DeviceKind, Profile
+from rill.planning.search import Mode, best_of_modes
 from rill.runtime.device.device import Device
 from rill.telemetry import trace
 from rill.telemetry.run import Run, write_atomically
 from rill.workflows import WORKFLOWS
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import identity_of, pinned_placement, profile_of
+from rill.workflows.planned import chunks_of, identity_of, pinned_placement, problem_of, profile_of, values_of
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
 
@@ -34,6 +43,12 @@ log = logging.getLogger(__name__)
 
 PROFILES = "profiles"
 """Beside the runs."""
+SMALLEST_CHUNK = 16
+"""Of a batch: plans have no smaller chunks than were measured."""
+TRIED_STEPS = 5
+"""Of a plan; the first two, in which groups have just moved, do not count."""
+NEAR = 1.6
+"""Times as long as the best plan's step, as predicted: plans beyond are not tried."""
 SETTLE_S = 0.5
 """Until the last calls of a step have told what they did."""
 
@@ -82,9 +97,9 @@ def measure(
     config: RLConfig, provenance: Mapping[str, str], devices: Sequence[Device], *, num_rounds: int = 1
 ) -> Profile:
     """Run the recipe for a few short steps and give what they took."""
-    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
-    rows = _Rows(config, provenance, trials)
-    short = _short(config, rows.placement(trials[0].num_devices), len(trials))
+    trials = _trials(config, len(devices), num_rounds)
+    rows = _Rows(config, provenance, devices, trials)
+    short = _short(config, rows.placement(trials[0].num_devices), len(trials) + len(Mode) * TRIED_STEPS)
     with tempfile.TemporaryDirectory(prefix="rill-profile-") as scratch:
         run = Run.create("profile", root=scratch, config_toml=dump_config(config))
         trace.configure(run.path, "driver")
@@ -101,12 +116,14 @@ def measure(
             )
         finally:
             trace.shutdown()
-        profile = profile_of(run, config, devices)
+        profile = rows.profile or profile_of(run, config, devices)
     count = {devices[0].kind: DeviceKind(count=len(devices))}
     identity = identity_of(
         config, len(devices), f"{len(trials)} steps on {rows.fewest} to {len(devices)} devices"
     )
-    return msgspec.structs.replace(profile, identity=identity, devices=count, switch_s=rows.switch_s)
+    return msgspec.structs.replace(
+        profile, identity=identity, devices=count, switch_s=rows.switch_s, tried=rows.tried
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +132,27 @@ class Trial:
 
     num_devices: int
     num_prompts: int
+    chunk: int = 0
+    """Prompts that stages take at a time; 0: all."""
 
 
-def schedule(batch: int, num_devices: int, num_rounds: int) -> list[Trial]:
-    """All devices first, then fewer; on each, a step to warm up and then every size."""
+def schedule(batch: int, num_devices: int, num_rounds: int, *, smallest_chunk: int = 0) -> list[Trial]:
+    """All devices first, then fewer; on each, a step to warm up, then every size, then a batch in small chunks."""
     counts = sorted({1, num_devices, *([round(num_devices**0.5)] if num_devices > 4 else [])}, reverse=True)
     trials = []
     for count in counts:
         sizes = sorted({max(count, batch // k) for k in (4, 2, 1) if max(count, batch // k) <= batch})
         trials += [Trial(count, size) for size in (sizes[0], *(sizes * num_rounds))]
+        if count <= (chunk := max(count, smallest_chunk)) < batch and smallest_chunk:
+            trials += [Trial(count, batch, chunk)] * num_rounds
     return trials
+
+
+def _trials(config: RLConfig, num_devices: int, num_rounds: int) -> list[Trial]:
+    """With the smallest chunks that a plan may have, where it may have any."""
+    batch = config.loop.prompts_per_step
+    smallest = 0 if chunks_of(config) == (batch,) else max(1, batch // SMALLEST_CHUNK)
+    return schedule(batch, num_devices, num_rounds, smallest_chunk=smallest)
 
 
 class _Enough(Exception):
@@ -137,33 +165,73 @@ class _Rows:
 
     config: RLConfig
     provenance: Mapping[str, str]
+    devices: Sequence[Device]
     trials: Sequence[Trial]
     num_rows: int = 0
     """Numbers of devices that are measured."""
     fewest: int = 0
     switch_s: float = 0.0
+    profile: Profile | None = None
+    """Of the single workers, once all rows are there."""
+    tried: dict[str, float] = field(default_factory=dict)
     _last: Trial | None = field(default=None)
+    _plans: list[Plan] = field(default_factory=list)
+    _times_s: list[float] = field(default_factory=list)
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
-        trial = self.trials[report.step] if report.step < len(self.trials) else None
-        if trial is None or (self._last is not None and trial.num_devices != self._last.num_devices):
-            assert self._last is not None, "there is a step before the last"
-            self.num_rows, self.fewest = self.num_rows + 1, self._last.num_devices
+        if self.profile is None:
+            self._measure(steering, report.step)
+        else:
+            self._try(steering, report.metrics["time/step_s"])
+
+    def _measure(self, steering: Steering, step: int) -> None:
+        trial = self.trials[step] if step < len(self.trials) else None
+        last, self._last = self._last, trial
+        if last is not None and (trial is None or trial.num_devices != last.num_devices):
+            self.num_rows, self.fewest = self.num_rows + 1, last.num_devices
             time.sleep(SETTLE_S)
             steering.record()
         if trial is None:
-            raise _Enough
-        if self._last is not None and trial.num_devices != self._last.num_devices:
-            try:
-                seconds = steering.switch(
-                    self.placement(trial.num_devices), steering.launch.config.flow, keeps_state=False
-                )
-            except RunError as error:
-                log.warning("nothing is measured on %d devices: %s", trial.num_devices, str(error)[:200])
-                raise _Enough from error
-            self.switch_s = max(self.switch_s, seconds)
+            self.profile = profile_of(steering.run, self.config, self.devices)
+            self._plans = self._finalists(self.profile)
+            self._next(steering)
+            return
         steering.resize(trial.num_prompts)
-        self._last = trial
+        if last is not None and (trial.num_devices, trial.chunk) != (last.num_devices, last.chunk):
+            self._switch(steering, self.placement(trial.num_devices), {"granularity": trial.chunk})
+
+    def _finalists(self, profile: Profile) -> list[Plan]:
+        """The best plan of each mode that may be the best of all."""
+        if self.config.loop.max_lag:
+            return []
+        problem = problem_of(self.config, self.provenance, profile, self.devices)
+        found = [one for one in best_of_modes(problem).values() if not isinstance(one, str)]
+        near_s = NEAR * min(one.step_s for one in found)
+        return [Plan.of(problem, one) for one in found if one.step_s <= near_s] if len(found) > 1 else []
+
+    def _try(self, steering: Steering, step_s: float) -> None:
+        self._times_s.append(step_s)
+        if len(self._times_s) == TRIED_STEPS:
+            self.tried[self._plans.pop(0).signature] = statistics.median(self._times_s[2:])
+            self._next(steering)
+
+    def _next(self, steering: Steering) -> None:
+        if not self._plans:
+            raise _Enough
+        self._times_s = []
+        values = values_of(self._plans[0])
+        placement = {key.partition(".")[2]: v for key, v in values.items() if key.startswith("placement.")}
+        steering.resize(self.config.loop.prompts_per_step)
+        self._switch(steering, placement, {"edges": values["flow.edges"]})
+
+    def _switch(self, steering: Steering, placement: dict[str, str], cut: dict[str, Any]) -> None:
+        flow = self.config.flow.model_copy(update={"granularity": 0, "edges": {}, **cut})
+        try:
+            seconds = steering.switch(placement, flow, keeps_state=False)
+        except RunError as error:
+            log.warning("nothing is measured on %s: %s", placement, str(error)[:200])
+            raise _Enough from error
+        self.switch_s = max(self.switch_s, seconds)
 
     def placement(self, num_devices: int) -> dict[str, str]:
         """Everybody on so many devices but those that the recipe places itself."""
@@ -190,7 +258,7 @@ def _short(config: RLConfig, placement: Mapping[str, str], num_steps: int) -> RL
 
 
 def _row(config: RLConfig, devices: Sequence[Device], num_rounds: int) -> list[str]:
-    trials = schedule(config.loop.prompts_per_step, len(devices), num_rounds)
+    trials = _trials(config, len(devices), num_rounds)
     counts = dict.fromkeys(trial.num_devices for trial in trials)
     return [
         f"{sum(t.num_devices == count for t in trials)} short steps on {count} device{'s' if count > 1 else ''}"

@@ -47,14 +47,14 @@ GRAPH = {
 }
 
 
-def profile(config: RLConfig, seconds: dict[str, float], swap_s: float = 0.0) -> Profile:
+def profile(config: RLConfig, seconds: dict[str, float], swap_s: float = 0.0, smallest: int = 1) -> Profile:
     """Workers that take so long for a prompt, and to leave their devices."""
     workers = {
         name: WorkerProfile(
             options={
                 "cpu1": Points(
-                    kind="cpu", items=(1.0, 2.0, 4.0), replicas=(1, 1, 1), seconds=(s * 1, s * 2, s * 4),
-                    onload_s=swap_s,
+                    kind="cpu", items=tuple(smallest * n for n in (1.0, 2.0, 4.0)), replicas=(1, 1, 1),
+                    seconds=tuple(smallest * s * n for n in (1, 2, 4)), onload_s=swap_s,
                 )
             },
             streams=name == "rollout",
@@ -118,6 +118,18 @@ def test_a_profile_visits_all_devices_first_and_every_size_on_each() -> None:
     assert counts == sorted(counts, reverse=True) and set(counts) == {8, 3, 1}
     assert {trial.num_prompts for trial in trials if trial.num_devices == 1} == {8, 16, 32}
     assert all(trial.num_prompts >= trial.num_devices for trial in trials)
+    cut = [trial for trial in schedule(32, 8, 1, smallest_chunk=2) if trial.chunk]
+    assert [(trial.num_devices, trial.num_prompts, trial.chunk) for trial in cut] == [
+        (8, 32, 8),
+        (3, 32, 3),
+        (1, 32, 2),
+    ]
+
+
+def test_no_plan_has_chunks_smaller_than_were_measured() -> None:
+    config = resolved(RECIPE, [*THREE, "loop.prompts_per_step=16"])
+    measured = profile(config, {"rollout": 1.0, "reference": 1.0, "actor": 1.0}, smallest=4)
+    assert problem_of(config, {}, measured, devices_of(config)).levels == (16, 8, 4)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rill.errors import PlanError
 from rill.planning.cost import Pin
-from rill.planning.plan import Plan, ids_text, parse_ids
+from rill.planning.plan import Plan, choose, ids_text, parse_ids
 from rill.planning.price import price
-from rill.planning.search import Mode, alternatives, search
+from rill.planning.search import Mode, best_of_modes, search
 from tests.planning.test_search import problems, three
 
 
@@ -36,7 +36,11 @@ def test_a_plan_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     problem = three()
     best = search(problem)
     plan = Plan.of(
-        problem, best, others=alternatives(problem, best), basis={"rollout": "two runs"}, notes=("mind",)
+        problem,
+        best,
+        others=[o for o in best_of_modes(problem).items() if o[0] is not best.tree.mode],
+        basis={"rollout": "two runs"},
+        notes=("mind",),
     )
     (tmp_path / "plan.toml").write_text(plan.dumps())
     assert Plan.load(tmp_path / "plan.toml") == plan
@@ -95,3 +99,15 @@ def test_a_plan_for_more_devices_than_there_are_is_refused() -> None:
 @given(st.sets(st.integers(0, 40)))
 def test_ids_are_read_as_they_are_written(ids: set[int]) -> None:
     assert set(parse_ids(ids_text(ids))) == ids
+
+
+def test_what_was_tried_counts_more_than_what_was_predicted() -> None:
+    problem = three()
+    predicted, found = choose(problem)
+    slower = {predicted.signature: 100 * found.step_s}
+    other, _ = choose(problem, tried=slower)
+    assert other.signature != predicted.signature and other.mode != predicted.mode
+    assert f"{100 * found.step_s:.4g} s" in other.rejected[predicted.mode]
+    again, measured = choose(problem, tried={predicted.signature: found.step_s / 2})
+    assert again.signature == predicted.signature and again.step_s == measured.step_s == found.step_s / 2
+    assert any("tried" in note for note in again.notes)

@@ -18,7 +18,7 @@ from rill.planning.fit import Curve, constant, line
 from rill.planning.frontier import Op
 from rill.planning.graph import Edge, Graph, Node, Sync
 from rill.planning.price import price
-from rill.planning.search import Mode, alternatives, search
+from rill.planning.search import Mode, best_of_modes, search
 from tests.planning.brute import best_step_s
 
 
@@ -237,10 +237,9 @@ def test_sharded_memory_says_how_many_devices_would_do() -> None:
 
 
 def test_the_other_modes_come_with_their_plans_or_reasons() -> None:
-    best = search(three(2))
-    others = dict(alternatives(three(2), best))
-    assert isinstance(others[Mode.SPLIT], str)
-    assert Mode.SHARED not in others
+    best = best_of_modes(three(2))
+    assert isinstance(best[Mode.SPLIT], str)
+    assert min(one.step_s for one in best.values() if not isinstance(one, str)) == search(three(2)).step_s
 
 
 def test_more_devices_never_make_a_step_longer() -> None:
@@ -248,14 +247,19 @@ def test_more_devices_never_make_a_step_longer() -> None:
     assert steps == sorted(steps, reverse=True)
 
 
-def test_a_cycle_with_room_for_both_members_takes_the_better_of_together_and_apart() -> None:
-    def cycle(simulator_gb: float) -> Problem:
+def test_a_cycle_takes_the_best_of_together_in_turns_and_apart() -> None:
+    def cycle(simulator_gb: float, swap_s: float = 0.0) -> Problem:
         graph = Graph(
             nodes=(Node(name="env"), Node(name="policy")),
             edges=(Edge(source="env", target="policy"), Edge(source="policy", target="env")),
             batch=32,
         )
-        flat = Option(kind="gpu", work_s=Curve("linear", (10.0, 0.01)), memory_bytes=constant(simulator_gb))
+        flat = Option(
+            kind="gpu",
+            work_s=Curve("linear", (10.0, 0.01)),
+            memory_bytes=constant(simulator_gb),
+            swap_s=swap_s,
+        )
         steep = Option(kind="gpu", work_s=line(0.5, 1.0), memory_bytes=constant(0.5))
         workers = {
             "env": WorkerCost(options=(flat,), rounds=50),
@@ -265,4 +269,11 @@ def test_a_cycle_with_room_for_both_members_takes_the_better_of_together_and_apa
         return Problem(graph=graph.collapsed(), workers=workers, pools=pools)
 
     assert not next(search(cycle(0.3)).tree.stages()).is_apart
-    assert next(search(cycle(0.9)).tree.stages()).is_apart
+    assert next(search(cycle(0.9, swap_s=1.0)).tree.stages()).is_apart
+    in_turns = search(cycle(0.9, swap_s=0.001))
+    assert not next(in_turns.tree.stages()).is_apart
+    assert in_turns.step_s == pytest.approx(search(cycle(0.3)).step_s + 50 * 0.001)
+    one_device = replace(cycle(0.9), pools=(Pool(kind="gpu", count=1, memory_bytes=1.0),))
+    with pytest.raises(PlanError, match="split needs at least 2 devices"):
+        search(one_device, Mode.SPLIT)
+    assert price(cycle(0.9, swap_s=0.001), in_turns.tree).step_s == pytest.approx(in_turns.step_s)
