@@ -235,9 +235,7 @@ def cascade(engine: NativeEngine) -> None:
         rates = {}
         for shares in (True, False):
             graphs.shares_prefixes = shares
-            timed(
-                engine, requests(prompts, [16] * 256, f"warm-{length}-{shares}")
-            )  # prompts are cached, graphs captured
+            timed(engine, requests(prompts, [16] * 256, f"warm-{length}-{shares}"))
             start, tokens = timed(engine, requests(prompts, [1] * 256, f"first-{length}-{shares}"))
             seconds, tokens = timed(engine, requests(prompts, [257] * 256, f"group-{length}-{shares}"))
             rates[shares] = (tokens - 256) / (seconds - start)

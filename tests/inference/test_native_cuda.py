@@ -52,7 +52,12 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, fast_pa
 
 def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    engine = make_engine(device="cuda", dtype="float32", max_context=1024, check_every_step=False)
+    config = ModelConfig(shape=SHAPES["qwen2"] | {"max_position_embeddings": 1024})
+    engine = NativeEngine(
+        NativeEngine.Config(
+            model=config, device="cuda", dtype="float32", num_kv_blocks=1000, max_num_seqs=32, max_batched_tokens=1024
+        )
+    )  # fmt: skip
     long, other = prompts((600, 40))
     try:
         asked = [request(i, long if i < 20 else other, temperature=1.0, seed=i) for i in range(24)]

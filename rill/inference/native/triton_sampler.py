@@ -1,7 +1,7 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
-    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, seven guesses a pass:
-           most often four passes find it
+    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, five guesses a pass:
+           most often five passes find it
     chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
 
@@ -32,18 +32,13 @@ def _value(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _guess(lo, hi, part, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The key so many eighths of the way from lo to hi: by value where they lie far apart, for most of the keys between
+    """The key so many sixths of the way from lo to hi: by value where they lie far apart, for most of the keys between
     them are those of tiny numbers."""
     low, high = _value(lo, SHIFT), _value(hi, SHIFT)
-    by_value = _key(low + (high - low) * (part / 8), SHIFT).to(tl.int64)
-    by_key = lo + ((hi - lo) * part + 7) // 8
+    by_value = _key(low + (high - low) * (part / 6), SHIFT).to(tl.int64)
+    by_key = lo + ((hi - lo) * part + 5) // 6
     guess = tl.where((hi - lo) >> (16 - SHIFT) > 1024, by_value, by_key)
     return tl.minimum(tl.maximum(guess, lo + 1), hi)
-
-
-@triton.jit
-def _sum7(a1, a2, a3, a4, a5, a6, a7, b1, b2, b3, b4, b5, b6, b7):  # type: ignore[no-untyped-def]
-    return a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
 
 
 @triton.jit
@@ -54,41 +49,29 @@ def _narrow(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, BLOCK)
     while lo < hi:
         m1, m2, m3 = _guess(lo, hi, 1, SHIFT), _guess(lo, hi, 2, SHIFT), _guess(lo, hi, 3, SHIFT)
-        m4, m5, m6 = _guess(lo, hi, 4, SHIFT), _guess(lo, hi, 5, SHIFT), _guess(lo, hi, 6, SHIFT)
-        m7 = _guess(lo, hi, 7, SHIFT)
+        m4, m5 = _guess(lo, hi, 4, SHIFT), _guess(lo, hi, 5, SHIFT)
         v1, v2, v3 = _value(m1, SHIFT), _value(m2, SHIFT), _value(m3, SHIFT)
-        v4, v5, v6, v7 = _value(m4, SHIFT), _value(m5, SHIFT), _value(m6, SHIFT), _value(m7, SHIFT)
-        s1, s2, s3, s4, s5, s6, s7 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        v4, v5 = _value(m4, SHIFT), _value(m5, SHIFT)
+        nothing = tl.zeros([BLOCK], tl.float32)
+        s1, s2, s3, s4, s5 = nothing, nothing, nothing, nothing, nothing
         for at in range(0, vocab, BLOCK):
             raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
             if IS_MASS:
                 weight = tl.exp(raw * inv_t - top)
             else:
-                weight = tl.full([BLOCK], 1.0, tl.float32)  # float32 counts to 16 million exactly
-            d1, d2, d3, d4, d5, d6, d7 = tl.reduce(
-                (
-                    tl.where(raw >= v1, weight, 0.0), tl.where(raw >= v2, weight, 0.0),
-                    tl.where(raw >= v3, weight, 0.0), tl.where(raw >= v4, weight, 0.0),
-                    tl.where(raw >= v5, weight, 0.0), tl.where(raw >= v6, weight, 0.0),
-                    tl.where(raw >= v7, weight, 0.0),
-                ), 0, _sum7,
-            )  # fmt: skip
-            s1, s2, s3, s4, s5, s6, s7 = s1 + d1, s2 + d2, s3 + d3, s4 + d4, s5 + d5, s6 + d6, s7 + d7
+                weight = nothing + 1.0  # float32 counts to 16 million exactly
+            s1 += tl.where(raw >= v1, weight, 0.0)
+            s2 += tl.where(raw >= v2, weight, 0.0)
+            s3 += tl.where(raw >= v3, weight, 0.0)
+            s4 += tl.where(raw >= v4, weight, 0.0)
+            s5 += tl.where(raw >= v5, weight, 0.0)
         # Each guess that holds raises lo to it, the first that does not lowers hi below it.
-        lo = tl.where(s1 >= want, m1, lo)
-        lo = tl.where(s2 >= want, m2, lo)
-        lo = tl.where(s3 >= want, m3, lo)
-        lo = tl.where(s4 >= want, m4, lo)
-        lo = tl.where(s5 >= want, m5, lo)
-        lo = tl.where(s6 >= want, m6, lo)
-        lo = tl.where(s7 >= want, m7, lo)
-        hi = tl.where(s7 < want, m7 - 1, hi)
-        hi = tl.where(s6 < want, m6 - 1, hi)
-        hi = tl.where(s5 < want, m5 - 1, hi)
-        hi = tl.where(s4 < want, m4 - 1, hi)
-        hi = tl.where(s3 < want, m3 - 1, hi)
-        hi = tl.where(s2 < want, m2 - 1, hi)
-        hi = tl.where(s1 < want, m1 - 1, hi)
+        is1, is2, is3 = tl.sum(s1, axis=0) >= want, tl.sum(s2, axis=0) >= want, tl.sum(s3, axis=0) >= want
+        is4, is5 = tl.sum(s4, axis=0) >= want, tl.sum(s5, axis=0) >= want
+        below = tl.where(is4, m5, tl.where(is3, m4, tl.where(is2, m3, tl.where(is1, m2, m1)))) - 1
+        hi = tl.where(is5, hi, below)
+        above = tl.where(is3, m3, tl.where(is2, m2, tl.where(is1, m1, lo)))
+        lo = tl.where(is5, m5, tl.where(is4, m4, above))
     return lo
 
 
@@ -103,25 +86,29 @@ def _cut(  # type: ignore[no-untyped-def]
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     lane = tl.arange(0, BLOCK)
-    top, total = -1e30, 0.0
+    best = tl.full([BLOCK], -1e30, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
     for at in range(0, vocab, BLOCK):
-        raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32) * inv_t
-        best = tl.maximum(top, tl.max(raw, axis=0))
-        total = total * tl.exp(top - best) + tl.sum(tl.exp(raw - best), axis=0)
-        top = best
-    top_raw = top / inv_t
+        raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(best, raw)
+        sums = sums * tl.exp((best - higher) * inv_t) + tl.exp((raw - higher) * inv_t)
+        best = higher
+    top_raw = tl.max(best, axis=0)
+    total = tl.sum(sums * tl.exp((best - top_raw) * inv_t), axis=0)
+    top = top_raw * inv_t
     cut = -1e30
-    hi = _key(top_raw, SHIFT).to(tl.int64) + 1  # the division may round
+    hi = _key(top_raw, SHIFT).to(tl.int64)
     lo = _key(top_raw - 1e4 / inv_t, SHIFT).to(tl.int64)
     if (top_k > 0) & (top_k < vocab):
         lo = _narrow(base, vocab, top, inv_t, lo, hi, top_k.to(tl.float32), False, SHIFT, BLOCK)
         floor = _value(lo, SHIFT)
         cut = floor * inv_t
         if top_p < 1.0:
-            total = 0.0
+            kept = tl.zeros([BLOCK], tl.float32)
             for at in range(0, vocab, BLOCK):
                 raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
-                total += tl.sum(tl.where(raw >= floor, tl.exp(raw * inv_t - top), 0.0), axis=0)
+                kept += tl.where(raw >= floor, tl.exp(raw * inv_t - top), 0.0)
+            total = tl.sum(kept, axis=0)
     if top_p < 1.0:
         # Entries so small that all of them together would be less than what is dropped lie below the threshold.
         least = top_raw + (tl.log(total * (1.0 - top_p) / vocab) - 1.0) / inv_t
@@ -203,7 +190,7 @@ class TritonSampler:
         if filters is not None:
             cut_S = self._cut
             _cut[(rows,)](
-                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=8192,
+                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=4096,
                 num_warps=16,
             )  # fmt: skip
         stats = self._stats
