@@ -242,8 +242,10 @@ def cascade(engine: NativeEngine) -> None:
         graphs.shares_prefixes = True
         report(
             result=f"decode of 16 groups of 16 on {length}-token prompts",
-            tokens_per_s=round(rates[True]), each_by_itself=round(rates[False]), ratio=round(rates[True] / rates[False], 2),
-        )  # fmt: skip
+            tokens_per_s=round(rates[True]),
+            each_by_itself=round(rates[False]),
+            ratio=round(rates[True] / rates[False], 2),
+        )
 
 
 def update(engine: NativeEngine) -> None:

@@ -190,7 +190,7 @@ class TritonSampler:
         if filters is not None:
             cut_S = self._cut
             _cut[(rows,)](
-                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=4096,
+                logits_SV, inv_temperature_S, *filters, cut_S, vocab, SHIFT=_SPARE_BITS[logits_SV.dtype], BLOCK=8192,
                 num_warps=16,
             )  # fmt: skip
         stats = self._stats
