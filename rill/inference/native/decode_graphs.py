@@ -117,12 +117,10 @@ class DecodeGraphs:
 
     @staticmethod
     def _num_shared_words(max_num_seqs: int) -> int:
-        """Members of every group, then the entries of their lists, up to a power of 2."""
+        """Members of every group, then the entries of their lists, in steps of eight times as many."""
         num_groups = max_num_seqs // MIN_ROWS
-        return (
-            aligned(num_groups * GROUP_ROWS)
-            + 2 * max(num_groups, MIN_SHARED_ENTRIES) * MAX_OWN_PIECES * WORDS
-        )
+        num_entries = 8 * max(num_groups * MAX_OWN_PIECES, MIN_SHARED_ENTRIES)
+        return aligned(num_groups * GROUP_ROWS) + num_entries * WORDS
 
     def capture_all(self) -> None:
         """One for every size, with the list that most batches need; largest first, so that others reuse its memory."""
@@ -180,7 +178,7 @@ class DecodeGraphs:
         entries, members = shared.entries, shared.members
         num_entries = MIN_SHARED_ENTRIES
         while num_entries < len(entries):
-            num_entries *= 2
+            num_entries *= 8  # an empty entry costs next to nothing, another graph a capture
         view, end = self._upload.stage(), self._shared_at + num_entries * WORDS
         view[: members.size] = members.reshape(-1)
         view[self._shared_at : self._shared_at + entries.size] = entries.reshape(-1)

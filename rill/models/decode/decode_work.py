@@ -43,7 +43,7 @@ WORDS = 8
 context length, pieces that it shares and that come before its own."""
 GROUP_ROWS = 16
 """Rows that are read together; of a larger group so many at a time."""
-MIN_ROWS, MIN_SHARED = 4, 256
+MIN_ROWS, MIN_SHARED = 4, 512
 """Fewer rows, or fewer tokens, are not worth a launch."""
 
 

@@ -79,8 +79,8 @@ def test_little_work_is_cut_finer_than_much() -> None:
 def test_rows_that_share_a_prompt_read_it_together_and_the_rest_alone(
     rows: list[tuple[int, int]], num_entries: int
 ) -> None:
-    """Rows of group 0 share nothing; of the others 256, 784 and 40,000 tokens; each has some of its own, or none."""
-    prefixes = np.array([(0, 256, 784, 40_000)[group] for group, _ in rows], dtype=np.int32)
+    """Rows of group 0 share nothing; of the others 512, 784 and 40,000 tokens; each has some of its own, or none."""
+    prefixes = np.array([(0, 512, 784, 40_000)[group] for group, _ in rows], dtype=np.int32)
     lengths = prefixes + np.array([max(own, group == 0) for group, own in rows], dtype=np.int32)
     keys = np.array([900 + i if group == 0 else group for i, (group, _) in enumerate(rows)], dtype=np.int32)
     tables = np.arange(len(rows), dtype=np.int32)

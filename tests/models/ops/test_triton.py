@@ -90,7 +90,7 @@ def test_what_rows_share_is_read_once_and_counts_for_each(
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device="cuda").to(dtype)
 
-    prefixes = np.array([0, 0] + [272] * 5 + [4096] * 20, dtype=np.int32)
+    prefixes = np.array([0, 0] + [528] * 5 + [4096] * 20, dtype=np.int32)
     lengths = prefixes + np.array([40, 900, *range(1, 24), 600, 3000], dtype=np.int32)
     first_of = np.array([0, 1] + [2] * 5 + [7] * 20)
     count = int(-(-lengths.max() // block))
