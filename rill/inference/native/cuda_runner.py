@@ -140,7 +140,7 @@ class CudaRunner(ModelRunner):
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
         # A step uploads at most four times, and two turns are under way.
         num_staging = 2 * (4 * num_scheduler_steps + 1)
-        self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device, num_staging)
+        self._upload = Upload(words, DecodeGraphs.num_words(max_num_seqs), device, num_staging)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(

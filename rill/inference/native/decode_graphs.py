@@ -151,7 +151,7 @@ class DecodeGraphs:
         while num_entries < len(work):
             num_entries *= 2
         end = self._work_at + num_entries * WORDS
-        view = self._upload.stage()
+        view = self._upload.stage(end)
         pack(view, columns, self._fills, count, size, self._stride)
         view[self._work_at : self._work_at + work.size] = work.reshape(-1)
         view[self._work_at + work.size : end] = 0  # an entry of zeros is no work
@@ -179,7 +179,8 @@ class DecodeGraphs:
         num_entries = MIN_SHARED_ENTRIES
         while num_entries < len(entries):
             num_entries *= 8  # an empty entry costs next to nothing, another graph a capture
-        view, end = self._upload.stage(), self._shared_at + num_entries * WORDS
+        end = self._shared_at + num_entries * WORDS
+        view = self._upload.stage(end)
         view[: members.size] = members.reshape(-1)
         view[self._shared_at : self._shared_at + entries.size] = entries.reshape(-1)
         view[self._shared_at + entries.size : end] = 0
