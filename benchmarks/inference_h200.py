@@ -227,6 +227,27 @@ def groups(engine: NativeEngine) -> None:
     )  # fmt: skip
 
 
+def cascade(engine: NativeEngine) -> None:
+    """Decode steps of groups on long prompts: what a group shares is read once, and for each sample."""
+    graphs = engine._runner._graphs  # type: ignore[attr-defined]
+    for length in (512, 4096):
+        prompts = [p for p in random_prompts(16, length, 301 + length) for _ in range(16)]
+        rates = {}
+        for shares in (True, False):
+            graphs.shares_prefixes = shares
+            timed(engine, requests(prompts, [16] * 256, f"warm-{length}-{shares}"))
+            start, tokens = timed(engine, requests(prompts, [1] * 256, f"first-{length}-{shares}"))
+            seconds, tokens = timed(engine, requests(prompts, [257] * 256, f"group-{length}-{shares}"))
+            rates[shares] = (tokens - 256) / (seconds - start)
+        graphs.shares_prefixes = True
+        report(
+            result=f"decode of 16 groups of 16 on {length}-token prompts",
+            tokens_per_s=round(rates[True]),
+            each_by_itself=round(rates[False]),
+            ratio=round(rates[True] / rates[False], 2),
+        )
+
+
 def update(engine: NativeEngine) -> None:
     timed(engine, requests(random_prompts(64, 128, 1), [16] * 64, "warm"))
     fresh = [(name, torch.randn_like(p) * 0.02) for name, p in engine._runner.model.named_parameters()]
@@ -301,7 +322,9 @@ def invariant(shared: NativeEngine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="fixed,profile,tail,narrow,groups,update,memory,growth,invariant")
+    parser.add_argument(
+        "--only", default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant"
+    )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -326,6 +349,7 @@ def main() -> None:
                 {
                     "profile": profile,
                     "groups": groups,
+                    "cascade": cascade,
                     "update": update,
                     "memory": memory,
                     "growth": growth,

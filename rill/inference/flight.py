@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -89,11 +90,31 @@ class Flight:
         reason = parts[-1].stop_reason if parts else None
         if reason is None and sum(len(d.token_ids) for d in parts) >= self.request.sampling.max_new_tokens:
             reason = StopReason.LENGTH
-        return None if reason is None else self._completion(parts, reason)
+        return None if reason is None else self.completed(reason)
 
     def aborted(self) -> Completion:
+        return self.completed(StopReason.ABORTED)
+
+    def completed(
+        self, reason: StopReason, *, stop_text: str | None = None, num_cached_tokens: int = 0
+    ) -> Completion:
+        """Everything that was recorded, of all attempts."""
         with self._lock:
-            return self._completion(self._done + self._now, StopReason.ABORTED)
+            parts = self._done + self._now
+
+        def whole(name: str, kind: type[np.generic]) -> Any:
+            return np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in parts)], dtype=kind)
+
+        return Completion(
+            request_id=self.request.id,
+            token_ids=whole("token_ids", np.int32),
+            logprobs=whole("logprobs", np.float32),
+            versions=whole("versions", np.int32),
+            stop_reason=reason,
+            stop_text=stop_text,
+            num_cached_tokens=num_cached_tokens,
+            top=TopTokens.joined(d.top for d in parts),
+        )
 
     def finish(self, outcome: Completion | BaseException) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -102,20 +123,3 @@ class Flight:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
-
-    def _completion(self, parts: list[Delta], reason: StopReason) -> Completion:
-        empty = Delta(
-            request_id=self.request.id,
-            token_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            versions=np.empty(0, np.int32),
-        )
-        parts = [empty, *parts]
-        return Completion(
-            request_id=self.request.id,
-            token_ids=np.concatenate([d.token_ids for d in parts]),
-            logprobs=np.concatenate([d.logprobs for d in parts]),
-            versions=np.concatenate([d.versions for d in parts]),
-            stop_reason=reason,
-            top=TopTokens.joined(d.top for d in parts),
-        )

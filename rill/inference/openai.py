@@ -11,7 +11,6 @@ It lacks, in both: weight updates, memory release, scoring. Asking for one is an
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 from pydantic import Field
 
-from rill.config import PartConfig
 from rill.errors import ConfigError, EngineError
 from rill.inference.base import Feature, Request
-from rill.inference.remote import RemoteEngine
+from rill.inference.remote import RemoteConfig, RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.types import StopReason
 
@@ -33,7 +31,7 @@ _USUAL_CONTEXT = 32768
 
 
 class OpenAIEngine(RemoteEngine):
-    class Config(PartConfig):
+    class Config(RemoteConfig):
         type: Literal["openai"] = "openai"
         url: str
         """The base address, with /v1 if the endpoint has it."""
@@ -44,24 +42,11 @@ class OpenAIEngine(RemoteEngine):
         tokenizer: str | None = None
         """A local tokenizer folder, or "chars", for mode text. Unset: none."""
         api_key_variable: str = "OPENAI_API_KEY"
-        """The environment variable that holds the key. Unset or empty there: no key is sent."""
         max_context: int = Field(default=0, ge=0)
         """Tokens of prompt and answer. 0: as the endpoint's model list says, else 32768."""
-        max_concurrent: int = Field(default=256, ge=1)
-        """Requests open at one time."""
-        connect_timeout_s: float = Field(default=30.0, gt=0)
-        """To reach the endpoint, in seconds."""
 
     def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        key = os.environ.get(config.api_key_variable, "")
-        super().__init__(
-            config.url,
-            name="openai",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            max_concurrent=config.max_concurrent,
-            connect_timeout_s=config.connect_timeout_s,
-            transport=transport,
-        )
+        super().__init__(config, "openai", transport)
         self.config = config
         self._tokenizer = self._load_tokenizer() if config.mode == "text" else None
         self._max_context = config.max_context or self._call(

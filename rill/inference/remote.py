@@ -14,12 +14,15 @@ A subclass gives `_stream` and, where its server can, `_load_weights`, `_score_o
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import httpx
+from pydantic import Field
 
+from rill.config import PartConfig
 from rill.errors import EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import (
     Completion,
@@ -43,28 +46,34 @@ _CONTROL_TIMEOUT_S = 120.0
 _UPDATE_TIMEOUT_S = 1800.0
 
 
+class RemoteConfig(PartConfig):
+    """What every server needs to be told."""
+
+    url: str
+    """The server's base address."""
+    api_key_variable: str
+    """The environment variable that holds the key. Unset or empty there: no key is sent."""
+    max_concurrent: int = Field(default=512, ge=1)
+    """Requests open at one time."""
+    connect_timeout_s: float = Field(default=30.0, gt=0)
+    """To reach the server, in seconds."""
+
+
 class RemoteEngine:
     """Base of the HTTP adapters. See rill.inference.base.Engine for what each method promises."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        name: str,
-        headers: dict[str, str],
-        max_concurrent: int,
-        connect_timeout_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, config: RemoteConfig, name: str, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.name = name
         self.vocab_size: int | None = None
         """Set by a subclass that knows it: bad ids are then refused in submit()."""
         self._http = ServerHttp(
             name,
-            url,
-            headers=headers,
-            max_concurrent=max_concurrent,
-            connect_timeout_s=connect_timeout_s,
+            config.url,
+            headers=bearer(os.environ.get(config.api_key_variable, "")),
+            max_concurrent=config.max_concurrent,
+            connect_timeout_s=config.connect_timeout_s,
             transport=transport,
         )
         self._flights = RemoteFlights(f"{name} at {self._http.url}", self._stream)
@@ -219,3 +228,7 @@ class RemoteEngine:
         return UnsupportedError(
             f"{self.name} has no {feature.value}: it has {', '.join(sorted(self.features)) or 'none'}"
         )
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

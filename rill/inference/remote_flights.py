@@ -158,7 +158,7 @@ class RemoteFlights:
 
     async def _drive(self, flight: Flight) -> None:
         try:
-            outcome: Completion | BaseException = flight.joined(await self._run(flight))
+            outcome: Completion | BaseException = await self._run(flight)
         except httpx.TransportError as error:
             outcome = PeerDiedError(f"{self._where}: {type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - boundary: whatever happened belongs to the request's future
@@ -172,15 +172,16 @@ class RemoteFlights:
             return ended
         flight.restart()
         request = flight.next_request()
-        parts: list[Delta] = []
         # Closed here and now: a stream left to the garbage collector would keep the server generating.
         async with aclosing(self._open_stream(request)) as chunks:
             async for chunk in chunks:
-                delta = self._delta(request.id, chunk)
-                parts.append(delta)
-                flight.record(delta)
+                flight.record(self._delta(request.id, chunk))
                 if chunk.stop_reason is not None:
-                    return _completion(parts, chunk)
+                    return flight.completed(
+                        chunk.stop_reason,
+                        stop_text=chunk.stop_text,
+                        num_cached_tokens=chunk.num_cached_tokens,
+                    )
         raise EngineError(f"{self._where}: the stream of {request.id!r} ended without a finish reason")
 
     def _delta(self, request_id: str, chunk: Chunk) -> Delta:
@@ -210,16 +211,3 @@ class RemoteFlights:
         if isinstance(outcome, Completion):
             self._tally.end(num_prompt=len(flight.request.token_ids), num_cached=outcome.num_cached_tokens)
         flight.finish(outcome)
-
-
-def _completion(parts: Sequence[Delta], last: Chunk) -> Completion:
-    assert last.stop_reason is not None
-    return Completion(
-        request_id=parts[0].request_id,
-        token_ids=np.concatenate([p.token_ids for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        versions=np.concatenate([p.versions for p in parts]),
-        stop_reason=last.stop_reason,
-        stop_text=last.stop_text,
-        num_cached_tokens=last.num_cached_tokens,
-    )

@@ -3,7 +3,6 @@
     /generate                       input_ids, return_logprob, stream: (logprob, id, text) of every token
     /abort_request                  what is cut short here is ended there, by its rid
     /update_weights_from_disk       whole or partial weights through a folder that both sides see
-    /init_weights_update_group, /update_weights_from_distributed      the same through NCCL, for rill.weights
     /flush_cache, /pause_generation, /continue_generation
     /release_memory_occupation, /resume_memory_occupation
 
@@ -32,12 +31,11 @@ import httpx
 import numpy as np
 from pydantic import Field
 
-from rill.config import PartConfig
 from rill.errors import AccessError, EngineError, RequestError, UnsupportedError, WeightSyncError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import RemoteEngine
+from rill.inference.remote import RemoteConfig, RemoteEngine, bearer
 from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
@@ -54,14 +52,11 @@ _FLUSH_RETRY_S = 0.05
 
 
 class SglangEngine(RemoteEngine):
-    class Config(PartConfig):
+    class Config(RemoteConfig):
         type: Literal["sglang"] = "sglang"
-        url: str
-        """The server's base address."""
         model: ModelConfig
         """The same model as the server's: its names and shapes are checked before weights are sent."""
         api_key_variable: str = "SGLANG_API_KEY"
-        """The environment variable that holds the key. Unset or empty there: no key is sent."""
         admin_key_variable: str = "SGLANG_ADMIN_API_KEY"
         """The same for the control routes, where the server has --admin-api-key. Unset or empty: the key above."""
         exchange_folder: str = "/dev/shm"
@@ -72,23 +67,12 @@ class SglangEngine(RemoteEngine):
         """The server runs with --enable-memory-saver, so that release() works."""
         is_deterministic: bool = False
         """The server runs with --enable-deterministic-inference, so that seeds work."""
-        max_concurrent: int = Field(default=512, ge=1)
-        """Requests open at one time."""
-        connect_timeout_s: float = Field(default=30.0, gt=0)
-        """To reach the server, in seconds."""
 
     def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        key = os.environ.get(config.api_key_variable, "")
-        super().__init__(
-            config.url,
-            name="sglang",
-            headers=_bearer(key),
-            max_concurrent=config.max_concurrent,
-            connect_timeout_s=config.connect_timeout_s,
-            transport=transport,
-        )
+        super().__init__(config, "sglang", transport)
         self.config = config
-        self._admin = _bearer(os.environ.get(config.admin_key_variable, "") or key)
+        variables = (config.admin_key_variable, config.api_key_variable)
+        self._admin = bearer(next(filter(None, map(os.environ.get, variables)), ""))
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._released: list[str] = []
@@ -106,42 +90,6 @@ class SglangEngine(RemoteEngine):
     @property
     def max_context(self) -> int:
         return self._max_context
-
-    # --- weights over a process group: called by a transport of rill.weights ------------------------------
-
-    def init_weights_group(
-        self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, name: str
-    ) -> None:
-        """Let the server join a process group in which rank 0 sends. Blocks until all have joined."""
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": name,
-            "backend": "nccl",
-        }
-        self._call(self._succeed("/init_weights_update_group", body), "init_weights_group", 600.0)
-
-    def destroy_weights_group(self, name: str) -> None:
-        self._call(
-            self._succeed("/destroy_weights_update_group", {"group_name": name}), "destroy_weights_group"
-        )
-
-    def update_from_group(
-        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], name: str,
-        version: PolicyVersion,
-    ) -> None:  # fmt: skip
-        """Receive these tensors from rank 0 of the group, in this order."""
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": name,
-            "flush_cache": True,
-            "weight_version": str(version),
-        }
-        self._swap(version, lambda: self._while_paused("/update_weights_from_distributed", body))
 
     # --- what the base asks -------------------------------------------------------------------------------
 
@@ -269,10 +217,6 @@ class SglangEngine(RemoteEngine):
         if s.seed is not None and self.config.is_deterministic:
             params["sampling_seed"] = s.seed
         return params
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _read_event(event: dict[str, Any], num_seen: int, stop_ids: Sequence[int]) -> Chunk:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rill.errors import EngineDiedError, EngineError, RequestError
-from rill.inference.base import Completion, Delta, EngineStats, PauseMode
+from rill.inference.base import Completion, EngineStats, PauseMode
 from rill.inference.commands import CONTROL_TIMEOUT_S, CommandQueue
 from rill.inference.flight import Flight
 from rill.inference.tally import Tally
-from rill.inference.vllm_words import VllmWords, completion_of, delta_of, scores_of
+from rill.inference.vllm_words import VllmWords, delta_of, scores_of, stop_text_of
 from rill.types import PolicyVersion
 
 
@@ -34,7 +34,6 @@ class Job:
     flight: Flight
     vllm_id: str = ""
     is_score: bool = False
-    parts: list[Delta] = field(default_factory=list)
 
 
 class VllmLoop:
@@ -148,7 +147,6 @@ class VllmLoop:
 
     def _admit(self, job: Job) -> None:
         job.flight.restart()
-        job.parts = []
         request = job.flight.next_request()
         self._num_attempts += 1
         job.vllm_id = f"{request.id}#{self._num_attempts}"
@@ -169,10 +167,11 @@ class VllmLoop:
             return
         delta = delta_of(request, output, self.version)
         self._tally.grow(len(delta.token_ids))
-        job.parts.append(delta)
         job.flight.record(delta)
-        if output.finished:
-            self._end(job, job.flight.joined(completion_of(request, job.parts, output)))
+        if delta.stop_reason is not None:
+            cached = output.num_cached_tokens or 0
+            text = stop_text_of(output)
+            self._end(job, job.flight.completed(delta.stop_reason, stop_text=text, num_cached_tokens=cached))
 
     def _end(self, job: Job, outcome: Completion | BaseException) -> None:
         if self.jobs.pop(job.flight.request.id, None) is None:

@@ -12,22 +12,19 @@ The development routes have no keys of their own in vLLM: keep the server on a p
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
 
 import httpx
 import numpy as np
-from pydantic import Field
 
-from rill.config import PartConfig
 from rill.errors import EngineError, UnsupportedError
 from rill.inference.base import Feature, MemoryLevel, NamedTensors, Request
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.openai import completion_body, read_choice
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.remote import RemoteEngine
+from rill.inference.remote import RemoteConfig, RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
@@ -35,7 +32,7 @@ from rill.types import Floats, PolicyVersion, TokenIds
 
 
 class VllmServerEngine(RemoteEngine):
-    class Config(PartConfig):
+    class Config(RemoteConfig):
         type: Literal["vllm_server"] = "vllm_server"
         url: str
         """The server's base address, without /v1."""
@@ -44,7 +41,6 @@ class VllmServerEngine(RemoteEngine):
         model: ModelConfig
         """The same model as the server's: its names and shapes are checked before weights are sent."""
         api_key_variable: str = "VLLM_API_KEY"
-        """The environment variable that holds the key. Unset or empty there: no key is sent."""
         is_extended: bool = True
         """The server runs with our worker extension. Without it there are no weight updates, and log-probabilities are
         those after top-k, top-p and min-p."""
@@ -52,21 +48,9 @@ class VllmServerEngine(RemoteEngine):
         """Where new weights are written for the server to read. Both must see it."""
         enable_sleep: bool = False
         """The server runs with --enable-sleep-mode on CUDA, so that release() works."""
-        max_concurrent: int = Field(default=512, ge=1)
-        """Requests open at one time."""
-        connect_timeout_s: float = Field(default=30.0, gt=0)
-        """To reach the server, in seconds."""
 
     def __init__(self, config: Config, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        key = os.environ.get(config.api_key_variable, "")
-        super().__init__(
-            config.url,
-            name="vllm_server",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            max_concurrent=config.max_concurrent,
-            connect_timeout_s=config.connect_timeout_s,
-            transport=transport,
-        )
+        super().__init__(config, "vllm_server", transport)
         self.config = config
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,18 +69,9 @@ def delta_of(request: Request, output: Any, version: PolicyVersion) -> Delta:
     )
 
 
-def completion_of(request: Request, parts: Sequence[Delta], output: Any) -> Completion:
-    """Of one attempt, from its deltas and vLLM's last output."""
-    (sample,) = output.outputs
-    return Completion(
-        request_id=request.id,
-        token_ids=np.concatenate([p.token_ids for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        versions=np.concatenate([p.versions for p in parts]),
-        stop_reason=_stop_reason(sample),
-        stop_text=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
-        num_cached_tokens=output.num_cached_tokens or 0,
-    )
+def stop_text_of(output: Any) -> str | None:
+    reason = output.outputs[0].stop_reason
+    return reason if isinstance(reason, str) else None
 
 
 def scores_of(request: Request, prompt_logprobs: Any) -> Completion:

@@ -50,6 +50,28 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, fast_pa
         engine.close()
 
 
+def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = ModelConfig(shape=SHAPES["qwen2"] | {"max_position_embeddings": 1024})
+    engine = NativeEngine(
+        NativeEngine.Config(
+            model=config, device="cuda", dtype="float32", num_kv_blocks=1000, max_num_seqs=32, max_batched_tokens=1024
+        )
+    )  # fmt: skip
+    long, other = prompts((600, 40))
+    try:
+        asked = [request(i, long if i < 20 else other, temperature=1.0, seed=i) for i in range(24)]
+        together = engine.generate(asked, timeout_s=110)
+        graphs = engine._runner._graphs  # type: ignore[attr-defined]
+        assert any(key.num_shared for key in graphs._graphs), "nothing was shared"
+        graphs.shares_prefixes = False
+        for one, again in zip(together, engine.generate(asked, timeout_s=110), strict=True):
+            assert one.token_ids.tolist() == again.token_ids.tolist()
+            np.testing.assert_allclose(one.logprobs, again.logprobs, atol=1e-4)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_weights_that_are_not_numbers_fail_the_request_and_harm_nothing(temperature: float) -> None:
     """The next step is launched before the host sees the token, which must be one that the embedding has."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
 from rill.inference.native.batch import changed_places
 from rill.inference.native.decode_graphs import graph_sizes, pack
+from rill.inference.native.upload import Upload
 
 
 def test_columns_are_padded_to_the_graphs_size_and_nothing_else_is_touched() -> None:
@@ -33,3 +36,21 @@ def test_every_batch_has_a_graph_that_is_not_much_larger() -> None:
         for count in range(1, most + 1):
             size = next(s for s in sizes if s >= count)
             assert size - count < max(count, 64)
+
+
+def test_an_upload_takes_a_buffer_that_is_large_enough_and_the_next_one_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: plain(*size, **options))
+    upload = Upload(400, 96, torch.device("cpu"), 3)
+    for _ in range(5):
+        few, many = np.arange(3, dtype=np.int32), np.arange(200, dtype=np.int32)
+        assert [t.tolist() for t in upload([few, few + 7])] == [few.tolist(), (few + 7).tolist()]
+        assert [t.tolist() for t in upload([few, many])] == [few.tolist(), many.tolist()]
+    into = torch.zeros(8, dtype=torch.int32)
+    views = [upload.stage(size) for size in (96, 96, 97, 96)]
+    views[-1][:4] = [4, 3, 2, 1]
+    upload.send(4, into)
+    assert into.tolist() == [4, 3, 2, 1, 0, 0, 0, 0]
+    assert [len(view) for view in views] == [96, 96, 400, 96] and len({id(view) for view in views}) == 4

@@ -22,7 +22,7 @@ for dtype in _SPARE_BITS:
     min_p = generator.choice([0, 0.05], rows).astype(np.float32)
     cut, inverse = torch.empty(rows), torch.from_numpy(1 / temperature)
     filters = [torch.from_numpy(column) for column in (top_k, top_p, min_p)]
-    _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=256, num_warps=4)
+    _cut[(rows,)](logits, inverse, *filters, cut, vocab, SHIFT=_SPARE_BITS[dtype], BLOCK=64, num_warps=4)
     scaled = logits.float() * inverse[:, None]
     batch = SamplingBatch(temperature_S=temperature, top_k_S=top_k, top_p_S=top_p, min_p_S=min_p,
                           uniform_S=np.zeros(rows))

@@ -13,7 +13,7 @@ from rill.errors import EngineError, StuckError
 from rill.inference import remote
 from rill.inference.base import Feature, NamedTensors, Request
 from rill.inference.flight import Flight
-from rill.inference.remote import RemoteEngine
+from rill.inference.remote import RemoteConfig, RemoteEngine
 from rill.inference.remote_flights import Chunk
 from rill.types import PolicyVersion, SamplingParams, StopReason
 
@@ -29,9 +29,8 @@ class Scripted(RemoteEngine):
     max_context = 64
 
     def __init__(self) -> None:
-        super().__init__(
-            "http://nowhere", name="scripted", headers={}, max_concurrent=4, connect_timeout_s=1.0
-        )
+        config = RemoteConfig(type="scripted", url="http://nowhere", api_key_variable="NO_KEY")
+        super().__init__(config, "scripted")
         self.num_streams = 0
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -58,7 +58,7 @@ def ready(router: Router) -> int:
 
 
 def busiest(router: Router) -> int:
-    return max(router._slots, key=lambda s: s.num_in_flight).index
+    return max(router.slots, key=lambda s: s.num_in_flight).index
 
 
 def test_both_replicas_work_and_seeded_tokens_do_not_depend_on_which(router: Router) -> None:
@@ -79,7 +79,7 @@ def test_a_killed_replica_costs_no_token_of_a_streamed_request(router: Router) -
 
     (future,) = router.submit([request("victim", length=120)], on_delta)
     wait_for(lambda: len(streamed) > 5)
-    engine = router._slots[busiest(router)].engine
+    engine = router.slots[busiest(router)].engine
     assert engine is not None
     os.kill(engine.pid, signal.SIGKILL)
     completion = future.result(60)
@@ -97,7 +97,7 @@ def test_a_request_that_is_not_streamed_continues_from_recorded_tokens(router: R
     (future,) = router.submit([request("quiet", length=150)])
     time.sleep(0.6)
     flight = router._flights["quiet"]
-    engine = router._slots[busiest(router)].engine
+    engine = router.slots[busiest(router)].engine
     assert engine is not None
     engine.kill()
     wait_for(lambda: flight.num_losses == 1)
@@ -111,13 +111,13 @@ def test_a_replica_that_joins_late_gets_the_weights_and_the_pause(router: Router
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     router.update_weights([("b", torch.ones(2))], PolicyVersion(version + 1), partial=True)
-    engine = router._slots[0].engine
+    engine = router.slots[0].engine
     assert engine is not None
     router.pause(PauseMode.INTERRUPT)
     engine.kill()
     wait_for(lambda: ready(router) == 1)
     wait_for(lambda: ready(router) == 2)
-    assert router._slots[0].engine is not engine and router._slots[0].engine.version == version + 1
+    assert router.slots[0].engine is not engine and router.slots[0].engine.version == version + 1
     futures = router.submit([request(f"held{i}", first=40 + 9 * i) for i in range(4)])
     time.sleep(0.3)
     assert not any(f.done() for f in futures)
@@ -141,7 +141,7 @@ def test_a_callback_that_raises_stops_neither_its_request_nor_its_replica(router
 def test_a_replica_that_has_stopped_reading_is_found_out_and_replaced() -> None:
     settings = RouterConfig(num_replicas=1, health_interval_s=0.1, health_timeout_s=0.5)
     router = Router(FakeEngine.Config(), settings)
-    engine = router._slots[0].engine
+    engine = router.slots[0].engine
     assert engine is not None
     os.kill(engine.pid, signal.SIGSTOP)
     long = np.full(400, 40, dtype=np.int32)
@@ -177,8 +177,8 @@ def test_a_replica_that_cannot_be_made_like_the_others_is_not_left_behind(
         if len(started) == 1:
             raise WeightSyncError("not like the others")
 
-    monkeypatch.setattr(router._replicas, "_catch_up", refuse)
-    engine = router._slots[0].engine
+    monkeypatch.setattr(router, "_catch_up", refuse)
+    engine = router.slots[0].engine
     assert engine is not None
     engine.kill()
     wait_for(lambda: len(started) == 2 and ready(router) == 2)
@@ -199,10 +199,10 @@ def test_replicas_draw_different_numbers_and_not_the_same_again_after_a_restart(
 
 def test_weights_that_no_replica_takes_are_not_kept(router: Router) -> None:
     wait_for(lambda: ready(router) == 2)
-    before = sorted(router._replicas._spill.path.iterdir())
+    before = sorted(router._spill.path.iterdir())
     with pytest.raises(WeightSyncError):
         router.update_weights([("unknown", torch.ones(3))], PolicyVersion(router.version + 1))
-    assert sorted(router._replicas._spill.path.iterdir()) == before
+    assert sorted(router._spill.path.iterdir()) == before
 
 
 def test_abort_keeps_the_tokens_so_far(router: Router) -> None:
@@ -270,12 +270,12 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
         (tmp_path / name).write_text("{}")
     router.load_adapter("math", tmp_path)
     shutil.rmtree(tmp_path)  # a late replica reads the router's own copy
-    engine = router._slots[1].engine
+    engine = router.slots[1].engine
     assert engine is not None and engine.adapters == {"math"}
     engine.kill()
     wait_for(lambda: ready(router) == 1)
     wait_for(lambda: ready(router) == 2)
-    assert [slot.running.adapters for slot in router._slots] == [{"math"}, {"math"}]
+    assert [slot.running.adapters for slot in router.slots] == [{"math"}, {"math"}]
     requests = [replace(request(f"a{i}", first=40 + 7 * i), adapter="math") for i in range(4)]
     plain = [replace(r, id=f"{r.id}-plain", adapter=None) for r in requests]
     done = router.generate([*requests, *plain], 30.0)
@@ -283,7 +283,7 @@ def test_an_adapter_reaches_all_replicas_and_those_that_come_late(router: Router
     with pytest.raises(ModelError, match="holds no PEFT adapter"):
         router.load_adapter("other", tmp_path)
     router.unload_adapter("math")
-    assert not router.adapters and not list(router._replicas._spill.path.glob("adapter-*"))
+    assert not router.adapters and not list(router._spill.path.glob("adapter-*"))
 
 
 def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
@@ -294,7 +294,7 @@ def test_the_server_survives_the_death_of_a_replica(router: Router) -> None:
         with http.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            engine = router._slots[busiest(router)].engine
+            engine = router.slots[busiest(router)].engine
             assert engine is not None
             engine.kill()
             rest = [line for line in lines if line]
@@ -311,7 +311,7 @@ def test_a_replica_that_hangs_is_ended_and_its_request_goes_on_elsewhere() -> No
             [request("stuck", length=100)], lambda d: streamed.extend(d.token_ids.tolist())
         )
         wait_for(lambda: len(streamed) > 5)
-        engine = router._slots[busiest(router)].engine
+        engine = router.slots[busiest(router)].engine
         assert engine is not None
         os.kill(engine.pid, signal.SIGSTOP)
         alone = FakeEngine()
@@ -349,13 +349,13 @@ def test_a_version_that_one_replica_does_not_take_is_in_service_and_it_comes_to_
 ) -> None:
     """A retry would have met engines that have it already."""
     wait_for(lambda: ready(router) == 2)
-    broken = router._slots[0].running
+    broken = router.slots[0].running
     monkeypatch.setattr(broken, "update_weights", _refuse)
     version = PolicyVersion(router.version + 1)
     router.update_weights([("a", torch.ones(3))], version)
     assert router.version == version
-    wait_for(lambda: ready(router) == 2 and router._slots[0].running is not broken)
-    assert [slot.running.version for slot in router._slots] == [version, version]
+    wait_for(lambda: ready(router) == 2 and router.slots[0].running is not broken)
+    assert [slot.running.version for slot in router.slots] == [version, version]
     assert len(router.generate([request(f"served{i}", first=40 + 9 * i) for i in range(4)], 30.0)) == 4
 
 

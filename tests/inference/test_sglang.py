@@ -34,18 +34,12 @@ MODEL = ModelConfig(
 
 CONTROL = (
     "abort_request", "flush_cache", "pause_generation", "continue_generation", "update_weights_from_disk",
-    "update_weights_from_distributed", "init_weights_update_group", "destroy_weights_update_group",
     "release_memory_occupation", "resume_memory_occupation",
 )  # fmt: skip
 FIELDS = {
     "update_weights_from_disk": {"model_path", "load_format", "abort_all_requests", "weight_version", "is_async",
                                  "torch_empty_cache", "keep_pause", "recapture_cuda_graph", "token_step", "flush_cache",
                                  "manifest"},
-    "update_weights_from_distributed": {"names", "dtypes", "shapes", "group_name", "flush_cache", "abort_all_requests",
-                                        "weight_version", "load_format", "torch_empty_cache"},
-    "init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "group_name",
-                                  "backend"},
-    "destroy_weights_update_group": {"group_name"},
     "pause_generation": {"mode"}, "continue_generation": {"torch_empty_cache"},
     "release_memory_occupation": {"tags"}, "resume_memory_occupation": {"tags"}, "abort_request": {"rid", "abort_all"},
 }  # fmt: skip
@@ -262,20 +256,14 @@ def test_pause_abort_and_memory(pair: Pair) -> None:
         time.sleep(0.02)
 
 
-def test_groups_refusals_and_features(pair: Pair) -> None:
-    engine, server = pair
-    engine.init_weights_group(master_address="h", master_port=1, rank_offset=1, world_size=2, name="g")
-    engine.update_from_group(
-        names=["a"], dtypes=["float32"], shapes=[[2]], name="g", version=PolicyVersion(2)
-    )
-    assert engine.version == 2 and "update_weights_from_distributed" in [name for name, _ in server.calls]
+def test_refusals_and_features(pair: Pair) -> None:
+    engine, _ = pair
     engine.vocab_size = None  # so that the server is the one to refuse
     with pytest.raises(RequestError):
         engine.generate([Request(id="bad", token_ids=np.array([99], np.int32))], 20.0)
     with pytest.raises(UnsupportedError):
         engine.score([np.array([1, 2], np.int32)], temperature=0.5)
     assert Feature.SEEDED not in engine.features and Feature.RELEASE_MEMORY in engine.features
-    engine.destroy_weights_group("g")
 
 
 def test_aborting_one_request_leaves_those_whose_names_begin_alike(pair: Pair) -> None:

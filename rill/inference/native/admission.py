@@ -45,7 +45,7 @@ class Admission:
     def sequence(self, request: Request, on_delta: Callable[[Delta], None] | None) -> Sequence:
         params = request.sampling
         self._check(request)
-        tokens = [int(t) for t in request.token_ids]
+        tokens = np.asarray(request.token_ids).tolist()
         arrival = next(self._counter)
         eos_ids: frozenset[int] = frozenset() if params.ignore_eos else self._eos_ids
         end_ids = eos_ids.union(params.stop_token_ids)
@@ -88,7 +88,7 @@ class Admission:
         check_adapter(request, self.adapters)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"score: temperature {temperature} is not a number of 0 or more")
-        tokens = [int(t) for t in request.token_ids]
+        tokens = request.token_ids.tolist()
         return ScoredSequence(
             request=request,
             seed=0,

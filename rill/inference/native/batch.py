@@ -51,6 +51,8 @@ class StepBatch:
     context_lens_B: Int32s
     tables: Int32s
     """The builder's own, one row per slot; see block_tables."""
+    prefix_blocks: Int32s
+    """The builder's own, by slot: whole blocks of the prompt, which samples of one prompt have in common."""
     table_updates: list[tuple[int, int, int]]
     """(slot, first column, end column) of what changed in `tables` since the batch before."""
     num_decodes: int
@@ -100,6 +102,7 @@ class BatchBuilder:
         self._admission = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
         self._tables = np.full((max_num_seqs, max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
+        self._prefix_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -128,6 +131,7 @@ class BatchBuilder:
             query_starts_B1=first.query_starts_B1[: num_left + 1],
             context_lens_B=(positions_B + 1).astype(np.int32),
             tables=self._tables,
+            prefix_blocks=self._prefix_blocks,
             table_updates=[],
             block_size=size,
             num_decodes=num_left,
@@ -181,6 +185,7 @@ class BatchBuilder:
             query_starts_B1=query_starts_B1,
             context_lens_B=ends_B.astype(np.int32),
             tables=self._tables,
+            prefix_blocks=self._prefix_blocks,
             table_updates=updates,
             block_size=size,
             num_decodes=len(seqs) - len(longer),
@@ -216,6 +221,7 @@ class BatchBuilder:
         self._owner[slot] = seq
         self._admission[slot] = seq.num_preempted
         self._num_blocks[slot] = 0
+        self._prefix_blocks[slot] = (seq.num_prompt - seq.request.num_generated) // self.block_size
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p

@@ -138,14 +138,15 @@ class CudaRunner(ModelRunner):
         self._collector = CollectorHold()
         words = 8 * (max_batched_tokens + max_num_seqs) + 2 * max_num_seqs * self._num_columns + 1024
         words += (max_batched_tokens if batch_invariant else max_num_seqs) * MAX_OWN_PIECES * WORDS
-        # A step uploads at most three times, and two turns are under way.
-        num_staging = max(8, 2 * (3 * num_scheduler_steps + 1))
-        self._upload = Upload(max(words, DecodeGraphs.num_words(max_num_seqs)), device, num_staging)
+        # A step uploads at most four times, and two turns are under way.
+        num_staging = 2 * (4 * num_scheduler_steps + 1)
+        self._upload = Upload(words, DecodeGraphs.num_words(max_num_seqs), device, num_staging)
         self._offload = WeightOffload()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(
             max_num_seqs, self._tables, self._upload, self._logits_of, self._stream,
             num_entries=max(1, NUM_PROGRAMS // num_kv_heads), is_invariant=batch_invariant,
+            shares_prefixes=not batch_invariant and all(call.window == 0 for call in self.probe.calls),
         )  # fmt: skip
         torch.cuda.synchronize(device)
 

@@ -6,8 +6,8 @@ A graph reads its inputs from fixed places on the device, filled by one copy bef
     ◄──────────── one column of max_num_seqs words each ─────────────────────────────────────────────────►
 
 There is one for each of a few batch sizes, captured before the first request with a work list of attention that most
-batches fit in; for lists of two, four, … times as many entries, for adapters and after a release on first use. Rows
-beyond the batch write to the null block and have no part in the list.
+batches fit in; for lists of two, four, … times as many entries, for adapters, for prompts that rows share and after a
+release on first use. Rows beyond the batch write to the null block and have no part in the list.
 
 Sampling stays outside: it is two launches, and its variants would multiply the graphs.
 """
@@ -27,11 +27,24 @@ from rill.inference.native.batch import StepBatch
 from rill.inference.native.sampler import SamplingBatch
 from rill.inference.native.upload import Array, Upload, aligned
 from rill.models.decode.attention_paged import PagedBatch
-from rill.models.decode.decode_work import MAX_PIECES, WORDS, DecodeWork, spread, work_list
+from rill.models.decode.decode_work import (
+    GROUP_ROWS,
+    MAX_OWN_PIECES,
+    MAX_PIECES,
+    MIN_ROWS,
+    MIN_SHARED,
+    WORDS,
+    DecodeWork,
+    SharedWork,
+    shared_work,
+    spread,
+    work_list,
+)
 from rill.models.decode.low_rank import NO_ADAPTER
 
 NUM_PROGRAMS = 256
 """Of attention, that keep a device busy: about two to a multiprocessor."""
+MIN_SHARED_ENTRIES = 64
 NUM_COLUMNS = 9
 SAMPLING_COLUMNS = range(4, 8)
 """Table rows, 1/temperature, greedy, uniform: what the sampler reads."""
@@ -51,6 +64,8 @@ class GraphKey(NamedTuple):
     num_entries: int
     """Of the attention's work list."""
     has_adapters: bool
+    num_shared: int = 0
+    """Entries of the list of what rows share."""
 
 
 @dataclass(slots=True)
@@ -70,11 +85,14 @@ class DecodeGraphs:
         *,
         num_entries: int,
         is_invariant: bool,
+        shares_prefixes: bool,
     ) -> None:
         """`tables`: block tables with one row per slot and one more, which padding reads.
 
-        num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair.
+        num_entries: of attention's work, that keep the device busy; is_invariant: a row's cut is its own affair;
+        shares_prefixes: what the samples of one prompt have in common is read once for all of them.
         """
+        self.shares_prefixes = shares_prefixes
         self._sizes = graph_sizes(max_num_seqs)
         self._num_entries, self._is_invariant = num_entries, is_invariant
         self._tables, self._upload, self._run, self._stream = tables, upload, run, stream
@@ -82,6 +100,10 @@ class DecodeGraphs:
         self._work_at = NUM_COLUMNS * self._stride
         num_words = self.num_words(max_num_seqs)
         self._inputs = torch.zeros(num_words, dtype=torch.int32, device=tables.device)
+        self._shared_at = aligned(max_num_seqs // MIN_ROWS * GROUP_ROWS)
+        self._shared = torch.zeros(
+            self._num_shared_words(max_num_seqs), dtype=torch.int32, device=tables.device
+        )
         self._fills = (0, 0, 0, 1, max_num_seqs, 0, 0, 0, NO_ADAPTER)
         self._columns_of: dict[int, list[torch.Tensor]] = {}
         self._graphs: dict[GraphKey, DecodeGraph] = {}
@@ -90,9 +112,15 @@ class DecodeGraphs:
     @staticmethod
     def num_words(max_num_seqs: int) -> int:
         """The most that one replay uploads."""
-        return (
-            NUM_COLUMNS * aligned(max_num_seqs) + 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
-        )
+        work = 2 * max(max_num_seqs * MAX_PIECES, 2 * NUM_PROGRAMS) * WORDS
+        return max(NUM_COLUMNS * aligned(max_num_seqs) + work, DecodeGraphs._num_shared_words(max_num_seqs))
+
+    @staticmethod
+    def _num_shared_words(max_num_seqs: int) -> int:
+        """Members of every group, then the entries of their lists, in steps of eight times as many."""
+        num_groups = max_num_seqs // MIN_ROWS
+        num_entries = 8 * max(num_groups * MAX_OWN_PIECES, MIN_SHARED_ENTRIES)
+        return aligned(num_groups * GROUP_ROWS) + num_entries * WORDS
 
     def capture_all(self) -> None:
         """One for every size, with the list that most batches need; largest first, so that others reuse its memory."""
@@ -114,23 +142,50 @@ class DecodeGraphs:
             NO_ADAPTER if adapters_B is None else adapters_B,
         ]
         lens = batch.context_lens_B
-        piece = None if self._is_invariant else spread(lens, self._num_entries)
-        work = work_list(lens, batch.slots_B, piece)
+        shared = self._shared_of(batch) if self.shares_prefixes else None
+        tokens_B = None if shared is None else shared.tokens_B
+        own = lens if tokens_B is None else lens - tokens_B
+        piece = None if self._is_invariant else spread(own, self._num_entries)
+        work = work_list(lens, batch.slots_B, piece, tokens_B)
         num_entries = self._least_entries(size)
         while num_entries < len(work):
             num_entries *= 2
         end = self._work_at + num_entries * WORDS
-        view = self._upload.stage()
+        view = self._upload.stage(end)
         pack(view, columns, self._fills, count, size, self._stride)
         view[self._work_at : self._work_at + work.size] = work.reshape(-1)
         view[self._work_at + work.size : end] = 0  # an entry of zeros is no work
         self._upload.send(end, self._inputs)
-        key = GraphKey(size, num_entries, adapters_B is not None)
+        num_shared = 0 if shared is None else self._send_shared(shared)
+        key = GraphKey(size, num_entries, adapters_B is not None, num_shared)
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = self._capture(key)
         graph.graph.replay()
         return graph.logits_BV, self._sampling_columns(count)
+
+    def _shared_of(self, batch: StepBatch) -> SharedWork | None:
+        blocks_B = batch.prefix_blocks[batch.slots_B]
+        prefixes_B = blocks_B * batch.block_size
+        if prefixes_B.max() < MIN_SHARED:
+            return None
+        # Who has the same block there has the same ones before it, or ones of the same contents.
+        keys_B = batch.tables[batch.slots_B, blocks_B - 1]
+        return shared_work(batch.context_lens_B, batch.slots_B, prefixes_B, keys_B)
+
+    def _send_shared(self, shared: SharedWork) -> int:
+        """How many entries a graph must launch."""
+        entries, members = shared.entries, shared.members
+        num_entries = MIN_SHARED_ENTRIES
+        while num_entries < len(entries):
+            num_entries *= 8  # an empty entry costs next to nothing, another graph a capture
+        end = self._shared_at + num_entries * WORDS
+        view = self._upload.stage(end)
+        view[: members.size] = members.reshape(-1)
+        view[self._shared_at : self._shared_at + entries.size] = entries.reshape(-1)
+        view[self._shared_at + entries.size : end] = 0
+        self._upload.send(end, self._shared)
+        return num_entries
 
     def drop(self) -> None:
         self._graphs.clear()
@@ -156,6 +211,13 @@ class DecodeGraphs:
         size = key.size
         ids, positions, kv_slots, lens, slots = (self._column(i)[:size] for i in range(5))
         adapters = self._column(ADAPTER_COLUMN)[:size] if key.has_adapters else None
+        end = self._shared_at + key.num_shared * WORDS
+        work = DecodeWork(
+            self._inputs[self._work_at :],
+            ((0, 0, key.num_entries),),
+            members=self._shared[: self._shared_at],
+            shared=self._shared[self._shared_at : end].view(-1, WORDS) if key.num_shared else None,
+        )
         paged = PagedBatch(
             slots_N=kv_slots,
             query_starts_B1=lens,  # not read: there is no prefill in it
@@ -165,7 +227,7 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=0,
             table_rows_B=slots,
-            decode_work=DecodeWork(self._inputs[self._work_at :], ((0, 0, key.num_entries),)),
+            decode_work=work,
         )
         self._run(ids, positions, paged, adapters)  # compiles what has not been compiled; capturing must not
         if self._pool is None:

@@ -95,7 +95,7 @@ class NativeEngine:
         Needs a model with experts."""
         fast_path: bool = True
         """Run known architectures through fused weights and kernels instead of the modules' forward methods."""
-        num_scheduler_steps: int = Field(default=1, ge=1, le=16)
+        num_scheduler_steps: int = Field(default=4, ge=1, le=16)
         """Steps of pure generation in one turn of the host; a sequence that ends meanwhile computes up to so many
         tokens for nothing. Used where a device works ahead of the host; the CPU's steps are taken one by one."""
         cuda_graphs: bool = True

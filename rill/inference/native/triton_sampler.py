@@ -1,7 +1,7 @@
 """Sampling on CUDA in two or three passes over the logits, without a sort and without a host sync.
 
-    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, three guesses a pass:
-           a 16-bit logit has 65,536 values, so eight passes find it
+    cut    (only with top-k, top-p or min-p) narrows each row's threshold down to its exact value, five guesses a pass:
+           most often five passes find it
     chunks each chunk of the vocabulary reduces to a few numbers (rill.models.ops.triton_logprob)
     pick   per row: normaliser, the chunk that holds the row's uniform number, the token inside it
 
@@ -26,8 +26,19 @@ def _key(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The smallest float32 of that key."""
-    bits = key << SHIFT
+    bits = key.to(tl.int32) << SHIFT
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _guess(lo, hi, part, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The key so many sixths of the way from lo to hi: by value where they lie far apart, for most of the keys between
+    them are those of tiny numbers."""
+    low, high = _value(lo, SHIFT), _value(hi, SHIFT)
+    by_value = _key(low + (high - low) * (part / 6), SHIFT).to(tl.int64)
+    by_key = lo + ((hi - lo) * part + 5) // 6
+    guess = tl.where((hi - lo) >> (16 - SHIFT) > 1024, by_value, by_key)
+    return tl.minimum(tl.maximum(guess, lo + 1), hi)
 
 
 @triton.jit
@@ -37,27 +48,30 @@ def _narrow(  # type: ignore[no-untyped-def]
     """The largest key of [lo, hi] at or above which lie at least `want` entries, or so much mass; lo must."""
     lane = tl.arange(0, BLOCK)
     while lo < hi:
-        width = hi - lo
-        m1, m2, m3 = lo + (width + 3) // 4, lo + (width + 1) // 2, lo + (3 * width + 3) // 4
-        sum1 = tl.zeros([BLOCK], tl.float32)
-        sum2 = tl.zeros([BLOCK], tl.float32)
-        sum3 = tl.zeros([BLOCK], tl.float32)
+        m1, m2, m3 = _guess(lo, hi, 1, SHIFT), _guess(lo, hi, 2, SHIFT), _guess(lo, hi, 3, SHIFT)
+        m4, m5 = _guess(lo, hi, 4, SHIFT), _guess(lo, hi, 5, SHIFT)
+        v1, v2, v3 = _value(m1, SHIFT), _value(m2, SHIFT), _value(m3, SHIFT)
+        v4, v5 = _value(m4, SHIFT), _value(m5, SHIFT)
+        nothing = tl.zeros([BLOCK], tl.float32)
+        s1, s2, s3, s4, s5 = nothing, nothing, nothing, nothing, nothing
         for at in range(0, vocab, BLOCK):
-            is_real = at + lane < vocab
-            raw = tl.load(base + at + lane, mask=is_real, other=float("-inf")).to(tl.float32)
-            key = _key(raw, SHIFT).to(tl.int64)
+            raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
             if IS_MASS:
                 weight = tl.exp(raw * inv_t - top)
             else:
-                weight = is_real.to(tl.float32)
-            sum1 += tl.where(key >= m1, weight, 0.0)
-            sum2 += tl.where(key >= m2, weight, 0.0)
-            sum3 += tl.where(key >= m3, weight, 0.0)
-        # float32 counts to 16 million exactly
-        is1, is2 = tl.sum(sum1, axis=0) >= want, tl.sum(sum2, axis=0) >= want
-        is3 = tl.sum(sum3, axis=0) >= want
-        hi = tl.where(is3, hi, tl.where(is2, m3 - 1, tl.where(is1, m2 - 1, m1 - 1)))
-        lo = tl.where(is3, m3, tl.where(is2, m2, tl.where(is1, m1, lo)))
+                weight = nothing + 1.0  # float32 counts to 16 million exactly
+            s1 += tl.where(raw >= v1, weight, 0.0)
+            s2 += tl.where(raw >= v2, weight, 0.0)
+            s3 += tl.where(raw >= v3, weight, 0.0)
+            s4 += tl.where(raw >= v4, weight, 0.0)
+            s5 += tl.where(raw >= v5, weight, 0.0)
+        # Each guess that holds raises lo to it, the first that does not lowers hi below it.
+        is1, is2, is3 = tl.sum(s1, axis=0) >= want, tl.sum(s2, axis=0) >= want, tl.sum(s3, axis=0) >= want
+        is4, is5 = tl.sum(s4, axis=0) >= want, tl.sum(s5, axis=0) >= want
+        below = tl.where(is4, m5, tl.where(is3, m4, tl.where(is2, m3, tl.where(is1, m2, m1)))) - 1
+        hi = tl.where(is5, hi, below)
+        above = tl.where(is3, m3, tl.where(is2, m2, tl.where(is1, m1, lo)))
+        lo = tl.where(is5, m5, tl.where(is4, m4, above))
     return lo
 
 
@@ -72,29 +86,35 @@ def _cut(  # type: ignore[no-untyped-def]
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     lane = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.full([BLOCK], -1e30, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
     for at in range(0, vocab, BLOCK):
-        best = tl.maximum(
-            best, tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
-        )
+        raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(best, raw)
+        sums = sums * tl.exp((best - higher) * inv_t) + tl.exp((raw - higher) * inv_t)
+        best = higher
     top_raw = tl.max(best, axis=0)
+    total = tl.sum(sums * tl.exp((best - top_raw) * inv_t), axis=0)
     top = top_raw * inv_t
     cut = -1e30
     hi = _key(top_raw, SHIFT).to(tl.int64)
     lo = _key(top_raw - 1e4 / inv_t, SHIFT).to(tl.int64)
     if (top_k > 0) & (top_k < vocab):
         lo = _narrow(base, vocab, top, inv_t, lo, hi, top_k.to(tl.float32), False, SHIFT, BLOCK)
-        cut = _value(lo.to(tl.int32), SHIFT) * inv_t
+        floor = _value(lo, SHIFT)
+        cut = floor * inv_t
+        if top_p < 1.0:
+            kept = tl.zeros([BLOCK], tl.float32)
+            for at in range(0, vocab, BLOCK):
+                raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
+                kept += tl.where(raw >= floor, tl.exp(raw * inv_t - top), 0.0)
+            total = tl.sum(kept, axis=0)
     if top_p < 1.0:
-        # Of what top-k kept; without it a key so low that all mass that counts lies above.
-        lo = tl.maximum(lo, _key(top_raw - 60.0 / inv_t, SHIFT).to(tl.int64))
-        kept = tl.zeros([BLOCK], tl.float32)
-        for at in range(0, vocab, BLOCK):
-            raw = tl.load(base + at + lane, mask=at + lane < vocab, other=float("-inf")).to(tl.float32)
-            kept += tl.where(_key(raw, SHIFT).to(tl.int64) >= lo, tl.exp(raw * inv_t - top), 0.0)
-        want = tl.sum(kept, axis=0) * top_p
-        lo = _narrow(base, vocab, top, inv_t, lo, hi, want, True, SHIFT, BLOCK)
-        cut = tl.maximum(cut, _value(lo.to(tl.int32), SHIFT) * inv_t)
+        # Entries so small that all of them together would be less than what is dropped lie below the threshold.
+        least = top_raw + (tl.log(total * (1.0 - top_p) / vocab) - 1.0) / inv_t
+        lo = tl.maximum(lo, _key(tl.maximum(least, top_raw - 60.0 / inv_t), SHIFT).to(tl.int64))
+        lo = _narrow(base, vocab, top, inv_t, lo, hi, total * top_p, True, SHIFT, BLOCK)
+        cut = tl.maximum(cut, _value(lo, SHIFT) * inv_t)
     if min_p > 0.0:
         cut = tl.maximum(cut, top + tl.log(min_p))
     tl.store(cut_ptr + row, cut)

@@ -8,6 +8,8 @@ import torch
 
 Array = npt.NDArray[np.int32]
 
+NUM_LARGE = 6
+
 
 def aligned(num_words: int) -> int:
     """Triton compiles a kernel again for every pattern of aligned and unaligned pointers: all are aligned."""
@@ -15,14 +17,14 @@ def aligned(num_words: int) -> int:
 
 
 class Upload:
-    def __init__(self, num_words: int, device: torch.device, num_staging: int) -> None:
-        """num_staging: pinned buffers, used in turn; as many as are ever under way at one time."""
+    """Writes into pinned buffers that are used in turn: one is written again when its copy is long done."""
+
+    def __init__(self, num_words: int, num_usual: int, device: torch.device, num_staging: int) -> None:
+        """num_staging buffers of num_usual words, as many as are ever under way at one time, and a few of num_words for
+        what is larger: prompts and whole block tables, at most two in a turn of the host."""
         self._device = device
-        self._staging = [
-            torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(num_staging)
-        ]
-        self._views = [t.numpy() for t in self._staging]
-        self._turn = 0
+        self._rings = [_Ring(num_usual, num_staging), _Ring(max(num_words, num_usual), NUM_LARGE)]
+        self._ring = self._rings[0]
 
     def __call__(self, arrays: list[Array]) -> list[torch.Tensor]:
         """int32 tensors on the device, views of one fresh buffer."""
@@ -31,17 +33,33 @@ class Upload:
             starts.append(at)
             at += aligned(len(array))
         into = torch.empty(at, dtype=torch.int32, device=self._device)
-        view = self.stage()
+        view = self.stage(at)
         for start, array in zip(starts, arrays, strict=True):
             view[start : start + len(array)] = array
         self.send(at, into)
         return [into[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]
 
-    def stage(self) -> Array:
-        """The next staging buffer, to be written and sent. What it holds is undefined."""
-        self._turn = (self._turn + 1) % len(self._staging)
-        return self._views[self._turn]
+    def stage(self, num_words: int) -> Array:
+        """The next staging buffer for so many words, to be written and sent. What it holds is undefined."""
+        self._ring = next(ring for ring in self._rings if ring.num_words >= num_words)
+        return self._ring.next_view()
 
     def send(self, num_words: int, into: torch.Tensor) -> None:
         """The first words of the buffer that stage() gave last."""
-        into[:num_words].copy_(self._staging[self._turn][:num_words], non_blocking=True)
+        into[:num_words].copy_(self._ring.buffer[:num_words], non_blocking=True)
+
+
+class _Ring:
+    def __init__(self, num_words: int, count: int) -> None:
+        self.num_words = num_words
+        self._buffers = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(count)]
+        self._views = [t.numpy() for t in self._buffers]
+        self._turn = 0
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._buffers[self._turn]
+
+    def next_view(self) -> Array:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return self._views[self._turn]

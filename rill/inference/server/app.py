@@ -39,31 +39,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ERROR = {
-    "description": "An error, shaped as OpenAI's.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
-}
+_NAME = {"type": ["string", "null"]}
+_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _NAME, "code": _NAME}
+_BODY = {"type": "object", "required": list(_FIELDS), "properties": _FIELDS}
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": _BODY}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: _ERROR for status in (400, 401, 403, 404, 408, 409, 413, 429, 502, 503)
+    status: {
+        "description": "An error, shaped as OpenAI's.",
+        "content": {"application/json": {"schema": _SCHEMA}},
+    }
+    for status in (400, 401, 403, 404, 408, 409, 413, 429, 502, 503)
 }
 
 

@@ -93,21 +93,12 @@ class _Control:
 
 
 class ReplicaSet:
-    """Returns from construction when all replicas are loaded. `lock` guards the slots' states and counts."""
+    """Base of the router. Returns from construction when all replicas are loaded. `lock` guards the slots' states and
+    counts, and whatever else the router keeps."""
 
-    def __init__(
-        self,
-        engine: PartConfig,
-        config: RouterConfig,
-        *,
-        on_ready: Callable[[], None],
-        on_death: Callable[[int], None],
-        on_round: Callable[[], None],
-    ) -> None:
-        """`on_ready`: a replica is back. `on_death`: it is gone. `on_round`: after every health check."""
+    def __init__(self, engine: PartConfig, config: RouterConfig) -> None:
         self.config = config
         self._engine_config = engine
-        self._on_ready, self._on_death, self._on_round = on_ready, on_death, on_round
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.slots = [Slot(index) for index in range(config.num_replicas)]
@@ -124,10 +115,16 @@ class ReplicaSet:
         self._pool = ThreadPoolExecutor(config.num_replicas + 2, thread_name_prefix="router")
         self._start_all()
         self._caretaker = threading.Thread(target=self._take_care, name="router-caretaker", daemon=True)
-
-    def start_caretaker(self) -> None:
-        """Once the owner is ready for the callbacks."""
         self._caretaker.start()
+
+    def _on_ready(self) -> None:
+        """A replica is back."""
+
+    def _on_death(self, index: int) -> None:
+        """A replica is gone."""
+
+    def _on_round(self) -> None:
+        """After every health check."""
 
     @property
     def adapters(self) -> frozenset[str]:

@@ -16,20 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 
 from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, StuckError
-from rill.inference.base import (
-    Completion,
-    Delta,
-    EngineStats,
-    Feature,
-    MemoryLevel,
-    NamedTensors,
-    PauseMode,
-    Request,
-)
+from rill.inference.base import Completion, Delta, EngineStats, NamedTensors, Request
 from rill.inference.flight import Flight
 from rill.inference.replica import ReplicaEngine
 from rill.inference.requests import check_ids, check_request, wait_for_all
@@ -39,45 +29,15 @@ from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
 
-class Router:
+class Router(ReplicaSet):
     """An Engine made of replicas. Returns from construction when all of them are loaded."""
 
     def __init__(self, engine: PartConfig, config: RouterConfig | None = None) -> None:
-        self.config = config or RouterConfig()
         self._flights: dict[str, Flight] = {}
         self._waiting: list[Flight] = []
         self._prefixes = PrefixIndex()
         self._num_retried = 0
-        self._replicas = ReplicaSet(
-            engine,
-            self.config,
-            on_ready=self._dispatch_waiting,
-            on_death=self._prefixes.forget,
-            on_round=self._expire_waiting,
-        )
-        self._slots = self._replicas.slots
-        self._lock = self._replicas.lock
-        self._replicas.start_caretaker()
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        return self._replicas.features
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._replicas.version
-
-    @property
-    def max_context(self) -> int:
-        return self._replicas.max_context
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._replicas.vocab_size
-
-    @property
-    def adapters(self) -> frozenset[str]:
-        return self._replicas.adapters
+        super().__init__(engine, config or RouterConfig())
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -92,8 +52,8 @@ class Router:
                 adapters=self.adapters,
             )
         flights = [Flight(request, on_delta) for request in requests]
-        with self._lock:
-            if self._replicas.is_closed:
+        with self.lock:
+            if self.is_closed:
                 raise EngineError("the router is closed")
             check_ids([request.id for request in requests], self._flights)
             for flight in flights:
@@ -128,7 +88,7 @@ class Router:
         self, sequences: Sequence[TokenIds], read: Callable[[ReplicaEngine, list[TokenIds]], list[Floats]]
     ) -> list[Floats]:
         """Split over the replicas. Reading has no state, so a part whose replica dies is done again."""
-        slots = self._replicas.ready_or_fail()
+        slots = self.ready_or_fail()
         parts = [list(range(i, len(sequences), len(slots))) for i in range(len(slots))]
         scores: dict[int, Floats] = {}
 
@@ -136,55 +96,35 @@ class Router:
             values = read(slot.running, [sequences[i] for i in part])
             scores.update(zip(part, values, strict=True))
 
-        failed = self._replicas.each(
-            run, [(s, p) for s, p in zip(slots, parts, strict=True) if p], PeerDiedError
-        )
+        failed = self.each(run, [(s, p) for s, p in zip(slots, parts, strict=True) if p], PeerDiedError)
         for _, part in failed:
-            run(self._replicas.ready_or_fail()[0], part)
+            run(self.ready_or_fail()[0], part)
         return [scores[i] for i in range(len(sequences))]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        with self._lock:
+        with self.lock:
             wanted = set(self._flights if request_ids is None else request_ids)
             parked = [f for f in self._waiting if f.request.id in wanted]
             self._waiting = [f for f in self._waiting if f not in parked]
-            slots = self._replicas.ready()
+            slots = self.ready()
             for request_id in wanted & self._flights.keys():
                 self._flights[request_id].is_aborted = True
         for flight in parked:
             self._end(flight, flight.aborted())
         ids = None if request_ids is None else sorted(wanted)
-        self._replicas.each(lambda slot: slot.running.abort(ids), [(s,) for s in slots], PeerDiedError)
+        self.each(lambda slot: slot.running.abort(ids), [(s,) for s in slots], PeerDiedError)
 
     # --- control -----------------------------------------------------------------------------------------
 
-    def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> None:
-        self._replicas.pause(mode, timeout_s)
-
-    def resume(self) -> None:
-        self._replicas.resume()
-
-    def release(self, level: MemoryLevel) -> None:
-        self._replicas.release(level)
-
-    def restore(self) -> None:
-        self._replicas.restore()
-
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
-        self._replicas.update_weights(tensors, version, partial=partial)
-        with self._lock:
+        super().update_weights(tensors, version, partial=partial)
+        with self.lock:
             self._prefixes.forget()
-
-    def load_adapter(self, name: str, source: str | Path) -> None:
-        self._replicas.load_adapter(name, source)
-
-    def unload_adapter(self, name: str) -> None:
-        self._replicas.unload_adapter(name)
 
     def flush(self) -> None:
-        with self._lock:
+        with self.lock:
             self._prefixes.forget()
-        self._replicas.on_all(lambda engine: engine.flush())
+        self.on_all(lambda engine: engine.flush())
 
     def stats(self) -> EngineStats:
         """Sums over the replicas that answer; `extra` says how many are ready and how often a request moved."""
@@ -193,16 +133,16 @@ class Router:
         def ask(slot: Slot) -> None:
             found.append(slot.running.stats(self.config.health_timeout_s))
 
-        slots = self._replicas.ready()
-        self._replicas.each(ask, [(s,) for s in slots], PeerDiedError, StuckError)
-        with self._lock:
+        slots = self.ready()
+        self.each(ask, [(s,) for s in slots], PeerDiedError, StuckError)
+        with self.lock:
             extra = {"replicas": float(len(slots)), "retried": float(self._num_retried)}
             extra["waiting_for_replica"] = float(len(self._waiting))
         return total(found, version=self.version, extra=extra)
 
     def close(self) -> None:
-        self._replicas.close()
-        with self._lock:
+        super().close()
+        with self.lock:
             flights = list(self._flights.values())
         for flight in flights:
             self._end(flight, flight.aborted())
@@ -212,7 +152,7 @@ class Router:
     def _dispatch(self, flights: Sequence[Flight]) -> None:
         """Choose for each, then send together what goes together: a group reaches its replica in one instant."""
         batches: dict[tuple[int, bool], list[Flight]] = {}
-        with self._lock:
+        with self.lock:
             for flight in flights:
                 slot = self._choose(flight)
                 if slot is None:
@@ -223,11 +163,11 @@ class Router:
                 slot.num_in_flight += 1
                 batches.setdefault((slot.index, flight.on_delta is not None), []).append(flight)
         for (index, is_streamed), batch in batches.items():
-            self._send(self._slots[index], batch, is_streamed)
+            self._send(self.slots[index], batch, is_streamed)
 
     def _choose(self, flight: Flight) -> Slot | None:
         """The replica with most of the prompt in its cache, unless it is much busier than the idlest."""
-        ready = self._replicas.ready()
+        ready = self.ready()
         if not ready:
             return None
         request = flight.next_request()
@@ -259,7 +199,7 @@ class Router:
                 slot.running.abort_soon(late)  # they were between two replicas when the others were told
 
     def _on_delta(self, delta: Delta) -> None:
-        with self._lock:
+        with self.lock:
             flight = self._flights.get(delta.request_id)
         if flight is not None:
             flight.record(delta)
@@ -277,22 +217,22 @@ class Router:
         """The replica died under this request: go on elsewhere, unless it was over, or often unlucky."""
         flight.num_losses += 1
         ended = flight.already_ended()
-        if ended is not None or flight.is_aborted or self._replicas.is_closed:
+        if ended is not None or flight.is_aborted or self.is_closed:
             self._end(flight, ended or flight.aborted())
         elif flight.num_losses > self.config.max_retries:
             self._end(
                 flight, EngineError(f"{flight.num_losses} replicas died under this request; last: {error}")
             )
         else:
-            with self._lock:
+            with self.lock:
                 self._leave_slot(flight)
-                self._replicas.find_dead()
+                self.find_dead()
                 self._num_retried += 1
             flight.restart()
             self._dispatch([flight])
 
     def _end(self, flight: Flight, outcome: Completion | BaseException) -> None:
-        with self._lock:
+        with self.lock:
             if self._flights.pop(flight.request.id, None) is None:
                 return
             self._leave_slot(flight)
@@ -300,19 +240,22 @@ class Router:
 
     def _leave_slot(self, flight: Flight) -> None:
         if flight.slot_index is not None:
-            self._slots[flight.slot_index].num_in_flight -= 1
+            self.slots[flight.slot_index].num_in_flight -= 1
             flight.slot_index = None
 
-    def _dispatch_waiting(self) -> None:
-        with self._lock:
+    def _on_death(self, index: int) -> None:
+        self._prefixes.forget(index)
+
+    def _on_ready(self) -> None:
+        with self.lock:
             waiting, self._waiting = self._waiting, []
         self._dispatch(waiting)
 
-    def _expire_waiting(self) -> None:
+    def _on_round(self) -> None:
         """Requests that no replica has taken for too long, or that none ever will, fail."""
-        with self._lock:
+        with self.lock:
             limit = time.monotonic() - self.config.start_timeout_s
-            late = [f for f in self._waiting if self._replicas.is_hopeless or f.parked_at < limit]
+            late = [f for f in self._waiting if self.is_hopeless or f.parked_at < limit]
             self._waiting = [f for f in self._waiting if f not in late]
         for flight in late:
             self._end(flight, EngineError("no replica is alive to take this request"))

@@ -26,27 +26,11 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "f
                 "int8", "uint8", "bool"]  # fmt: skip
 
 
-HINTS = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ]
-    # vLLM's, sent by trainers' clients: how its engine is to compute the same
-    + [
-        "detokenize",
-        "flat_logprobs",
-        "extra_args",
-        "output_kind",
-        "spaces_between_special_tokens",
-        "skip_clone",
-    ]
-)
-"""Accepted, and without effect on an answer."""
+HINTS = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "detokenize", "flat_logprobs", "extra_args", "output_kind", "spaces_between_special_tokens", "skip_clone",
+})  # fmt: skip
+"""Accepted, and without effect on an answer. The second line is vLLM's: how its engine is to compute the same."""
 
 
 class Body(BaseModel):

@@ -5,6 +5,13 @@
 
 By default the cut depends on a row's own length alone, so that a row's sums run in the same order whatever the batch.
 With a `piece` for all rows, which `spread` gives, a batch of little work is cut finer and keeps the whole device busy.
+
+Rows that begin with the same blocks (the samples of one prompt) are read together there: their common pieces are a
+list of their own, with all rows of a group to an entry, and come before each row's pieces (`shared_work`).
+
+    contexts   A ▒▒▒▒▒▒▒▒▒▒▒▒ ███      B ▒▒▒▒▒▒▒▒▒▒▒▒ █      C ▒▒▒▒▒▒▒▒▒▒▒▒ ██
+    shared     ABC0  ABC1  ABC2        own   A3  B3  C3
+
 Made on the host by rill.inference.native, read by rill.models.ops.triton_decode.
 
 Axes: B row.
@@ -13,6 +20,7 @@ Axes: B row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +39,12 @@ MAX_OWN_PIECES = 16
 MAX_PIECES = 32
 """Of a row, by its own length alone and at all."""
 WORDS = 8
-"""Of one entry of the list: row, piece, pieces, row of the block tables, first token, end, context length, spare."""
+"""Of one entry of the list: row (or group), piece, pieces of its own, row of the block tables, first token, end,
+context length, pieces that it shares and that come before its own."""
+GROUP_ROWS = 16
+"""Rows that are read together; of a larger group so many at a time."""
+MIN_ROWS, MIN_SHARED = 4, 512
+"""Fewer rows, or fewer tokens, are not worth a launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,18 @@ class DecodeWork:
     entries: torch.Tensor  # int32 [entries, WORDS]; an entry of zeros is no work
     runs: tuple[tuple[int, int, int], ...]
     """(first row, first entry, number of entries), one launch each: buffers hold so many rows at a time."""
+    members: torch.Tensor | None = None  # int32 [groups, GROUP_ROWS]; -1: none
+    shared: torch.Tensor | None = None  # int32 [entries, WORDS] of groups, as many as are launched
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWork:
+    """What the rows of groups have in common."""
+
+    tokens_B: Array
+    """How many leading tokens of each row are read with others. 0: none."""
+    members: Array
+    entries: Array
 
 
 def spread(lengths_B: Array, num_entries: int) -> int | None:
@@ -49,27 +74,70 @@ def spread(lengths_B: Array, num_entries: int) -> int | None:
     return piece if piece <= PIECE else None
 
 
-def work_list(lengths_B: Array, table_rows_B: Array, piece: int | None = None) -> Array:
-    """[entries, WORDS], for every piece of every row, those with most tokens first."""
-    lengths = lengths_B.astype(np.int64)
+def shared_work(lengths_B: Array, table_rows_B: Array, prefixes_B: Array, keys_B: Array) -> SharedWork | None:
+    """prefixes_B: tokens, whole blocks, that a row has in common with all rows of the same key. None: no groups."""
+    candidates = np.flatnonzero((prefixes_B >= MIN_SHARED) & (prefixes_B < lengths_B))
+    order = candidates[np.argsort(keys_B[candidates], kind="stable")]
+    _, starts = np.unique(keys_B[order], return_index=True)
+    groups = [
+        rows[at : at + GROUP_ROWS]
+        for rows in np.split(order, starts[1:])
+        for at in range(0, len(rows), GROUP_ROWS)
+        if len(rows) - at >= MIN_ROWS
+    ]
+    if not groups:
+        return None
+    firsts = np.array([rows[0] for rows in groups])
+    tokens_B, tokens_G = np.zeros_like(lengths_B), prefixes_B[firsts]
+    members: Array = np.full((len(groups), GROUP_ROWS), -1, dtype=np.int32)
+    for index, rows in enumerate(groups):
+        members[index, : len(rows)] = rows
+        tokens_B[rows] = tokens_G[index]
+    entries = _entries(tokens_G, table_rows_B[firsts], _shared_sizes(tokens_G), np.zeros_like(tokens_G))
+    return SharedWork(tokens_B, members, entries)
+
+
+def work_list(
+    lengths_B: Array, table_rows_B: Array, piece: int | None = None, shared_B: Array | None = None
+) -> Array:
+    """[entries, WORDS], for every piece of every row, those with most tokens first; shared_B: SharedWork.tokens_B."""
+    shared = np.zeros_like(lengths_B) if shared_B is None else shared_B
+    lengths = lengths_B.astype(np.int64) - shared
+    most = np.where(shared > 0, MAX_OWN_PIECES, MAX_OWN_PIECES if piece is None else MAX_PIECES)
+    least = -(-lengths // (most * TILE)) * TILE
     if piece is None:
-        sizes = np.maximum(PIECE, -(-lengths // (MAX_OWN_PIECES * TILE)) * TILE)
+        sizes = np.maximum(PIECE, least)
         sizes[lengths <= LONG] = WHOLE
     else:
-        sizes = np.maximum(piece, -(-lengths // (MAX_PIECES * TILE)) * TILE)
+        sizes = np.maximum(piece, least)
+    return _entries(lengths, table_rows_B, sizes, shared)
+
+
+def _shared_sizes(tokens: Array) -> Array:
+    """Of the pieces of a group's tokens: at most MAX_OWN_PIECES of them."""
+    sizes: Array = np.maximum(PIECE, -(-tokens // (MAX_OWN_PIECES * TILE)) * TILE)
+    return sizes
+
+
+def _entries(
+    lengths: npt.NDArray[np.integer[Any]], tables: Array, sizes: npt.NDArray[np.integer[Any]], before: Array
+) -> Array:
+    """Pieces of `lengths` tokens each, that come after `before` tokens which are read with others."""
     counts = -(-lengths // sizes)
     rows = np.repeat(np.arange(len(counts)), counts)
     pieces = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = pieces * sizes[rows]
     ends = np.minimum(begins + sizes[rows], lengths[rows])
+    num_shared = -(-before // _shared_sizes(before))
     words: Array = np.zeros((len(rows), WORDS), dtype=np.int32)
     words[:, 0] = rows
-    words[:, 1] = pieces
+    words[:, 1] = pieces + num_shared[rows]
     words[:, 2] = counts[rows]
-    words[:, 3] = table_rows_B[rows]
-    words[:, 4] = begins
-    words[:, 5] = ends
-    words[:, 6] = lengths[rows]
+    words[:, 3] = tables[rows]
+    words[:, 4] = begins + before[rows]
+    words[:, 5] = ends + before[rows]
+    words[:, 6] = (lengths + before)[rows]
+    words[:, 7] = num_shared[rows]
     return words[np.argsort(begins - ends, kind="stable")]
 
 

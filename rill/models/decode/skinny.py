@@ -4,8 +4,7 @@
 
 A decode step of up to MAX_ROWS sequences does little arithmetic and reads every weight once. What the library's
 products leave unused there, and the gaps between launches, cost more than half of such a step (docs/benchmarks.md).
-The arithmetic is that of rill.models.decode.decoder.KernelStages, up to the order in which a product is summed: that
-order depends on the shape of the weight alone, not on the rows.
+The arithmetic is that of rill.models.decode.decoder.KernelStages, up to the order in which a product is summed.
 
 Called by rill.inference.native.cuda_runner for captured decode steps. Axes: B row, E hidden size, V vocabulary.
 """
@@ -19,7 +18,8 @@ from rill.models.decode.structure import MLP, Layer, Norm, Projection
 from rill.models.ops.triton_skinny import ProductShape, add_parts_norm, gated_product, product, turn_parts
 
 MAX_ROWS = 64
-TILE_N = 64
+FEW_ROWS = 16
+"""Up to so many, tiles are larger and fewer parts are asked for early: found by trying, on an H200."""
 PREFETCH_BYTES = 8 << 20
 """Of a weight that is cut into parts, asked for before its product may begin. Programs of other products read for so
 long that asking early changes nothing."""
@@ -59,7 +59,7 @@ class SkinnyStages:
     def gated(self, x: torch.Tensor, mlp: MLP) -> torch.Tensor:
         weight = mlp.gate_up.weight
         assert weight is not None
-        return gated_product(x, weight, self._shape(weight, is_gated=True), is_gelu=mlp.is_gelu)
+        return gated_product(x, weight, self._shape(weight, len(x), is_gated=True), is_gelu=mlp.is_gelu)
 
     def join(
         self,
@@ -78,29 +78,33 @@ class SkinnyStages:
 
     def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
         """[B, V] in the model's dtype."""
-        shape = self._shape(self._head, is_cut=False)
+        shape = self._shape(self._head, len(hidden_BE), is_cut=False)
         return product(hidden_BE, self._head, shape, dtype=hidden_BE.dtype)[0]
 
     def _parts(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
         assert projection.weight is not None
-        return product(x, projection.weight, self._shape(projection.weight), dtype=torch.float32)
+        return product(x, projection.weight, self._shape(projection.weight, len(x)), dtype=torch.float32)
 
-    def _shape(self, weight: torch.Tensor, *, is_gated: bool = False, is_cut: bool = True) -> ProductShape:
-        """The cut depends on the weight's shape alone, so a row's sums run in the same order in every batch."""
+    def _shape(
+        self, weight: torch.Tensor, rows: int, *, is_gated: bool = False, is_cut: bool = True
+    ) -> ProductShape:
         num_out, num_in = weight.shape
-        num_tiles, num_parts = -(-num_out // TILE_N), 1
-        is_cut = is_cut and not is_gated
-        tile_k = next(t for t in (128 if is_cut else 64, 64, 32, 16) if num_in % t == 0)
+        is_cut, is_few = is_cut and not is_gated, rows <= FEW_ROWS
+        tile_n = 128 if is_few and is_cut else 64
+        num_tiles, num_parts = -(-num_out // tile_n), 1
+        is_wide = is_cut or (is_gated and is_few)
+        tile_k = next(t for t in (128 if is_wide else 64, 64, 32, 16) if num_in % t == 0)
         if is_cut:
             num_blocks = num_in // tile_k
             num_parts = min(max(1, self._num_sms // num_tiles), num_blocks)
             num_parts = -(-num_blocks // -(-num_blocks // num_parts))  # no part without work
-        per_row = PREFETCH_BYTES // (num_out * num_parts) // 128 * 128 if is_cut else 0
+        prefetch_bytes = PREFETCH_BYTES // (2 if is_few else 1)
+        per_row = prefetch_bytes // (num_out * num_parts) // 128 * 128 if is_cut else 0
         return ProductShape(
             num_parts=num_parts,
-            tile_n=TILE_N,
+            tile_n=tile_n,
             tile_k=tile_k,
-            num_stages=4,
+            num_stages=3 if is_gated and is_few else 4,
             num_warps=4,
             prefetch_bytes=per_row,
         )

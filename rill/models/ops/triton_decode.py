@@ -2,6 +2,7 @@
 
 There is one program for each entry of the work list (rill.models.decode.decode_work) and key/value head. The program
 that finishes a row's last piece joins them, in the order of the pieces, so a row has the same bits whatever the batch.
+What a group of rows has in common is read once for all of them by a launch before, whose parts are joined too.
 The list is data: a captured graph serves every mixture of lengths whose list fits its number of programs.
 
 Axes: B row, H query head, K key/value head, D head dimension.
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rill.models.decode.decode_work import MAX_PIECES, TILE, WORDS, DecodeWork
+from rill.models.decode.decode_work import GROUP_ROWS, MAX_PIECES, TILE, WORDS, DecodeWork
 from rill.models.ops.triton_language import await_inputs, early_launch, power_of_2, precision, tl, triton
 
 
@@ -37,7 +38,7 @@ def _join(  # type: ignore[no-untyped-def]
     for first in range(0, num_pieces, 8):
         for step in tl.static_range(8):  # eight loads under way at a time
             piece = first + step
-            mine = (g < G) & (piece < num_pieces)
+            mine = (g < G) & (piece + 0 * g < num_pieces)
             its_top = tl.load(stat_ptr + (base + piece) * 2, mask=mine, other=-1e30, cache_modifier=".cg")
             its_part = tl.load(
                 part_ptr + (base + piece)[:, None] * DP + d[None, :],
@@ -54,6 +55,80 @@ def _join(  # type: ignore[no-untyped-def]
     )
 
 
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries over tokens [begin, end) from `first` on: (Σ of values, largest score, Σ of weights)."""
+    d = tl.arange(0, DP)
+    acc = tl.zeros([q.shape[0], DP], tl.float32)
+    # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
+    for at in range(tl.maximum(begin, first // TILE * TILE), end, TILE):
+        t = at + tl.arange(0, TILE)
+        seen = (t < end) & (t >= first)
+        block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + t % BLOCK_SIZE
+        where = (slot * K + kv)[:, None] * D + d[None, :]
+        inside = seen[:, None] & (d < D)[None, :]
+        k = tl.load(keys_ptr + where, mask=inside, other=0.0)
+        v = tl.load(values_ptr + where, mask=inside, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_CAP:
+            s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
+        s = tl.where(seen[None, :], s, -1e30)
+        best = tl.maximum(top, tl.max(s, axis=1))
+        p = tl.where(seen[None, :], tl.exp(s - best[:, None]), 0.0)
+        keep = tl.exp(top - best)
+        total = total * keep + tl.sum(p, axis=1)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = best
+    return acc, top, total
+
+
+@triton.jit
+def _shared(  # type: ignore[no-untyped-def]
+    q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, members_ptr, part_ptr, stat_ptr,
+    sinks_ptr, scale, cap, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GJ: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MAX_PIECES: tl.constexpr, WORDS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One piece of what a group of rows shares, for all of their queries: parts that `_decode` joins to the rows'."""
+    G: tl.constexpr = H // K
+    kv = tl.program_id(0) % K
+    entry = work_ptr + (tl.program_id(0) // K) * WORDS
+    begin = tl.load(entry + 4)
+    end = tl.load(entry + 5)
+    if end > begin:
+        piece = tl.load(entry + 1)
+        table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
+        m = tl.arange(0, ROWS * GJ)
+        row = tl.load(members_ptr + tl.load(entry) * ROWS + m // GJ).to(tl.int64)
+        head = kv * G + m % GJ
+        is_mine = (row >= 0) & (m % GJ < G)
+        d = tl.arange(0, DP)
+        await_inputs(PDL)
+        q = tl.load(
+            q_ptr + (row * q_stride + head * D)[:, None] + d[None, :],
+            mask=is_mine[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        top = tl.full([ROWS * GJ], -1e30, tl.float32)
+        total = tl.zeros([ROWS * GJ], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=is_mine, other=0.0).to(tl.float32)
+            top = tl.where(piece == 0, sink, top)
+            total = tl.where(piece == 0, 1.0, total)
+        acc, top, total = _attend(
+            q, keys_ptr, values_ptr, table, kv, begin, end, 0, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
+            HAS_CAP, PRECISION,
+        )  # fmt: skip
+        base = (row * H + head) * MAX_PIECES + piece
+        tl.store(part_ptr + base[:, None] * DP + d[None, :], acc, mask=is_mine[:, None])
+        tl.store(stat_ptr + base * 2, top, mask=is_mine)
+        tl.store(stat_ptr + base * 2 + 1, total, mask=is_mine)
+
+
 @triton.jit(do_not_specialize=["first_entry", "first_row"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr, q_stride, keys_ptr, values_ptr, tables_ptr, table_stride, work_ptr, first_entry, first_row, out_ptr,
@@ -68,7 +143,8 @@ def _decode(  # type: ignore[no-untyped-def]
     entry = work_ptr + (first_entry + tl.program_id(0) // K) * WORDS
     seq = tl.load(entry)
     piece = tl.load(entry + 1)
-    num_pieces = tl.load(entry + 2)
+    num_own = tl.load(entry + 2)
+    num_pieces = num_own + tl.load(entry + 7)
     table = tables_ptr + tl.load(entry + 3).to(tl.int64) * table_stride
     begin = tl.load(entry + 4)
     end = tl.load(entry + 5)
@@ -90,28 +166,10 @@ def _decode(  # type: ignore[no-untyped-def]
             sink = tl.load(sinks_ptr + head, mask=g < G, other=0.0).to(tl.float32)
             top = tl.where(piece == 0, sink, top)
             total = tl.where(piece == 0, 1.0, total)
-        acc = tl.zeros([GP, DP], tl.float32)
-        # Whole tiles before the window are skipped; tiles keep their places, so the order of the rest is the same.
-        lo = tl.maximum(begin, first // TILE * TILE)
-        for at in range(lo, end, TILE):
-            t = at + tl.arange(0, TILE)
-            seen = (t < end) & (t >= first)
-            block = tl.load(table + t // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            slot = block * BLOCK_SIZE + t % BLOCK_SIZE
-            where = (slot * K + kv)[:, None] * D + d[None, :]
-            inside = seen[:, None] & (d < D)[None, :]
-            k = tl.load(keys_ptr + where, mask=inside, other=0.0)
-            v = tl.load(values_ptr + where, mask=inside, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            if HAS_CAP:
-                s = cap * (1.0 - 2.0 / (tl.exp(2.0 * s / cap) + 1.0))
-            s = tl.where(seen[None, :], s, -1e30)
-            best = tl.maximum(top, tl.max(s, axis=1))
-            p = tl.where(seen[None, :], tl.exp(s - best[:, None]), 0.0)
-            keep = tl.exp(top - best)
-            total = total * keep + tl.sum(p, axis=1)
-            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            top = best
+        acc, top, total = _attend(
+            q, keys_ptr, values_ptr, table, kv, begin, end, first, top, total, scale, cap, K, D, DP, BLOCK_SIZE, TILE,
+            HAS_CAP, PRECISION,
+        )  # fmt: skip
         to = (seq.to(tl.int64) * H + head[:, None]) * D + d[None, :]
         if num_pieces == 1:
             tl.store(out_ptr + to, (acc / total[:, None]).to(q.dtype), mask=is_mine)
@@ -122,7 +180,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(stat_ptr + (base + piece) * 2 + 1, total, mask=g < G)
             tl.debug_barrier()  # every thread's part is written before this program is counted
             counter = count_ptr + (seq - first_row) * K + kv
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_own - 1:
                 tl.store(counter, 0)  # ready for the next layer
                 out_row = out_ptr + seq.to(tl.int64) * H * D
                 _join(
@@ -165,15 +223,20 @@ class DecodeAttention:
         group = self._heads // self._kv_heads
         options: dict[str, Any] = {
             "H": self._heads, "K": self._kv_heads, "D": self._dim, "DP": self._dim_padded,
-            "GP": max(16, power_of_2(group)), "GJ": max(2, power_of_2(group)),
-            "BLOCK_SIZE": keys.shape[1],
-            "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS, "HAS_WINDOW": window > 0,
+            "GJ": max(2, power_of_2(group)), "BLOCK_SIZE": keys.shape[1],
+            "TILE": TILE, "MAX_PIECES": MAX_PIECES, "WORDS": WORDS,
             "HAS_CAP": softcap > 0, "HAS_SINKS": sinks_H is not None, "PRECISION": precision(query.dtype),
-            "num_warps": self.num_warps,
             "num_stages": self.num_stages if query.dtype.itemsize == 2 else 2, **early_launch(query.device),
         }  # fmt: skip
+        if work.shared is not None:
+            assert window == 0, "rows with a window share nothing"
+            _shared[(len(work.shared) * self._kv_heads,)](
+                query, query_stride, keys, values, tables, tables.stride(0), work.shared, work.members, self._part,
+                self._stat, sinks_H, scale, softcap, ROWS=GROUP_ROWS, num_warps=8, **options,
+            )  # fmt: skip
         for first_row, first_entry, num_entries in work.runs:
             _decode[(num_entries * self._kv_heads,)](
                 query, query_stride, keys, values, tables, tables.stride(0), work.entries, first_entry, first_row, out,
-                self._part, self._stat, self._count, sinks_H, scale, window, softcap, **options,
+                self._part, self._stat, self._count, sinks_H, scale, window, softcap, GP=max(16, power_of_2(group)),
+                HAS_WINDOW=window > 0, num_warps=self.num_warps, **options,
             )  # fmt: skip

@@ -6,7 +6,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rill.models.decode.decode_work import MAX_PIECES, TILE, WHOLE, spread, work_in_runs, work_list
+from rill.models.decode.decode_work import (
+    GROUP_ROWS,
+    MAX_PIECES,
+    MIN_ROWS,
+    TILE,
+    WHOLE,
+    shared_work,
+    spread,
+    work_in_runs,
+    work_list,
+)
 
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=20)
 
@@ -60,3 +70,41 @@ def test_little_work_is_cut_finer_than_much() -> None:
     assert spread(few, 128) == TILE and spread(many, 128) is None
     assert len(work_list(few, few, TILE)) == 4 * MAX_PIECES
     assert len(work_list(few, few)) == 4 * 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3000)), min_size=1, max_size=60), st.integers(0, 300)
+)
+def test_rows_that_share_a_prompt_read_it_together_and_the_rest_alone(
+    rows: list[tuple[int, int]], num_entries: int
+) -> None:
+    """Rows of group 0 share nothing; of the others 512, 784 and 40,000 tokens; each has some of its own, or none."""
+    prefixes = np.array([(0, 512, 784, 40_000)[group] for group, _ in rows], dtype=np.int32)
+    lengths = prefixes + np.array([max(own, group == 0) for group, own in rows], dtype=np.int32)
+    keys = np.array([900 + i if group == 0 else group for i, (group, _) in enumerate(rows)], dtype=np.int32)
+    tables = np.arange(len(rows), dtype=np.int32)
+    shared = shared_work(lengths, tables, prefixes, keys)
+    tokens = np.zeros_like(lengths) if shared is None else shared.tokens_B
+    piece = spread(lengths - tokens, num_entries) if num_entries else None
+    own = by_row(work_list(lengths, tables, piece, tokens))
+    common: dict[int, list[list[int]]] = {}
+    if shared is not None:
+        pieces = by_row(shared.entries)
+        for group, members in enumerate(shared.members.tolist()):
+            present = [row for row in members if row >= 0]
+            assert MIN_ROWS <= len(present) <= GROUP_ROWS and len({int(keys[row]) for row in present}) == 1
+            common |= dict.fromkeys(present, pieces[group])
+    assert set(common) == set(np.flatnonzero(tokens).tolist())
+    for row, length in enumerate(lengths.tolist()):
+        both = common.get(row, []) + own[row]
+        assert len(both) <= MAX_PIECES and [p[0] for p in both] == list(range(len(both)))
+        assert both[0][3] == 0 and both[-1][4] == length
+        assert all(before[4] == after[3] for before, after in zip(both, both[1:], strict=False))
+        assert {p[1] for p in own[row]} == {len(own[row])}
+
+
+def test_a_row_that_has_computed_no_more_than_the_prompt_is_read_alone() -> None:
+    lengths, tables = np.array([512, 513, 514, 515, 516], dtype=np.int32), np.arange(5, dtype=np.int32)
+    shared = shared_work(lengths, tables, np.full(5, 512, np.int32), np.ones(5, np.int32))
+    assert shared is not None and shared.tokens_B.tolist() == [0, 512, 512, 512, 512]

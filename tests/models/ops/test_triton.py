@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rill.models.decode.decode_work import DecodeWork, work_in_runs
+from rill.models.decode.decode_work import DecodeWork, shared_work, work_in_runs, work_list
 from rill.models.ops.torch_kernels import attend_one
 
 pytestmark = pytest.mark.gpu
@@ -74,3 +74,53 @@ def test_decode_attention_of_unequal_lengths(
         one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
         expected = attend_one(one, key, value, dim**-0.5, window, softcap, sinks)[0]
         assert error(found[0][row], expected) < TOLERANCE[dtype], (row, length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.0, False), (5.0, True)])
+@torch.no_grad()
+def test_what_rows_share_is_read_once_and_counts_for_each(
+    dtype: torch.dtype, softcap: float, has_sinks: bool
+) -> None:
+    from rill.models.ops.triton_decode import DecodeAttention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads, kv_heads, dim, block = 12, 2, 128, 16
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device="cuda").to(dtype)
+
+    prefixes = np.array([0, 0] + [528] * 5 + [4096] * 20, dtype=np.int32)
+    lengths = prefixes + np.array([40, 900, *range(1, 24), 600, 3000], dtype=np.int32)
+    first_of = np.array([0, 1] + [2] * 5 + [7] * 20)
+    count = int(-(-lengths.max() // block))
+    keys, values = (randn(len(lengths) * count + 1, block, kv_heads, dim) for _ in range(2))
+    tables = torch.arange(1, len(lengths) * count + 1, dtype=torch.int32, device="cuda").view(-1, count)
+    for row, first in enumerate(first_of):
+        tables[row, : prefixes[row] // block] = tables[first, : prefixes[row] // block]
+    query, sinks = randn(len(lengths), (heads + 2 * kv_heads) * dim), randn(heads) if has_sinks else None
+    attend = DecodeAttention(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, max_rows=64, device=torch.device("cuda")
+    )
+    rows = np.arange(len(lengths), dtype=np.int32)
+    shared = shared_work(lengths, rows, prefixes, first_of.astype(np.int32))
+    assert shared is not None and len(shared.members) == 3
+    entries = np.concatenate(
+        [work_list(lengths, rows, None, shared.tokens_B), np.zeros((3, 8), dtype=np.int32)]
+    )
+    work = DecodeWork(
+        torch.from_numpy(entries).cuda(),
+        ((0, 0, len(entries)),),
+        members=torch.from_numpy(shared.members).cuda(),
+        shared=torch.from_numpy(shared.entries).cuda(),
+    )
+    out = torch.full((len(lengths), heads, dim), float("nan"), dtype=dtype, device="cuda")
+    attend(
+        query, query.shape[1], keys, values, tables, work, out,
+        scale=dim**-0.5, window=0, softcap=softcap, sinks_H=sinks,
+    )  # fmt: skip
+    for row, length in enumerate(lengths.tolist()):
+        key, value = (c[tables[row].long()].flatten(0, 1)[:length].double() for c in (keys, values))
+        one = query[row : row + 1, : heads * dim].view(1, heads, dim).double()
+        expected = attend_one(one, key, value, dim**-0.5, 0, softcap, sinks)[0]
+        assert error(out[row], expected) < TOLERANCE[dtype], (row, length)
