@@ -27,6 +27,7 @@ DATASETS = Registry(
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
         "counting": "rill.data.tasks.counting:CountingDataset",
         "vault": "rill.data.tasks.vault:VaultDataset",
+        "programs": "rill.data.tasks.programs:ProgramsDataset",
         "sorting": "rill.data.tasks.sorting:SortingDataset",
         "strings": "rill.data.tasks.strings:StringsDataset",
         "equations": "rill.data.tasks.equations:EquationsDataset",
@@ -39,6 +40,7 @@ DATASETS = Registry(
         "stream": "rill.data.generated:GeneratedStream",
         "mixture": "rill.data.mixture:MixtureDataset",
         "initial_states": "rill.data.initial_states:InitialStates",
+        "gymnasium": "rill.envs.gymnasium:GymnasiumTasks",
         "verifiers": "rill.envs.verifiers.tasks:VerifiersTasks",
     },
 )

@@ -43,6 +43,7 @@ ENVIRONMENTS = Registry(
         "function": "rill.envs.function:FunctionEnvironment",
         "vault": "rill.envs.vault:Vault",
         "calculator": "rill.envs.calculator:Calculator",
+        "nim": "rill.envs.nim:Nim",
         "mcp": "rill.envs.mcp:McpEnvironment",
         "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
         "textarena": "rill.envs.textarena:TextArenaEnvironment",
