@@ -25,12 +25,8 @@ DATASETS = Registry(
     "dataset",
     {
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
-        "counting": "rill.data.tasks.counting:CountingDataset",
         "vault": "rill.data.tasks.vault:VaultDataset",
         "programs": "rill.data.tasks.programs:ProgramsDataset",
-        "sorting": "rill.data.tasks.sorting:SortingDataset",
-        "strings": "rill.data.tasks.strings:StringsDataset",
-        "equations": "rill.data.tasks.equations:EquationsDataset",
         "reasoning_gym": "rill.data.tasks.gym:ReasoningGymDataset",
         "jsonl": "rill.data.jsonl:JsonlDataset",
         "parquet": "rill.data.parquet:ParquetDataset",
