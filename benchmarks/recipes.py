@@ -107,7 +107,14 @@ def train(recipe: str, name: str, seed: int, args: argparse.Namespace) -> dict[s
 def figures_of(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = read_metrics(run.path)
-    for name in ("eval/accuracy", "eval/perfect/accuracy", "reward/mean", "length/response", "sft/loss", "eval/loss"):
+    for name in (
+        "eval/accuracy",
+        "eval/perfect/accuracy",
+        "reward/mean",
+        "length/response",
+        "sft/loss",
+        "eval/loss",
+    ):
         values = [row.values[name] for row in rows if name in row.values]
         if values:  # nim is measured against a perfect player
             found[name] = [round(values[0], 4), round(values[-1], 4)]

@@ -23,7 +23,6 @@ from rill.envs.games import Step, play
 from rill.errors import ConfigError, MissingExtraError
 from rill.types import Message, Prompt
 
-
 SEED = "seed"
 """In a prompt's metadata: of the game. Unset: the group's."""
 

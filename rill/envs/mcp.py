@@ -142,7 +142,9 @@ class _Connection:
         client = await self._client()
         try:
             return await client.call_tool(name, dict(arguments))
-        except Exception as error:  # boundary: what a call raises says nothing of the connection; it is raised again
+        except (
+            Exception
+        ) as error:  # boundary: what a call raises says nothing of the connection; it is raised again
             if not await self._is_alive(client):
                 self._drop()
                 raise ConnectionError(f"the MCP server {self._name} is gone") from error

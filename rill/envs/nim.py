@@ -1,10 +1,10 @@
-"""A game for two that a policy learns by playing itself: from a heap, take one, two or three; who takes the last one wins.
+"""A game for two that a policy learns by playing itself: from a heap, take one, two or three; who takes the last wins.
 
     first     13: │ 1; │ 10: │ 2; │ …        each player reads how many are left, and says how many it takes
     second    12: │ 2; │  8: │ …
 
-Both players are agents of the policy's, with samples and baselines of their own. `opponent = "perfect"` plays against one
-that makes no mistake, from heaps that can be won: what self-play is measured by.
+Both players are agents of the policy's, with samples and baselines of their own. `opponent = "perfect"` plays against
+one that makes no mistake, from heaps that can be won: what self-play is measured by.
 """
 
 from __future__ import annotations

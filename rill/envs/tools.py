@@ -79,7 +79,9 @@ async def run_tool(
     if tool is None:
         return f"{ERROR}there is no tool {name!r}", False
     try:
-        given = (json.loads(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
+        given = (
+            (json.loads(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
+        )
         if not isinstance(given, Mapping):
             raise ValueError("not a JSON object")
     except ValueError as error:

@@ -42,7 +42,9 @@ class Said:
 def read_rollouts(run: Run) -> list[dict[str, Any]]:
     """The groups that training recorded, by version and then by group, as they stand in the files."""
     fields = ("version", "group", "samples")
-    paths = [path for path in sorted(run.rollouts_dir.glob("*.jsonl")) if not path.name.startswith(EVALUATION)]
+    paths = [
+        path for path in sorted(run.rollouts_dir.glob("*.jsonl")) if not path.name.startswith(EVALUATION)
+    ]
     groups = [record for path in paths for record in read_lines(path, *fields)]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
 

@@ -32,7 +32,6 @@ from rill.workflows.config import (
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.policy import PolicyClient
 
-
 MAX_TRANSCRIPTS = 256
 """Groups of an evaluation that the rollout viewer shows; every answer is in its file."""
 
@@ -114,7 +113,9 @@ def _answer(name: str, prompt: Prompt, episode: Episode) -> Answer:
         num_tokens=sum(sample.num_sampled for sample in episode.samples),
         metrics={
             "read_tokens": float(sum(s.num_tokens - s.num_sampled for s in episode.samples)),
-            **{name: value for name, value in episode.metrics.items() if name not in ("samples", "rewritten")},
+            **{
+                name: value for name, value in episode.metrics.items() if name not in ("samples", "rewritten")
+            },
         },
     )
 

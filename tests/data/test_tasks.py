@@ -126,7 +126,9 @@ def test_the_tests_of_a_program_tell_what_it_computes_and_not_what_is_guessed() 
         inputs, outputs = prompt.metadata["tests"].values()
         assert [factor * int(n) + summand for n in inputs] == [int(said) for said in outputs]
         solution = prompt.metadata["solution"]
-        assert solution == f"print(int(input())*{factor}+{summand})" or re.fullmatch(r"print\(\d+\)", solution)
+        assert solution == f"print(int(input())*{factor}+{summand})" or re.fullmatch(
+            r"print\(\d+\)", solution
+        )
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "vault"])

@@ -94,7 +94,10 @@ def test_its_data_set_has_seeds_on_two_sides_and_a_warm_up_of_random_games() -> 
 
 
 async def test_the_seed_of_a_task_is_that_of_its_game() -> None:
-    starts = {"arguments": {"is_slippery": False, "desc": ["SSSS", "SHSH", "SSSH", "HSSG"]}, "observation": "value"}
+    starts = {
+        "arguments": {"is_slippery": False, "desc": ["SSSS", "SHSH", "SSSH", "HSSG"]},
+        "observation": "value",
+    }
     shown = []
     for seed in (0, 0, 1):
         task = Prompt(id="p", text="Walk.", metadata={"seed": seed})

@@ -1,5 +1,5 @@
-"""GiGPO (arXiv 2505.10978): groups within groups. Beside its episode's advantage, a turn has one against the other turns
-of the group that answered the same observation, its anchor, in whichever episode and at whichever time.
+"""GiGPO (arXiv 2505.10978): groups within groups. Beside its episode's advantage, a turn has one against the other
+turns of the group that answered the same observation, its anchor, in whichever episode and at whichever time.
 
     A = A^E + ω A^S,    A^S = (G − mean of the anchor's turns) / F,    G = Σ γ^l r of what came from the turn on
 

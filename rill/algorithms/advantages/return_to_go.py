@@ -2,9 +2,9 @@
 
     A_{i,k} = G_{i,k} − mean over the other episodes j of G_{j,1},    G_{i,k} = Σ_{l≥k} γ^(l−k) r_{i,l}
 
-A turn is not credited with what was given before it, and the baseline knows nothing of what the episode itself did: the
-gradient has no bias, unlike that of a baseline by the number of the turn, which only episodes have that got so far. Where
-all of the reward comes at the end, it is RLOO.
+A turn is not credited with what was given before it, and the baseline knows nothing of what the episode itself did:
+the gradient has no bias, unlike that of a baseline by the number of the turn, which only episodes have that got so far.
+Where all of the reward comes at the end, it is RLOO.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A formula that is to become a program: it reads numbers and prints what the formula makes of them. The tests, pairs of
-input and output for the reward `code`, are not in the question.
+"""A formula that is to become a program: it reads a number and prints what the formula makes of it. The tests, pairs
+of input and output for the reward `code`, are not in the question.
 
     7n+3?    print(int(input())*7+3)        a program
     7n+3?    print(24)                      a guess: right for one number at most

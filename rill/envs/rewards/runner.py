@@ -7,8 +7,9 @@ Called by run_episode, on its event loop. Every term of a mix runs beside the ot
     thread   a daemon thread; past the deadline it is abandoned
     process  a worker process; past the deadline it is killed
 
-A term that fails makes the whole score unknown: it says which term failed, why, and where in the user's code. Process rewards run on as many processes as there are cores; a score that takes long gives its
-place up after PATIENCE_S, so that the time a few of them hang does not add up for the others.
+A term that fails makes the whole score unknown: it says which term failed, why, and where in the user's code. Process
+rewards run on as many processes as there are cores; a score that takes long gives its place up after PATIENCE_S, so
+that the time a few of them hang does not add up for the others.
 """
 
 from __future__ import annotations
