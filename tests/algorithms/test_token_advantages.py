@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,9 +233,7 @@ def test_gigpo_compares_turns_that_answer_the_same_observation(seed, scale):
                 whole = against(total[i], totals) if len(totals) > 1 else alone
                 for place in places:
                     expected[i][place] = whole + weight * (against(value, values) if len(values) > 1 else 0.0)
-    batch = replace(
-        batch_of(rollouts, process=True), anchor_N=torch.tensor([a for row in anchors for a in row])
-    )
+    batch = batch_of(rollouts, process=True)
     settings_of = {"type": "gigpo", "gamma": gamma, "weight": weight, "scale": scale}
     found = algorithm(settings_of).batch_advantages(batch).advantages_N
     assert found.tolist() == pytest.approx([v for row in expected for v in row], abs=1e-5)
