@@ -8,7 +8,6 @@ actions = ["left", "down", "right", "up"]
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from typing import Any, Literal
@@ -19,12 +18,9 @@ from rill.config import Config
 from rill.data.base import DatasetConfig, Share, Split, check_template, on_side
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
-from rill.envs.games import Step, play
+from rill.envs.games import SEED, Step, play
 from rill.errors import ConfigError, MissingExtraError
 from rill.types import Message, Prompt
-
-SEED = "seed"
-"""In a prompt's metadata: of the game. Unset: the group's."""
 
 
 class GameConfig(Config):
@@ -60,10 +56,7 @@ class GymnasiumEnvironment(Environment):
     config: Config
 
     async def run(self, task: Prompt, agents: Agents) -> None:
-        # The episodes of a group begin with the same state: what differs is what the policy does.
-        by_group = int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little")
-        seed = int(task.metadata.get(SEED, by_group))
-        await play(GymGame(self.config), task, agents, seed=seed, max_turns=self.config.max_turns)
+        await play(GymGame(self.config), task, agents, max_turns=self.config.max_turns)
 
 
 class GymnasiumTasks:
