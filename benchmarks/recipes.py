@@ -38,9 +38,6 @@ TINY = (
     "reward_model_arithmetic",
     "rlhf_ppo",
     "vault",
-    "nim",
-    "lake",
-    "code",
 )
 """In this order: those after sft_arithmetic start from its model, rlhf_ppo also from the reward model."""
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -109,14 +106,13 @@ def figures_of(run: Run) -> dict[str, Any]:
     rows = read_metrics(run.path)
     for name in (
         "eval/accuracy",
-        "eval/perfect/accuracy",
         "reward/mean",
         "length/response",
         "sft/loss",
         "eval/loss",
     ):
         values = [row.values[name] for row in rows if name in row.values]
-        if values:  # nim is measured against a perfect player
+        if values:
             found[name] = [round(values[0], 4), round(values[-1], 4)]
     return found
 
