@@ -37,6 +37,7 @@ TINY = (
     "dpo_arithmetic",
     "reward_model_arithmetic",
     "rlhf_ppo",
+    "vault",
 )
 """In this order: those after sft_arithmetic start from its model, rlhf_ppo also from the reward model."""
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -103,7 +104,13 @@ def train(recipe: str, name: str, seed: int, args: argparse.Namespace) -> dict[s
 def figures_of(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = read_metrics(run.path)
-    for name in ("eval/accuracy", "reward/mean", "length/response", "sft/loss", "eval/loss"):
+    for name in (
+        "eval/accuracy",
+        "reward/mean",
+        "length/response",
+        "sft/loss",
+        "eval/loss",
+    ):
         values = [row.values[name] for row in rows if name in row.values]
         if values:
             found[name] = [round(values[0], 4), round(values[-1], 4)]

@@ -29,7 +29,7 @@ def sanitised(batch: AnyBatch, *, check_finite: bool) -> AnyBatch:
             raise TrainingError(
                 f"{field.name} has shape {tuple(values.shape)}, the mask has {num_tokens} tokens"
             )
-        if field.name not in ("mask_N", "seq_N", "turn_N"):
+        if field.name not in ("mask_N", "seq_N", "turn_N", "anchor_N"):
             clean[field.name] = zero_unless(is_on_N, full_precision(values))
     if check_finite:
         require_finite(clean)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,6 +108,7 @@ def advantage_batch(
         if is_spread
         else None,
         turn_N=_flat([t.turn_ids for t in found]).to(torch.int64),
+        anchor_N=_anchors(found),
         logprobs_N=_field(samples, "old_logprobs"),
         ref_logprobs_N=_field(samples, "ref_logprobs"),
         values_N=_field(samples, "values"),
@@ -176,6 +178,21 @@ def _episode(trajectory: Trajectory) -> str:
 def _numbers(names: Sequence[object]) -> Tensor:
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names], dtype=torch.int64)
+
+
+def _anchors(found: Sequence[Trajectory]) -> Tensor:
+    """Of every token, the number of what lies before its turn: an observation, or the prompt."""
+    numbers: dict[bytes, int] = {}
+    columns = []
+    for t in found:
+        starts = [0, *(np.flatnonzero(np.diff(t.turn_ids)) + 1).tolist(), t.num_tokens]
+        column = np.empty(t.num_tokens, dtype=np.int64)
+        seen = b""
+        for start, end in pairwise(starts):
+            column[start:end] = numbers.setdefault(seen, len(numbers))
+            seen = t.token_ids[start:end].tobytes()
+        columns.append(column)
+    return torch.from_numpy(np.concatenate(columns)) if columns else torch.empty(0, dtype=torch.int64)
 
 
 def _greedy(found: Sequence[Trajectory]) -> Tensor | None:

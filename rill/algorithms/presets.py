@@ -30,6 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "otb": {"advantage": {"type": "optimal_token"}, "loss": _CLIP, "aggregation": "token-mean"},
     # arXiv 2511.14846, with the clipped surrogate
     "turn": {"advantage": {"type": "turn"}, "loss": _CLIP, "aggregation": "token-mean"},
+    "return_to_go": {"advantage": {"type": "return_to_go"}, "loss": _CLIP, "aggregation": "token-mean"},
+    "gigpo": {"advantage": {"type": "gigpo"}, "loss": _CLIP, "aggregation": "token-mean"},
     # arXiv 2503.14476; filters.overlong needs the run's length limit, so a recipe sets it
     "dapo": {
         "advantage": {"type": "grpo"},

@@ -1,4 +1,5 @@
-"""`rill eval`: pass@k with confidence intervals of a run's model, or of any model, on its tasks or another."""
+"""`rill eval`: pass@k and what it took, with confidence intervals, of a run's model, or of any model, on its tasks or
+another."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from rill.errors import UserError
 from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
 from rill.models.hub import hub_folder, is_hub_name
-from rill.telemetry.evaluations import next_path, rewards_of, save
+from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
+from rill.telemetry.rollouts import EVALUATION
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -47,6 +49,7 @@ def evaluate(
     Examples:
       rill eval demo                                        the demo's model on the sets of its recipe
       rill eval demo samples=8 sampling.temperature=1.0     pass@1, @2, @4, @8
+      rill eval vault env.limits.max_turns=3                an agent: turns, tool calls and tokens, too
       rill eval ./my-model --task arithmetic data.digits=[3,3] env.reward.answer=last_number
       rill eval Qwen/Qwen2.5-0.5B-Instruct --task hub data.name=openai/gsm8k data.subset=main data.split=test \\
         data.answer_after=#### env.reward.type=math sampling.max_new_tokens=512 -o base.jsonl
@@ -60,11 +63,20 @@ def evaluate(
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
-        answers = score(config, lambda done, total: progress.update(task_id, completed=done, total=total))
+        run = Run.open(model, root=root) if _is_run(model, root) else None
+        own = None if run is None else next_path(run)
+        answers = score(
+            config,
+            lambda done, total: progress.update(task_id, completed=done, total=total),
+            transcripts=None if run is None or own is None else (run.path, f"{EVALUATION}{own.stem}"),
+        )
     metrics: dict[str, float] = {}
     for name, rows in rewards_of(answers).items():
         metrics |= summarise_rewards(list(rows.values()), name)
-    path = out or (next_path(Run.open(model, root=root)) if _is_run(model, root) else None)
+        for what, cost in costs_of(answers, name).items():
+            key = f"{_place(name)}/{what}"
+            metrics |= {key: cost.mean, f"{key}_low": cost.low, f"{key}_high": cost.high}
+    path = out or own
     if path is not None:
         save(path, model=model, metrics=metrics, config=config.model_dump(mode="json"), answers=answers)
     if as_json:
@@ -78,8 +90,12 @@ def evaluate(
     say(f"answers in {path}" if path is not None else "answers are not kept: -o FILE keeps them")
 
 
+def _place(name: str) -> str:
+    return "eval" if name == "held_out" else f"eval/{name}"
+
+
 def _show(name: str, metrics: dict[str, float], what: str) -> None:
-    place = "eval" if name == "held_out" else f"eval/{name}"
+    place = _place(name)
     rows = [
         [
             key.removeprefix(f"{place}/"),

@@ -6,6 +6,7 @@ no font, and follows the reader's light or dark theme.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ def write_curves(run: Run, target: Path) -> Path:
 
 def curves_of(rows: Sequence[MetricRow]) -> list[Curve]:
     curves = []
-    for name, title in DRAWN:
+    known = {name for row in rows for name in row.values}
+    sets = sorted(name for name in known if re.fullmatch(r"eval/[^/]+/accuracy", name))
+    for name, title in (DRAWN[0], *((n, f"accuracy, {n.split('/')[1]}") for n in sets), *DRAWN[1:]):
         points = [(float(row.step), row.values[name]) for row in rows if name in row.values]
         if len(points) > 1:
             curves.append(Curve(title=title, points=thinned(points)))

@@ -25,11 +25,8 @@ DATASETS = Registry(
     "dataset",
     {
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
-        "counting": "rill.data.tasks.counting:CountingDataset",
         "vault": "rill.data.tasks.vault:VaultDataset",
-        "sorting": "rill.data.tasks.sorting:SortingDataset",
-        "strings": "rill.data.tasks.strings:StringsDataset",
-        "equations": "rill.data.tasks.equations:EquationsDataset",
+        "programs": "rill.data.tasks.programs:ProgramsDataset",
         "reasoning_gym": "rill.data.tasks.gym:ReasoningGymDataset",
         "jsonl": "rill.data.jsonl:JsonlDataset",
         "parquet": "rill.data.parquet:ParquetDataset",
@@ -39,6 +36,7 @@ DATASETS = Registry(
         "stream": "rill.data.generated:GeneratedStream",
         "mixture": "rill.data.mixture:MixtureDataset",
         "initial_states": "rill.data.initial_states:InitialStates",
+        "gymnasium": "rill.envs.gymnasium:GymnasiumTasks",
         "verifiers": "rill.envs.verifiers.tasks:VerifiersTasks",
     },
 )

@@ -16,7 +16,8 @@ what was sampled; a caller that wants the rewritten history passes other message
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
+from rill.data.frame import Frame, compared_constants, find_frame
 from rill.errors import DataError
 from rill.types import Message, Prompt, TokenIds
 
@@ -34,7 +36,7 @@ MARK = "rill9mark"
 """Stands in a rendered conversation for what the model sampled. No template changes it."""
 
 MAX_BEGUN = 64
-"""Conversations whose tokens are remembered."""
+"""Conversations whose tokens are remembered, and shapes of turns."""
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, AttributeError)
 """What a template may raise that does not fit a conversation."""
@@ -62,6 +64,7 @@ class PromptEncoder:
         self.template_arguments = dict(template_arguments or {})
         self._last: tuple[Prompt, TokenIds] | None = None
         self._begun: dict[bytes, TokenIds] = {}
+        self._frames: dict[Hashable, Frame | None] = {}
         self._heard_roles: set[str] = set()
 
     def encode(self, prompt: Prompt) -> TokenIds:
@@ -103,19 +106,21 @@ class PromptEncoder:
         new: Sequence[Message],
         *,
         tools: Tools = (),
+        tools_key: bytes = b"",
         sampled_ids: TokenIds,
         is_cut_off: bool = False,
     ) -> TokenIds:
         """What is to be appended to an answer (`said`, sampled as `sampled_ids`) when `new` messages follow it: the
-        rest of its closing, the messages, the start of the next answer. A cut-off answer is closed first.
+        rest of its closing, the messages, the start of the next answer. A cut-off answer is closed first. `tools_key`
+        stands for the tools.
 
         Raises DataError where the template cannot say it; the conversation is then rendered as a whole.
         """
         if new and new[0].role == "tool" and said.tool_calls and not is_cut_off:
-            text = self._after_call(said, new, tools, sampled_ids)
+            text = self._after_call(said, new, tools, tools_key, sampled_ids)
             if text is not None:
                 return self.encode_text(text, special=False)
-        ids = self.encode_text(self._after_mark([_QUESTION, _ANSWER, *new], tools), special=False)
+        ids = self.encode_text(self._after_mark(_ANSWER, new, tools, tools_key), special=False)
         return ids[self._num_said(sampled_ids, ids) :]
 
     def encode_text(self, text: str, *, special: bool) -> TokenIds:
@@ -214,14 +219,35 @@ class PromptEncoder:
                 return count
         return int(len(sampled_ids) > 0 and len(ids) > 0 and int(sampled_ids[-1]) == self._last_closing)
 
-    def _after_mark(self, messages: Sequence[Message], tools: Tools) -> str:
-        _, mark, tail = self.render(messages, tools, add_generation_prompt=True).partition(MARK)
-        if not mark:
-            raise DataError("the chat template drops what the assistant said when something follows it")
-        return tail
+    def _after_mark(self, said: Message, new: Sequence[Message], tools: Tools, tools_key: bytes) -> str:
+        """The text behind the mark in what was said, up to where the next answer starts."""
+
+        def rendered(messages: Sequence[Message]) -> str:
+            whole = self.render([_QUESTION, said, *messages], tools, add_generation_prompt=True)
+            _, mark, tail = whole.partition(MARK)
+            if not mark:
+                raise DataError("the chat template drops what the assistant said when something follows it")
+            return tail
+
+        if self._constants is None or any(
+            m.tool_calls or not m.content.strip() or self._constants.search(m.content) for m in new
+        ):
+            return rendered(new)
+        calls = tuple(call["function"]["name"] for call in said.tool_calls)
+        key = (tools_key or repr(tools), calls, tuple((m.role, m.name, m.tool_call_id is None) for m in new))
+        if key not in self._frames:
+            if len(self._frames) >= MAX_BEGUN:
+                self._frames.clear()
+            self._frames[key] = find_frame(new, rendered)
+        frame = self._frames[key]
+        return rendered(new) if frame is None else frame.filled(new)
+
+    @cached_property
+    def _constants(self) -> re.Pattern[str] | None:
+        return compared_constants(self.chat_template) if isinstance(self.chat_template, str) else None
 
     def _after_call(
-        self, said: Message, new: Sequence[Message], tools: Tools, sampled_ids: TokenIds
+        self, said: Message, new: Sequence[Message], tools: Tools, tools_key: bytes, sampled_ids: TokenIds
     ) -> str | None:
         """The text behind a turn that ends with tool calls; None where the template does not show where that is.
 
@@ -232,13 +258,22 @@ class PromptEncoder:
         function = {**last["function"], "arguments": {"x": MARK}}
         base = replace(said, content="", tool_calls=(*others, {**last, "function": function}))
         try:
-            tail = self._after_mark([_QUESTION, base, *new], tools)
+            tail = self._after_mark(base, new, tools, tools_key)
         except DataError:
             return None
-        end = self.decode(sampled_ids[-1:], skip_special=False) if len(sampled_ids) else ""
+        end = self._token_text(int(sampled_ids[-1])) if len(sampled_ids) else ""
         limit = tail.find(new[0].content) if new[0].content else -1
         at = tail.find(end, 0, limit if limit >= 0 else len(tail)) if end.strip() else -1
         return tail[at + len(end) :] if at >= 0 else None
+
+    @cached_property
+    def _eos(self) -> tuple[int | None, str]:
+        return self.tokenizer.eos_token_id, str(self.tokenizer.eos_token)
+
+    def _token_text(self, token_id: int) -> str:
+        if token_id == self._eos[0]:
+            return self._eos[1]
+        return self.decode(np.array([token_id]), skip_special=False)
 
 
 _QUESTION = Message(role="user", content="?")

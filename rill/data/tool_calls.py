@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,12 +138,16 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 # --- one parser for each syntax ----------------------------------------------------------------------------
 
 
+_raw_decode = json.JSONDecoder().raw_decode
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def _parse_json_calls(text: str, tools: Tools) -> list[ParsedCall] | None:
     """JSON objects with a name and arguments: one, an array, or several with `;`, `,` or space between."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    found, at = [], 0
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _raw_decode(text, at)
         except (ValueError, RecursionError):
             return None
         found += value if isinstance(value, list) else [value]
@@ -238,8 +242,8 @@ def _call_of(value: Any) -> ParsedCall | None:
 
 
 def _new_call(name: str, arguments: Any) -> ParsedCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ParsedCall(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=text)
+    text = arguments if isinstance(arguments, str) else _as_json(arguments)
+    return ParsedCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
 
 
 def _decode(text: str) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rill.data.tool_calls import ToolCallStream, ToolSyntax, detect_syntax
 from rill.envs.base import AgentConfig, Endpoint, Environment, Policy
@@ -137,6 +137,18 @@ class Agents(Mapping[str, "Agent"]):
 _PLAIN = AgentConfig()
 
 
+class _Offer(NamedTuple):
+    """Tools as a conversation has them."""
+
+    tools: Tools
+    """Kept, so that their ids stay theirs."""
+    schemas: list[dict[str, Any]]
+    parameters: dict[str, Any]
+    """By name."""
+    start: bytes
+    """The digest that conversations with them begin with."""
+
+
 class Agent:
     def __init__(self, name: str, config: AgentConfig, setting: Setting) -> None:
         self.name = name
@@ -149,8 +161,10 @@ class Agent:
         self._syntax: ToolSyntax | None = None
         self._num_asked: dict[str, int] = {}
         self._asked: dict[bytes, Node] = {}
-        self._offers: dict[tuple[int, ...], tuple[Tools, list[dict[str, Any]], bytes]] = {}
-        self._chains: dict[tuple[bytes, int], tuple[Message, bytes]] = {}
+        self._offers: dict[tuple[int, ...], _Offer] = {}
+        self._told_start = b""
+        self._told: list[tuple[Message, bytes]] = []
+        """The last conversation, with the digest up to each message."""
         self._base_url: str | None = None
 
     # --- what an environment calls ------------------------------------------------------------------------
@@ -188,23 +202,22 @@ class Agent:
         conversation = [as_message(message) for message in messages]
         if not conversation:
             raise DataError("say(): no messages; a task in plain text (task.text) is for generate(task)")
-        schemas, start = self._offer(tools)
-        chains = [start]
-        for given, message in zip(messages, conversation, strict=True):
-            # A client's own form is read anew in every turn: nothing of it is worth remembering.
-            chain = self._chain if given is message else chain_of
-            chains.append(chain(chains[-1], message))
+        offer = self._offer(tools)
+        chains = self._chain(offer.start, conversation)
         node = self._asked.get(chains[-1])
         if node is None:
-            node = self._asked[chains[-1]] = self._place(conversation, schemas, chains[1:])
+            node = self._asked[chains[-1]] = self._place(conversation, offer, chains)
         completion = await self._complete(node, sampling)
-        if schemas:
+        if offer.schemas:
             self.setting.counts.tools_offered = 1
-            message = self._parse(completion, schemas, node)
+            message = self._parse(completion, offer, node)
         else:
             message = Message(role="assistant", content=self._encoder.decode(completion.token_ids))
         reply = self._reply(node, completion, message, is_trained)
-        self.tree.note_reply(self._chain(chains[-1], message), reply.node)
+        after = chain_of(chains[-1], message)
+        self._told_start = offer.start
+        self._told = [*zip(conversation, chains[1:], strict=True), (message, after)]
+        self.tree.note_reply(after, reply.node)
         return reply
 
     async def act(
@@ -297,8 +310,8 @@ class Agent:
 
     # --- conversations ------------------------------------------------------------------------------------
 
-    def _offer(self, tools: Tools) -> tuple[list[dict[str, Any]], bytes]:
-        """The tools' schemas and the digest that conversations with them begin with; worked out once."""
+    def _offer(self, tools: Tools) -> _Offer:
+        """Worked out once."""
         key = tuple(map(id, tools))
         known = self._offers.get(key)
         if known is None:
@@ -306,23 +319,26 @@ class Agent:
             names = [schema.get("function", {}).get("name") for schema in schemas]
             if doubled := {str(name) for name in names if names.count(name) > 1 or not name}:
                 raise DataError(f"tools need a name each, and no two the same: {', '.join(sorted(doubled))}")
-            known = self._offers[key] = (tools, schemas, chain_start(schemas))
-        return known[1], known[2]
+            parameters = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
+            known = self._offers[key] = _Offer(tools, schemas, parameters, chain_start(schemas))
+        return known
 
-    def _chain(self, before: bytes, message: Message) -> bytes:
-        """chain_of, remembered: a conversation is passed whole in every turn."""
-        known = self._chains.get((before, id(message)))
-        if known is None or known[0] is not message:
-            known = self._chains[before, id(message)] = (message, chain_of(before, message))
-        return known[1]
+    def _chain(self, start: bytes, messages: list[Message]) -> list[bytes]:
+        """The digests of a conversation up to each of its messages. Those that were there a turn ago are known."""
+        chains, is_known = [start], self._told_start == start
+        for n, message in enumerate(messages):
+            is_known = is_known and n < len(self._told) and self._told[n][0] is message
+            chains.append(self._told[n][1] if is_known else chain_of(chains[-1], message))
+        return chains
 
-    def _place(self, messages: list[Message], schemas: list[dict[str, Any]], chains: list[bytes]) -> Node:
+    def _place(self, messages: list[Message], offer: _Offer, chains: list[bytes]) -> Node:
         """Where the conversation goes on: behind the last reply in it, or as a history of its own."""
-        self._encoder.check_roles(messages)
+        chains = chains[1:]
         found = self.tree.find_reply(chains)
         if found is not None:
             node, position = found
             new = messages[position + 1 :]
+            self._encoder.check_roles(new)
             if not new:
                 raise DataError(
                     "say(): the last message is the agent's own reply; add one that it can answer"
@@ -332,7 +348,8 @@ class Agent:
                 ids = self._encoder.encode_following(
                     messages[position],
                     new,
-                    tools=schemas,
+                    tools=offer.schemas,
+                    tools_key=offer.start,
                     sampled_ids=node.token_ids,
                     is_cut_off=node.completion.stop_reason in (StopReason.LENGTH, StopReason.ABORTED),
                 )
@@ -342,20 +359,18 @@ class Agent:
                 self.tree.num_rewritten += any(message.role == "assistant" for message in new)
                 text = "\n".join(message.content for message in new)
                 return self.tree.observe(node, ids, role=new[-1].role, text=text)
+        self._encoder.check_roles(messages)
         has_past = any(message.role == "assistant" for message in messages)
-        ids = self._encoder.encode_messages(messages, schemas, key=chains[-1])
+        ids = self._encoder.encode_messages(messages, offer.schemas, key=chains[-1])
         self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
         return self.tree.observe(None, ids, role="prompt")
 
-    def _parse(self, completion: Completion, schemas: list[dict[str, Any]], node: Node) -> Message:
+    def _parse(self, completion: Completion, offer: _Offer, node: Node) -> Message:
         """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""
         if self._syntax is None:
             self._syntax = detect_syntax(str(self._encoder.chat_template or ""))
         raw = self._encoder.decode(completion.token_ids, skip_special=False)
-        stream = ToolCallStream(
-            self._syntax, {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
-        )
-        content, calls = stream.feed(raw, is_last=True)
+        content, calls = ToolCallStream(self._syntax, offer.parameters).feed(raw, is_last=True)
         counts = self.setting.counts
         counts.tool_calls += len(calls)
         counts.malformed_calls += not calls and self._syntax.open in raw

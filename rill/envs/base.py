@@ -42,7 +42,7 @@ ENVIRONMENTS = Registry(
         "single_turn": "rill.envs.single_turn:SingleTurn",
         "function": "rill.envs.function:FunctionEnvironment",
         "vault": "rill.envs.vault:Vault",
-        "calculator": "rill.envs.calculator:Calculator",
+        "nim": "rill.envs.nim:Nim",
         "mcp": "rill.envs.mcp:McpEnvironment",
         "gymnasium": "rill.envs.gymnasium:GymnasiumEnvironment",
         "textarena": "rill.envs.textarena:TextArenaEnvironment",

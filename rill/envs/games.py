@@ -6,6 +6,7 @@ environment. Each step runs in a thread, as libraries block.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,6 +15,9 @@ from rill.envs.agent import Agent, Agents
 from rill.envs.reply import Reply
 from rill.envs.threads import in_thread
 from rill.types import Message, Prompt
+
+SEED = "seed"
+"""In a prompt's metadata: of the game. Unset: the group's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,16 @@ class Game(Protocol):
     def close(self) -> None: ...
 
 
-async def play(game: Game, task: Prompt, agents: Agents, *, seed: int, max_turns: int) -> None:
-    """Until the game is over, or `max_turns` moves were made. Rewards go to the agents as they come."""
+async def play(game: Game, task: Prompt, agents: Agents, *, max_turns: int) -> None:
+    """Until the game is over, or `max_turns` moves were made. Rewards go to the agents as they come.
+
+    The episodes of a group begin with the same state, by the task's seed or the group's: what differs is what the
+    policy does.
+    """
+    by_group = (
+        int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little") >> 1
+    )
+    seed = int(task.metadata.get(SEED, by_group))
     players: dict[str, _Player] = {}
     try:
         step = await in_thread(game.start, seed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -105,7 +106,7 @@ class McpServer:
         )
 
     def _tool(self, described: Any, connection: _Connection) -> Tool:
-        async def call(arguments: dict[str, Any]) -> str:
+        async def call(arguments: Mapping[str, Any]) -> str:
             result = await connection.call(described.name, arguments)
             text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
             if result.is_error:
@@ -137,13 +138,13 @@ class _Connection:
             self._tools = list((await client.list_tools()).tools)
         return self._tools
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         client = await self._client()
         try:
-            return await client.call_tool(name, arguments)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
+            return await client.call_tool(name, dict(arguments))
+        except (
+            Exception
+        ) as error:  # boundary: what a call raises says nothing of the connection; it is raised again
             if not await self._is_alive(client):
                 self._drop()
                 raise ConnectionError(f"the MCP server {self._name} is gone") from error
@@ -178,8 +179,6 @@ class _Connection:
             async with self._open() as client:
                 ready.set_result(client)
                 await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001  boundary: told to whoever waits, or asks next
             if not ready.done():
                 ready.set_exception(ConnectionError(f"the MCP server {self._name} does not start: {error}"))

@@ -12,7 +12,6 @@ One connection to an episode: the server keeps the state of a session behind it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -48,9 +47,7 @@ class OpenEnvEnvironment(Environment):
     config: Config
 
     async def run(self, task: Prompt, agents: Agents) -> None:
-        seed = int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little")
-        game = OpenEnvGame(self.config)
-        await play(game, task, agents, seed=seed >> 1, max_turns=self.config.max_turns)
+        await play(OpenEnvGame(self.config), task, agents, max_turns=self.config.max_turns)
 
 
 class Refused(Exception):

@@ -6,7 +6,6 @@ finds the result instead of calling again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -71,17 +70,18 @@ class Reply:
         tool = as_tool(tool)
         self._num_calls += 1
         self._setting.counts.tool_calls += 1
-        return await self._run(tool, tool.name, json.dumps(arguments, default=str), f"#{self._num_calls}")
+        return await self._run(tool, tool.name, arguments, f"#{self._num_calls}")
 
     async def call_tool(self, call: Mapping[str, Any], box: Mapping[str, Tool]) -> Message:
         """The answer to one of message.tool_calls."""
         function = call["function"]
-        name, arguments = function["name"], function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        result = await self._run(box.get(name), name, text, call["id"])
+        name = function["name"]
+        result = await self._run(box.get(name), name, function["arguments"], call["id"])
         return Message(role="tool", content=result, name=name, tool_call_id=call["id"])
 
-    async def _run(self, tool: Tool | None, name: str, arguments: str, ordinal: str) -> str:
+    async def _run(
+        self, tool: Tool | None, name: str, arguments: str | Mapping[str, Any], ordinal: str
+    ) -> str:
         counts, log = self._setting.counts, self._setting.log
         limits = self._setting.environment.config.limits
         key = f"tool/{self._agent}/{self.node.digest}/{ordinal}"
@@ -96,7 +96,7 @@ class Reply:
             result, is_ok = await run_tool(
                 tool, name, arguments, timeout_s=limits.tool_timeout_s, max_chars=limits.max_result_chars
             )
-            log.record(key, {"name": name, "arguments": arguments, "result": result, "ok": is_ok})
+            log.record(key, {"result": result, "ok": is_ok})
         counts.tool_errors += not is_ok
         self.node.metadata.setdefault("tools", []).append({"name": name, "ok": is_ok})
         return result

@@ -11,7 +11,6 @@ plays against itself, or against another model.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Literal
 
 from pydantic import Field
@@ -38,9 +37,7 @@ class TextArenaEnvironment(Environment):
     config: Config
 
     async def run(self, task: Prompt, agents: Agents) -> None:
-        seed = int.from_bytes(hashlib.blake2b(agents.group_id.encode(), digest_size=4).digest(), "little")
-        game = ArenaGame(self.config)
-        await play(game, task, agents, seed=seed >> 1, max_turns=self.config.max_turns)
+        await play(ArenaGame(self.config), task, agents, max_turns=self.config.max_turns)
 
 
 class ArenaGame:

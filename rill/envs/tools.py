@@ -34,7 +34,7 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     """JSON schema."""
-    call: Callable[[dict[str, Any]], Awaitable[Any]]
+    call: Callable[[Mapping[str, Any]], Awaitable[Any]]
     """With arguments as the model wrote them."""
     is_once: bool = False
     """A call that was begun and whose result is not known is never repeated: the model is told that it was lost."""
@@ -50,23 +50,14 @@ def as_tool(function: Tool | Callable[..., Any], *, once: bool = False) -> Tool:
     if isinstance(function, Tool):
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    arguments, schema, description = _signature(function, name)
-    is_async = inspect.iscoroutinefunction(function)
+    arguments, schema, description, is_async = _signature(function, name)
 
-    async def call(given: dict[str, Any]) -> Any:
+    async def call(given: Mapping[str, Any]) -> Any:
         checked = arguments.model_validate(given)
         values = {field: getattr(checked, field) for field in checked.model_fields_set}
-        if is_async:
-            return await function(**values)
-        return await in_thread(function, **values)
+        return await (function(**values) if is_async else in_thread(function, **values))
 
-    return Tool(
-        name=name,
-        description=description,
-        parameters=schema,
-        call=call,
-        is_once=once,
-    )
+    return Tool(name=name, description=description, parameters=schema, call=call, is_once=once)
 
 
 def toolbox(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]:
@@ -81,14 +72,17 @@ def toolbox(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]:
 
 
 async def run_tool(
-    tool: Tool | None, name: str, arguments: str, *, timeout_s: float, max_chars: int
+    tool: Tool | None, name: str, arguments: str | Mapping[str, Any], *, timeout_s: float, max_chars: int
 ) -> tuple[str, bool]:
-    """The result as the model reads it, and whether the call succeeded."""
+    """The result as the model reads it, and whether the call succeeded. `arguments`: as the model wrote them, in JSON,
+    or as values."""
     if tool is None:
         return f"{ERROR}there is no tool {name!r}", False
     try:
-        given = json.loads(arguments) if arguments.strip() else {}
-        if not isinstance(given, dict):
+        given = (
+            (json.loads(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
+        )
+        if not isinstance(given, Mapping):
             raise ValueError("not a JSON object")
     except ValueError as error:
         return f"{ERROR}the arguments of {name} are not valid JSON: {error}", False
@@ -111,10 +105,12 @@ def shown(value: Any, max_chars: int) -> str:
         value = value[: 4 * max_chars].decode("utf-8", "replace")
     elif not isinstance(value, str):
         try:
-            value = json.dumps(value, ensure_ascii=False, default=str)
+            value = _as_json(value)
         except (TypeError, ValueError, RecursionError):
             value = repr(value)
     length = len(value)
+    if length <= max_chars and value.isprintable():
+        return str(value)
     text = _CONTROL.sub("", _ANSI.sub("", value[: 2 * max_chars]))
     text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) > max_chars or length > 2 * max_chars:
@@ -122,13 +118,14 @@ def shown(value: Any, max_chars: int) -> str:
     return text
 
 
-_Signature = tuple[type[BaseModel], dict[str, Any], str]
+_as_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
+_Signature = tuple[type[BaseModel], dict[str, Any], str, bool]
 _known: dict[Any, tuple[Any, _Signature]] = {}
 """By code: a function that is written inside `run` is a new object in every episode, with the same signature."""
 
 
 def _signature(function: Callable[..., Any], name: str) -> _Signature:
-    """What checks the arguments, their JSON schema, and what the model is told of the tool."""
+    """What checks the arguments, their JSON schema, what the model is told of the tool, and whether it is async."""
     code, defaults = getattr(function, "__code__", None), getattr(function, "__defaults__", None)
     known = _known.get(code)
     if known is not None and known[0] == defaults:
@@ -138,7 +135,8 @@ def _signature(function: Callable[..., Any], name: str) -> _Signature:
     for part in (schema, *schema.get("properties", {}).values()):
         part.pop("title", None)
     schema = {**schema, "properties": schema.get("properties", {})}
-    signature = (model, schema, inspect.cleandoc(function.__doc__ or ""))
+    about = inspect.cleandoc(function.__doc__ or "")
+    signature = (model, schema, about, inspect.iscoroutinefunction(function))
     if code is not None:
         _known[code] = (defaults, signature)
     return signature

@@ -13,11 +13,14 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rill.errors import UserError
+from rill.telemetry.pass_at_k import Estimate, bootstrap
 from rill.telemetry.run import Run, write_atomically
 
 FOLDER = "evaluations"
@@ -34,6 +37,9 @@ class Answer:
     """None: the episode failed."""
     error: str | None = None
     num_tokens: int = 0
+    """Sampled, by all agents."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the episode: turns, tool calls, tokens that were read, and what its environment counts."""
 
     @property
     def score(self) -> float:
@@ -58,6 +64,22 @@ def rewards_of(answers: Sequence[Answer]) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     for answer in answers:
         found.setdefault(answer.set, {}).setdefault(answer.prompt_id, []).append(answer.score)
+    return found
+
+
+def costs_of(answers: Sequence[Answer], name: str) -> dict[str, Estimate]:
+    """What an episode of a set took, on average, with an interval over its prompts: tokens first, then its metrics."""
+    chosen = [answer for answer in answers if answer.set == name]
+    figures = [{"sampled_tokens": float(answer.num_tokens), **answer.metrics} for answer in chosen]
+    found: dict[str, Estimate] = {}
+    for what in dict.fromkeys(key for each in figures for key in each):
+        by_prompt: dict[str, list[float]] = {}
+        for answer, each in zip(chosen, figures, strict=True):
+            if what in each:
+                by_prompt.setdefault(answer.prompt_id, []).append(each[what])
+        means = np.array([np.mean(values) for values in by_prompt.values()])
+        low, high = bootstrap(means)
+        found[what] = Estimate(mean=float(means.mean()), low=low, high=high)
     return found
 
 

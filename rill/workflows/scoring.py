@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -18,7 +20,8 @@ from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.telemetry.evaluations import Answer
-from rill.types import Episode, Prompt, SamplingParams, TokenIds
+from rill.telemetry.rollout_log import RolloutLog
+from rill.types import Episode, Group, Prompt, SamplingParams, TokenIds
 from rill.workflows.config import (
     HELD_OUT,
     EvalSamplingConfig,
@@ -28,6 +31,9 @@ from rill.workflows.config import (
 )
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.policy import PolicyClient
+
+MAX_TRANSCRIPTS = 256
+"""Groups of an evaluation that the rollout viewer shows; every answer is in its file."""
 
 
 class ScoringConfig(EvalSamplingConfig):
@@ -59,12 +65,19 @@ class ScoringConfig(EvalSamplingConfig):
         return [EvalSetConfig(name=HELD_OUT, data=self.data, split=split, **own), *self.sets]
 
 
-def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = None) -> list[Answer]:
-    """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion."""
+def score(
+    config: ScoringConfig,
+    on_done: Callable[[int, int], None] | None = None,
+    *,
+    transcripts: tuple[Path, str] | None = None,
+) -> list[Answer]:
+    """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion.
+    `transcripts`: a run's folder and a name, under which the first groups are kept for the rollout viewer."""
     sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
     tokenizer = load_tokenizer(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
+    log = None if transcripts is None else RolloutLog(*transcripts, tokenizer, MAX_TRANSCRIPTS)
     try:
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer)
@@ -78,8 +91,12 @@ def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = No
             environment.close()
             for prompt, group in zip(prompts, episodes, strict=True):
                 answers += [_answer(chosen.name, prompt, episode) for episode in group]
+                if log is not None:
+                    log.write(_transcript(chosen.name, prompt, group), dropped=None)
     finally:
         engine.close()
+        if log is not None:
+            log.close()
     return answers
 
 
@@ -93,7 +110,23 @@ def _answer(name: str, prompt: Prompt, episode: Episode) -> Answer:
         response=response_text(episode.samples[0]),
         reward=episode.reward if episode.failure is None else None,
         error=episode.error,
-        num_tokens=episode.samples[0].num_sampled,
+        num_tokens=sum(sample.num_sampled for sample in episode.samples),
+        metrics={
+            "read_tokens": float(sum(s.num_tokens - s.num_sampled for s in episode.samples)),
+            **{
+                name: value for name, value in episode.metrics.items() if name not in ("samples", "rewritten")
+            },
+        },
+    )
+
+
+def _transcript(name: str, prompt: Prompt, group: Sequence[Episode]) -> Group:
+    """Of the viewer, where `eval` is a tag."""
+    tags = ("eval", *([] if name == HELD_OUT else [name]), *prompt.metadata.get("tags", ()))
+    return Group(
+        id=group[0].group_id,
+        prompt=replace(prompt, metadata={**prompt.metadata, "tags": tags}),
+        trajectories=tuple(sample for episode in group for sample in episode.samples),
     )
 
 

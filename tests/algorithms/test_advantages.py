@@ -170,6 +170,7 @@ def batch_of(rollouts, process=False):
         if process
         else None,
         turn_N=tensor("turns").long(),
+        anchor_N=tensor("turns").long() % 2,
         energies_N=tensor("energies"),
         parts_S={
             name: torch.tensor([r["parts"][name] for r in rollouts], dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Estimators over tokens, groups and the batch, against their papers' formulas in plain Python."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.algorithms import AdvantageBatch, Algorithm, AlgorithmConfig
+from rill.algorithms.estimate import advantage_batch
+from rill.algorithms.filters import FilterConfig
 from rill.errors import InvalidSampleError
 from tests.algorithms import reference
 from tests.algorithms.batches import Ranks
 from tests.algorithms.test_advantages import batch_of, random_rollouts, spread_out, with_end
+from tests.algorithms.trajectories import trajectory
 
 seeds = st.integers(0, 10**6)
 
@@ -150,6 +154,102 @@ def test_turn_level_advantages_equal_their_formulas(form, seed, gamma):
         batch_of(rollouts, process=True)
     )
     assert found.advantages_N.tolist() == pytest.approx(turn_reference(rollouts, form, gamma), abs=1e-6)
+
+
+def returns_of(rollout, gamma):
+    rewards = [reward for _, reward in turns_of(rollout)]
+    return [sum(gamma**j * r for j, r in enumerate(rewards[k:])) for k in range(len(rewards))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, gamma=st.sampled_from([1.0, 0.5]))
+def test_return_to_go_equals_its_formula(seed, gamma):
+    rollouts = random_rollouts(seed, group_size=4)
+    expected = [[0.0] * len(r["mask"]) for r in rollouts]
+    for members in groups_of(rollouts):
+        returns = {i: returns_of(rollouts[i], gamma) for i in members}
+        whole = {i: returns[i][0] if returns[i] else rollouts[i]["reward"] for i in members}
+        for i in members:
+            others = [whole[j] for j in members if j != i]
+            for (places, _), value in zip(turns_of(rollouts[i]), returns[i]):
+                for place in places:
+                    expected[i][place] = value - (reference.mean(others) if others else 0.0)
+    batch = batch_of(rollouts, process=True)
+    found = algorithm({"type": "return_to_go", "gamma": gamma}).batch_advantages(batch).advantages_N
+    assert found.tolist() == pytest.approx([v for row in expected for v in row], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["return_to_go", "turn"])
+def test_the_gradient_of_returns_to_go_is_that_of_the_expected_reward(kind):
+    """Two choices, by one probability: to go on or not, for 1; having gone on, to be careful or not, for 2. Every pair
+    of episodes is played, weighed by its chance. A baseline by the number of the turn has a bias: whoever is alone in
+    reaching the second turn is compared with the first turns."""
+    p = 0.3
+    choices = [("stop",), ("go", "bold"), ("go", "careful")]
+    rewards = {"stop": 0.0, "go": 1.0, "bold": 0.0, "careful": 2.0}
+    slope = {"stop": -p, "go": 1 - p, "bold": -p, "careful": 1 - p}  # of log π in the logit
+    chance = {"stop": 1 - p, "go": p, "bold": 1 - p, "careful": p}
+    gradient = 0.0
+    for pair in itertools.product(choices, repeat=2):
+        moves = [move for episode in pair for move in episode]
+        batch = AdvantageBatch(
+            mask_N=torch.ones(len(moves)),
+            seq_N=torch.tensor([0] * len(pair[0]) + [1] * len(pair[1])),
+            num_seqs=2,
+            rewards_S=torch.tensor([sum(rewards[m] for m in episode) for episode in pair]),
+            group_S=torch.zeros(2, dtype=torch.int64),
+            turn_N=torch.tensor([n for episode in pair for n in range(len(episode))]),
+            token_rewards_N=torch.tensor([rewards[m] for m in moves]),
+        )
+        found = algorithm(kind).batch_advantages(batch).advantages_N.tolist()
+        weight = math.prod(chance[m] for m in moves)
+        gradient += weight * sum(a * slope[m] for a, m in zip(found, moves)) / 2
+    # J(θ) = σ(θ) (1 + 2 σ(θ)), both choices by the same logit
+    true = p * (1 - p) * (1 + 4 * p)
+    assert (gradient == pytest.approx(true, abs=1e-6)) == (kind == "return_to_go")
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, scale=st.booleans())
+def test_gigpo_compares_turns_that_answer_the_same_observation(seed, scale):
+    rollouts, gamma, weight = random_rollouts(seed, group_size=4), 0.5, 2.0
+    anchors = [[turn % 2 for turn in r["turns"]] for r in rollouts]
+
+    def against(value, values):
+        centred = value - reference.mean(values)
+        return centred / (reference.std(values) + 1e-6) if scale and np.ptp(values) > 0 else centred
+
+    expected = [[0.0] * len(r["mask"]) for r in rollouts]
+    for members in groups_of(rollouts):
+        total = {i: rollouts[i]["reward"] + sum(rollouts[i]["process"]) for i in members}
+        totals, met = list(total.values()), {}
+        for i in members:
+            for (places, _), value in zip(turns_of(rollouts[i]), returns_of(rollouts[i], gamma)):
+                met.setdefault(anchors[i][places[0]], []).append((i, places, value))
+        for turns in met.values():
+            values = [value for _, _, value in turns]
+            for i, places, value in turns:
+                alone = totals[0] / (1 + 1e-6 * scale)
+                whole = against(total[i], totals) if len(totals) > 1 else alone
+                for place in places:
+                    expected[i][place] = whole + weight * (against(value, values) if len(values) > 1 else 0.0)
+    batch = batch_of(rollouts, process=True)
+    settings_of = {"type": "gigpo", "gamma": gamma, "weight": weight, "scale": scale}
+    found = algorithm(settings_of).batch_advantages(batch).advantages_N
+    assert found.tolist() == pytest.approx([v for row in expected for v in row], abs=1e-5)
+
+
+def test_an_anchor_is_what_lies_before_a_turn_whatever_came_before_it():
+    first, second = trajectory("a", turns=(1, 1)), trajectory("b", turns=(1, 1, 1))
+    for each, observed in ((first, {3: 7}), (second, {3: 8, 5: 7})):
+        for place, token in observed.items():
+            each.token_ids[place] = token
+    samples = algorithm("gigpo").as_samples([first, second])
+    masks = [s.trajectory.loss_mask for s in samples]
+    anchors = advantage_batch(samples, masks, FilterConfig()).anchor_N.tolist()
+    a, b = anchors[: first.num_tokens], anchors[first.num_tokens :]
+    assert a[2] == b[2], "the prompt"
+    assert a[4] == b[6] and a[4] != b[4], "the same observation, at another time"
 
 
 def test_a_turn_is_credited_with_what_came_of_it_and_not_with_what_came_before():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,16 @@ from typer.testing import CliRunner
 
 from rill.cli.chat import Conversation
 from rill.cli.main import app
+from rill.dashboard.indexer import bring_up_to_date, rollouts
 from rill.data.chat import PromptEncoder
 from rill.errors import ModelError
 from rill.inference.base import Completion, Delta, Request
 from rill.models.card import BARE_TEMPLATE, TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_model
 from rill.models.tokenizer import build_char_tokenizer
-from rill.telemetry.evaluations import load
+from rill.telemetry.evaluations import load, newest
+from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.run import Run
 from rill.types import SamplingParams, StopReason
 from tests.hub import fake_hub
 
@@ -127,6 +132,28 @@ def test_an_evaluation_asks_as_training_did(model: Path, tmp_path: Path) -> None
     [answer] = kept.answers
     assert (answer.prompt, answer.expected, kept.config["data"]["form"]) == ("1+1=", "2", "bare")
     assert answer.num_tokens >= 1
+
+
+def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in_the_viewer(
+    model: Path, tmp_path: Path
+) -> None:
+    config = '[data]\ntype = "vault"\n[rollout.env]\ntype = "vault"\n[rollout.sampling]\nmax_new_tokens = 3\n'
+    run = Run.create("agent", root=tmp_path, config_toml=config)
+    shutil.copytree(model, run.path / "model")
+    asked = ["eval", "agent", "--root", str(tmp_path), "engine.num_kv_blocks=16", "num_prompts=2", "samples=2",
+             "sampling.temperature=1.0", "temperature=1.0", "--json"]  # fmt: skip
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    metrics = json.loads(result.stdout)
+    assert metrics["eval/turns"] == metrics["eval/turns_low"] == 1.0 and metrics["eval/pass@2"] == 0.0
+    assert 1.0 <= metrics["eval/sampled_tokens_low"] <= metrics["eval/sampled_tokens"] <= 3.0
+    assert metrics["eval/read_tokens"] == 7.0, "abc:k7?"
+    kept = newest(run)
+    assert kept is not None and kept.answers[0].metrics["turns"] == 1.0
+    bring_up_to_date(run.path)
+    shown = rollouts(run.path)
+    assert shown.num_groups == 2 and shown.group(0, 0)["tags"] == ["eval"]
+    assert read_rollouts(run) == [], "what training recorded"
 
 
 def test_a_chat_model_is_asked_with_the_arguments_of_its_training() -> None:

@@ -180,3 +180,27 @@ def test_without_a_template_messages_are_refused() -> None:
 
 def test_the_mark_is_nothing_a_model_would_say() -> None:
     assert MARK.isalnum() and MARK.isascii()
+
+
+CONTENTS = ("42", ' a "quoted" <b>\\n</b> é\n', "</think> <tool_response>x", "")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in TEMPLATES])
+def test_a_turn_that_is_put_between_known_text_is_what_the_template_writes(name: str) -> None:
+    tokenizer = tokenizer_for(dict(TEMPLATES)[name])
+    framed, rendered = PromptEncoder(tokenizer), PromptEncoder(tokenizer)
+    rendered.__dict__["_constants"] = None  # always renders
+    said = assistant(
+        "", {"id": "abc123456", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    )
+    sampled = np.array([framed.tokenizer.eos_token_id], dtype=np.int32)
+    for content in CONTENTS:
+        for before, new in ((said, tool(content)), (assistant("x"), user(content))):
+            outcomes = []
+            for encoder in (framed, rendered):
+                try:
+                    ids = encoder.encode_following(before, [new], sampled_ids=sampled).tolist()
+                except DataError as error:
+                    ids = str(error)
+                outcomes.append(ids)
+            assert outcomes[0] == outcomes[1], (content, new.role)

@@ -103,21 +103,11 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_ranks_that_open_together_parse_every_row_once_between_them(
-    kind: str, tmp_path: Path, parsed: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, parsed: list[tuple[str, int]]
 ) -> None:
-    counted = RowDataset._prompt
-
-    def slow(self: RowDataset, number: int) -> Any:
-        time.sleep(2e-4)  # as a row that is worth sharing
-        return counted(self, number)
-
     path = SOURCES[kind](tmp_path)
-    monkeypatch.setattr(RowDataset, "_prompt", slow)
-    sizes = at_once(2, lambda rank: len(opened(kind, path)))
-    assert sizes == [ROWS, ROWS]
+    assert at_once(2, lambda rank: len(opened(kind, path))) == [ROWS, ROWS]
     assert sorted(number for _, number in parsed) == list(range(ROWS))
-    each = [sum(name == f"rank{rank}" for name, _ in parsed) for rank in range(2)]
-    assert min(each) >= ROWS // 10, each
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -188,9 +178,7 @@ def test_a_changed_source_is_looked_through_again(kind: str, tmp_path: Path, cac
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_one_who_is_killed_while_opening_leaves_the_rest_to_the_next(
-    kind: str, tmp_path: Path, parsed: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_who_is_killed_while_opening_leaves_it_to_the_next(kind: str, tmp_path: Path) -> None:
     path = SOURCES[kind](tmp_path)
     child = os.fork()
     if child == 0:
@@ -206,7 +194,6 @@ def test_one_who_is_killed_while_opening_leaves_the_rest_to_the_next(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert len(opened(kind, path)) == ROWS
-    assert min(number for _, number in parsed) > 0 and len(parsed) < ROWS  # the blocks it had finished count
     assert [p.answer for p in prompts_of(opened(kind, path))] == [str(n + 1) for n in range(ROWS)]
 
 
@@ -317,9 +304,9 @@ def test_a_process_that_stands_still_is_not_awaited_for_ever(
     holder = threading.Thread(target=lambda: index.of_every_row("x", 5, stands))
     holder.start()
     try:
-        while not list(index.folder.glob("x.parts/*.lock")):
+        while not list(index.folder.glob("x.lock")):
             time.sleep(0.001)
-        with pytest.raises(StuckError, match="other processes check 1 blocks"):
+        with pytest.raises(StuckError, match="another process that makes x.npy"):
             index.of_every_row("x", 5, lambda number: number)
     finally:
         go_on.set()

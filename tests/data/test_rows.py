@@ -181,12 +181,12 @@ def test_a_stream_can_be_read_again_from_its_start() -> None:
 def test_a_mixture_keeps_its_proportions() -> None:
     sources = [
         {"dataset": {"type": "arithmetic"}, "weight": 3.0},
-        {"dataset": {"type": "sorting", "size": 50}, "weight": 1.0},
+        {"dataset": {"type": "vault", "size": 50}, "weight": 1.0},
     ]
     dataset = opened("mixture", sources=sources)
     tasks = [dataset[i].task for i in range(1000)]
-    assert tasks.count("arithmetic") == 750 and tasks.count("sorting") == 250
-    assert 25 < tasks[:200].count("sorting") < 75
+    assert tasks.count("arithmetic") == 750 and tasks.count("vault") == 250
+    assert 25 < tasks[:200].count("vault") < 75
     assert len({dataset[i].id for i in range(1000) if tasks[i] == "arithmetic"}) == 750
 
 

@@ -12,7 +12,7 @@ from rill.data.base import DATASETS, Dataset, Split, open_dataset, prompts_of
 from rill.errors import DataError
 from tests.data.disjoint import assert_disjoint
 
-TASKS = ["arithmetic", "counting", "sorting", "strings", "equations", "vault"]
+TASKS = ["arithmetic", "vault", "programs"]
 
 
 def opened(name: str, split: Split = Split.TRAIN, **settings: Any) -> Dataset:
@@ -95,7 +95,7 @@ def test_digits_spaces_and_reversed_answers() -> None:
 
 def test_a_problem_space_too_small_for_the_side_says_so() -> None:
     with pytest.raises(DataError, match="too small"):
-        dataset = opened("sorting", Split.HELD_OUT, levels=(1, 1), held_out=0.0001)
+        dataset = opened("arithmetic", Split.HELD_OUT, levels=(1, 1), held_out=0.0001)
         for _ in prompts_of(dataset, 50):
             pass
 
@@ -113,8 +113,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for name in TASKS:
         with pytest.raises(ValidationError, match="levels|digits"):
             opened(name, levels=(0, 2))
-    with pytest.raises(ValidationError, match="max_shift"):
-        opened("strings", max_shift=0)
 
 
 def test_braces_in_a_template_are_written_twice() -> None:
@@ -122,46 +120,18 @@ def test_braces_in_a_template_are_written_twice() -> None:
     assert prompt.messages[0].content.endswith("? Answer in \\boxed{}.")
 
 
-def test_counting_sorting_and_equation_answers_are_right() -> None:
-    for prompt in prompts_of(opened("counting"), 50):
-        letter, word = re.fullmatch(r"#(.) in (.+)=", prompt.text or "").groups()  # type: ignore[union-attr]
-        assert prompt.answer == str(word.count(letter))
-    for prompt in prompts_of(opened("sorting"), 50):
-        items = re.fullmatch(r"sort (.+)=", prompt.text or "")[1].split()  # type: ignore[index]
-        assert prompt.answer == " ".join(sorted(items, key=lambda x: (int(x) if x.isdigit() else 0, x)))
-    for prompt in prompts_of(opened("equations"), 50):
-        left, right = re.fullmatch(r"(.+)=(.+),x=", prompt.text or "").groups()  # type: ignore[union-attr]
-        x = int(prompt.answer)
-        fill = lambda side, x=x: eval(re.sub(r"(\d)x", r"\1*x", side), {"x": x})  # noqa: E731
-        assert fill(left) == fill(right), prompt.text
+def test_the_tests_of_a_program_tell_what_it_computes_and_not_what_is_guessed() -> None:
+    for prompt in prompts_of(opened("programs", worked=0.5), 50):
+        factor, summand = map(int, re.fullmatch(r"(\d+)n\+(\d+)\?", prompt.text or "").groups())  # type: ignore[union-attr]
+        inputs, outputs = prompt.metadata["tests"].values()
+        assert [factor * int(n) + summand for n in inputs] == [int(said) for said in outputs]
+        solution = prompt.metadata["solution"]
+        assert solution == f"print(int(input())*{factor}+{summand})" or re.fullmatch(
+            r"print\(\d+\)", solution
+        )
 
 
-def test_string_transforms_do_what_they_say() -> None:
-    seen = set()
-    for prompt in prompts_of(opened("strings"), 100):
-        rule, word = (prompt.text or "").rstrip("=").split(" ", 1)
-        seen.add(rule.rstrip("0123456789"))
-        if rule == "reverse":
-            assert prompt.answer == word[::-1]
-        if rule == "upper":
-            assert prompt.answer == word.upper()
-        if rule.startswith("caesar"):
-            shift = int(rule.removeprefix("caesar"))
-            back = "".join(chr((ord(c) - 97 - shift) % 26 + 97) for c in prompt.answer)
-            assert back == word
-    assert {"reverse", "upper", "caesar"} <= seen
-
-
-def test_every_string_problem_has_something_to_write() -> None:
-    """An empty answer could neither be learned from nor be told from silence."""
-    for prompt in prompts_of(opened("strings", rules=("vowels", "evens"), levels=(1, 2)), 200):
-        rule, word = (prompt.text or "").rstrip("=").split(" ", 1)
-        assert prompt.answer
-        if rule == "vowels":
-            assert prompt.answer == "".join(c for c in word if c not in "aeiou")
-
-
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["arithmetic", "vault"])
 def test_pairs_prefer_the_worked_solution_to_a_mistake(name: str) -> None:
     dataset = opened(name, pairs=True, seed=1)
     prompts = list(prompts_of(dataset, 200))

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from rill.data.base import DATASETS, Split, open_indexed, prompts_of
 from rill.envs.gymnasium import find_action
 from rill.types import Episode, Failure, Message, Prompt
 from tests.data.templates import HERMES, tokenizer_for
@@ -76,3 +79,28 @@ async def test_a_game_that_cannot_be_played_says_why() -> None:
 )
 def test_the_last_action_that_is_named_counts(text: str, names: tuple[str, ...], action: int | None) -> None:
     assert find_action(text, names, 4) == action
+
+
+def test_its_data_set_has_seeds_on_two_sides_and_a_warm_up_of_random_games() -> None:
+    settings = {**LAKE, "observation": "value", "template": "{observation}:", "form": "bare", "num_seeds": 50}
+    config = DATASETS.load("gymnasium").Config(instruction="lake ", end=";", **settings)
+    train, held_out = open_indexed(config), open_indexed(config, Split.HELD_OUT)
+    seeds = {prompt.metadata["seed"] for side in (train, held_out) for prompt in prompts_of(side)}
+    assert len(train) + len(held_out) == len(seeds) == 50
+    assert train[0].text == "lake " and train[0] == open_indexed(config)[0]
+    assert re.fullmatch(r"0:(left|down|right|up);(\d+:(left|down|right|up);)*", train[3].metadata["solution"])
+    one = open_indexed(DATASETS.load("gymnasium").Config(**settings))[3].metadata["solution"]
+    assert train[3].metadata["solution"].startswith(f"{one};"), "where nothing but its end ends an answer"
+
+
+async def test_the_seed_of_a_task_is_that_of_its_game() -> None:
+    starts = {
+        "arguments": {"is_slippery": False, "desc": ["SSSS", "SHSH", "SSSH", "HSSG"]},
+        "observation": "value",
+    }
+    shown = []
+    for seed in (0, 0, 1):
+        task = Prompt(id="p", text="Walk.", metadata={"seed": seed})
+        _, policy = await played("up", task=task, max_turns=1, **starts)
+        shown.append(policy.tokenizer.decode(policy.seen[0]))
+    assert shown[0] == shown[1] != shown[2]

@@ -182,12 +182,11 @@ def test_a_user_function_runs_in_a_process_and_may_print(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run_in", ["process", "thread", "inline"])
-def test_a_raising_reward_is_counted_and_says_where(run: Any, run_in: str) -> None:
-    scored, runner = run(function("raises", run_in=run_in))
+def test_a_raising_reward_says_where(run: Any, run_in: str) -> None:
+    scored, _ = run(function("raises", run_in=run_in))
     line = raises.__code__.co_firstlineno + 1
     assert scored.parts == {} and "KeyError" in scored.error
     assert f"test_runner.py:{line} in raises" in scored.error
-    assert runner.stats()["raises"].num_failed == 1 and runner.stats()["raises"].num_timeouts == 0
 
 
 @pytest.mark.parametrize(
@@ -201,10 +200,9 @@ def test_a_raising_reward_is_counted_and_says_where(run: Any, run_in: str) -> No
 )
 def test_a_hanging_reward_ends_at_its_deadline(run: Any, reward: dict[str, Any]) -> None:
     started = time.monotonic()
-    scored, runner = run(reward)
+    scored, _ = run(reward)
     assert time.monotonic() - started < 15
     assert scored.parts == {} and "0.3 s" in scored.error
-    assert next(iter(runner.stats().values())).num_timeouts == 1
 
 
 def test_a_pattern_that_backtracks_for_ever_is_killed_and_the_next_score_works(run: Any) -> None:

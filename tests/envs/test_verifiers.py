@@ -8,6 +8,7 @@ verifiers (and its repository's glossary and kuhn-poker), the slow test plays th
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,32 @@ async def test_packages_of_verifiers_own_repository_play_to_their_end(name: str)
     assert episode.failure is None, episode.error
     wanted = {"policy": 1.0} if name == "glossary" else {"player0": -1.0, "player1": 1.0}
     assert episode.rewards == wanted
+
+
+CLASSIC = os.environ.get("RILL_VERIFIERS_031_PYTHON", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not CLASSIC, reason="RILL_VERIFIERS_031_PYTHON names no interpreter with verifiers 0.3.1")
+async def test_the_vault_as_a_package_of_verifiers_has_the_tokens_of_the_built_in_one(tmp_path: Path) -> None:
+    wrapper = tmp_path / "python"
+    examples = Path(__file__).parents[2] / "examples"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{examples}" exec "{CLASSIC}" "$@"\n')
+    wrapper.chmod(0o755)
+    task = tasks_of(str(wrapper), "own_verifiers", limit=1)[0]
+    question = task.messages[-1].content
+
+    def solver(seen: str) -> str:
+        found = re.findall(r"\[(\w+)\]", seen)
+        return f"={found[-1]}" if len(found) == 2 else f"><get>{found[-1] if found else question[4:6]}</get>"
+
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    env = environment("verifiers", python=str(wrapper), id="own_verifiers", chat_template=template)
+    policy, own = Scripted(solver), Scripted(solver)
+    episode = await play(env, policy, task)
+    assert episode.rewards == {"policy": 1.0}, episode.error
+    plain = Prompt(id="p", text=question, answer=task.answer, metadata={"level": 2})
+    expected = await play(environment("vault"), own, plain)
+    assert episode.samples[0].token_ids.tolist() == expected.samples[0].token_ids.tolist()
+    assert policy.names == own.names, "the same requests get the same answers: equal curves"

@@ -16,6 +16,8 @@ ADVANTAGES = Registry(
         "raft": "rill.algorithms.advantages.raft:RAFT",
         # over the tokens of a group
         "turn": "rill.algorithms.advantages.turn:Turn",
+        "return_to_go": "rill.algorithms.advantages.return_to_go:ReturnToGo",
+        "gigpo": "rill.algorithms.advantages.gigpo:GiGPO",
         "optimal_token": "rill.algorithms.advantages.optimal_token:OptimalToken",
         "online_dpo": "rill.algorithms.advantages.online_dpo:OnlineDPO",
         # over the batch

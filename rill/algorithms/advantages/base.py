@@ -57,6 +57,8 @@ class AdvantageBatch:
     """Where the reward was given, on trained tokens: by turn or by token. None: all at the end."""
     turn_N: Tensor | None = None
     """int64: the turn of each token."""
+    anchor_N: Tensor | None = None
+    """int64: turns that answer the same observation, whatever came before it, share a number."""
     logprobs_N: Tensor | None = None
     """log π_old, for a KL penalty in the reward."""
     ref_logprobs_N: Tensor | None = None

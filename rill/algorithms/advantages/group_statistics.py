@@ -27,6 +27,12 @@ def minus_group_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
     return _centred(batch, values_S)[0]
 
 
+def minus_others_mean(batch: AdvantageBatch, values_S: Tensor) -> Tensor:
+    """v_i − mean of its group's other episodes: E/(E − 1) · (v_i − mean); an only one has mean 0."""
+    centred_S, size_S, _ = _centred(batch, values_S)
+    return torch.where(size_S > 1.5, centred_S * size_S / (size_S - 1).clamp(min=0.5), centred_S)
+
+
 def group_standardised(batch: AdvantageBatch, values_S: Tensor, epsilon: float) -> Tensor:
     """(v_i − mean of its group) / (unbiased std of its group + ε); a group of one has mean 0 and std 1."""
     centred_S, size_S, number_S = _centred(batch, values_S)

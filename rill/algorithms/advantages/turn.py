@@ -4,7 +4,7 @@ return    discounted return of each turn, standardised over the same turn of the
           2511.14846); a turn that no other sample reached is compared with all turns of the group
 process   rewards standardised over all turns of the group, then summed from the turn on (arXiv 2402.03300 §4.1.3)
 
-A turn is a stretch of trained tokens with one turn id. N token, M trained token, T turn.
+N token, T turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rill.algorithms.advantages.base import AdvantageBatch, Advantages, Scope, S
 from rill.algorithms.advantages.grpo import standardise
 from rill.algorithms.base import Reduce
 from rill.algorithms.checks import required
-from rill.algorithms.segments import discounted_tail, seq_sum
+from rill.algorithms.segments import discounted_tail
+from rill.algorithms.turns import turns_of
 from rill.config.base import PartConfig
 
 
@@ -42,24 +43,16 @@ class Turn(TokenAdvantage):
         self.config = config
 
     def tokens(self, batch: AdvantageBatch, rewards_N: Tensor, reduce: Reduce) -> Advantages:
-        index_M = torch.nonzero(batch.mask_N > 0).squeeze(1)
-        seq_M, turn_M = batch.seq_N[index_M], required(batch, "turn_N")[index_M]
-        starts_M = torch.ones_like(seq_M, dtype=torch.bool)
-        starts_M[1:] = (seq_M[1:] != seq_M[:-1]) | (turn_M[1:] != turn_M[:-1])
-        step_M = starts_M.cumsum(0) - 1
-        seq_T = seq_M[starts_M]
-        rewards_T = seq_sum(rewards_N[index_M], step_M, len(seq_T)).double()
-        group_T = required(batch, "group_S")[seq_T].cpu().numpy()
+        turns = turns_of(batch, rewards_N)
+        group_T = required(batch, "group_S")[turns.seq_T].cpu().numpy()
         if self.config.form == "return":
-            returns_T = discounted_tail(rewards_T, seq_T, self.config.gamma).cpu().numpy()
-            advantages_T = self._by_turn(returns_T, group_T, seq_T.cpu().numpy())
+            returns_T = turns.returns(self.config.gamma).cpu().numpy()
+            advantages_T = self._by_turn(returns_T, group_T, turns.seq_T.cpu().numpy())
         else:
-            scaled_T = self._over_groups(rewards_T.cpu().numpy(), group_T)
-            advantages_T = (
-                discounted_tail(torch.from_numpy(scaled_T).to(seq_T.device), seq_T, 1.0).cpu().numpy()
-            )
-        found_M = torch.from_numpy(advantages_T).to(rewards_N)[step_M]
-        return Advantages(advantages_N=torch.zeros_like(rewards_N).index_put((index_M,), found_M))
+            scaled_T = torch.from_numpy(self._over_groups(turns.rewards_T.cpu().numpy(), group_T))
+            advantages_T = discounted_tail(scaled_T, turns.seq_T.cpu(), 1.0).numpy()
+        found_T = torch.from_numpy(advantages_T).to(rewards_N.device)
+        return Advantages(advantages_N=turns.spread(found_T, rewards_N))
 
     def _over_groups(self, values_T: Scores, group_T: npt.NDArray[np.int64]) -> Scores:
         found_T = np.zeros_like(values_T)

@@ -17,13 +17,12 @@ from rill.data.dialects.base import (
     copied,
     event,
     function_call,
-    function_tool,
+    named_choice,
+    read_tool,
     text_of,
-)
+)  # fmt: skip
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-DROPPED = ("thinking", "redacted_thinking")
-"""Blocks of an assistant's that are another model's own."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
@@ -46,7 +45,9 @@ class AnthropicDialect:
             },
         )  # fmt: skip
         if body.get("tools"):
-            chat["tools"] = [_read_tool(tool) for tool in body["tools"]]
+            chat["tools"] = [
+                read_tool(t, kinds=(None, "custom"), schema="input_schema") for t in body["tools"]
+            ]
             chat["tool_choice"] = _read_choice(body.get("tool_choice") or {"type": "auto"})
         return chat
 
@@ -124,42 +125,28 @@ def _read_message(message: Any, where: str) -> list[dict[str, Any]]:
     role, content = message["role"], message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, where)}]
-    kind_of = [block.get("type") if isinstance(block, Mapping) else None for block in content]
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": block.get("tool_use_id"),
-            "content": text_of(block.get("content"), f"{where}: tool_result"),
-        }
-        for block, kind in zip(content, kind_of, strict=True)
-        if kind == "tool_result"
-    ]
-    calls = [
-        function_call(block.get("id"), block.get("name"), json.dumps(block.get("input") or {}))
-        for block, kind in zip(content, kind_of, strict=True)
-        if kind == "tool_use"
-    ]
-    rest = [
-        block
-        for block, kind in zip(content, kind_of, strict=True)
-        if kind not in ("tool_result", "tool_use", *DROPPED)
-    ]
+    results, calls, rest = [], [], []
+    for block in content:
+        match block.get("type") if isinstance(block, Mapping) else None:
+            case "tool_result":
+                said = text_of(block.get("content"), f"{where}: tool_result")
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            case "tool_use":
+                given = json.dumps(block.get("input") or {})
+                calls.append(function_call(block.get("id"), block.get("name"), given))
+            case "thinking" | "redacted_thinking":  # another model's own
+                pass
+            case _:
+                rest.append(block)
     text = text_of(rest, where)
     if role == "assistant":
         return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
     return [*results, *([{"role": role, "content": text}] if rest or not results else [])]
 
 
-def _read_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
-        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
-        raise ValueError(f"tools: a tool of the kind {kind!r} runs elsewhere and is not supported")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-
-
 def _read_choice(choice: Mapping[str, Any]) -> Any:
     if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return named_choice(choice)
     if choice.get("type") not in CHOICES:
         raise ValueError(f"tool_choice: unknown type {choice.get('type')!r}")
     return CHOICES[choice["type"]]

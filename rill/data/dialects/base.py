@@ -89,16 +89,21 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text", "input_tex
     return "".join(part["text"] for part in content)
 
 
-def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+def read_tool(tool: Any, *, kinds: Sequence[str | None], schema: str) -> dict[str, Any]:
+    """The same tool in the chat form. `schema`: the field that holds its parameters' schema."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+    if not isinstance(tool, Mapping) or kind not in kinds:
+        raise ValueError(f"tools: a tool of the kind {kind!r} runs elsewhere and is not supported")
+    name, description = tool.get("name"), tool.get("description")
     if not isinstance(name, str) or not name:
         raise ValueError("tools: a tool has no name")
-    function: dict[str, Any] = {
-        "name": name,
-        "parameters": parameters or {"type": "object", "properties": {}},
-    }
-    if description:
-        function["description"] = description
-    return {"type": "function", "function": function}
+    about = {"description": description} if description else {}
+    parameters = tool.get(schema) or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **about}}
+
+
+def named_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def function_call(call_id: Any, name: Any, arguments: str) -> dict[str, Any]:

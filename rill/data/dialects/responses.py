@@ -15,9 +15,10 @@ from rill.data.dialects.base import (
     copied,
     event,
     function_call,
-    function_tool,
+    named_choice,
+    read_tool,
     text_of,
-)
+)  # fmt: skip
 
 KEPT_ELSEWHERE = ("previous_response_id", "conversation", "prompt", "background")
 IGNORED_ITEMS = ("reasoning",)
@@ -50,9 +51,9 @@ class ResponsesDialect:
             },
         )  # fmt: skip
         if body.get("tools"):
-            chat["tools"] = [_read_tool(tool) for tool in body["tools"]]
+            chat["tools"] = [read_tool(t, kinds=("function",), schema="parameters") for t in body["tools"]]
             choice = body.get("tool_choice") or "auto"
-            chat["tool_choice"] = choice if isinstance(choice, str) else _named(choice)
+            chat["tool_choice"] = choice if isinstance(choice, str) else named_choice(choice)
         return chat
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -172,17 +173,6 @@ def _read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
             call = function_call(item.get("call_id"), item.get("name"), item.get("arguments") or "{}")
             messages[-1].setdefault("tool_calls", []).append(call)
     return messages
-
-
-def _read_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
-        raise ValueError(f"tools: a tool of the kind {kind!r} runs elsewhere and is not supported")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
-
-
-def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _status(answer: Answer) -> str:

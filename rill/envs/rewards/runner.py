@@ -7,9 +7,9 @@ Called by run_episode, on its event loop. Every term of a mix runs beside the ot
     thread   a daemon thread; past the deadline it is abandoned
     process  a worker process; past the deadline it is killed
 
-A term that fails makes the whole score unknown: it says which term failed, why, and where in the user's code, and
-`stats()` counts it. Process rewards run on as many processes as there are cores; a score that takes long gives its
-place up after PATIENCE_S, so that the time a few of them hang does not add up for the others.
+A term that fails makes the whole score unknown: it says which term failed, why, and where in the user's code. Process
+rewards run on as many processes as there are cores; a score that takes long gives its place up after PATIENCE_S, so
+that the time a few of them hang does not add up for the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,7 @@ class ScoringConfig(Config):
     max_concurrent: int = Field(default=256, ge=1)
     """Scores of one thread or async term in flight on one event loop; further ones wait. A term may set its own."""
     log_failures: int = Field(default=20, ge=0)
-    """Failures written to the log, per term; all are counted. 0: none."""
+    """Failures written to the log, per term. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +67,8 @@ class Score:
     """What failed; the value means nothing then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermStats:
-    """What has become of the scores of one term so far."""
-
-    num_scored: int = 0
-    num_failed: int = 0
-    num_timeouts: int = 0
-    """Included in num_failed."""
-    seconds: float = 0.0
-    """Total time from start to score."""
-
-
 class RewardRunner:
-    """Owns the rewards of one environment, their processes and their counts.
+    """Owns the rewards of one environment, and their processes.
 
     >>> runner = RewardRunner(ExactReward.Config())
     >>> score = await runner.score(prompt, trajectory)
@@ -91,7 +78,7 @@ class RewardRunner:
         self.config = config or ScoringConfig()
         self.terms: list[Term] = flatten(reward)
         self.rewards: list[Reward] = [REWARDS.load(t.config.type)(t.config) for t in self.terms]
-        self._stats = [TermStats() for _ in self.terms]
+        self._num_failed = [0] * len(self.terms)
         self._lock = threading.Lock()
         self._processes: RewardProcesses | None = None
         limits = [term.config.max_concurrent or self.config.max_concurrent for term in self.terms]
@@ -116,10 +103,6 @@ class RewardRunner:
             error="; ".join(errors) or None,
         )
 
-    def stats(self) -> dict[str, TermStats]:
-        with self._lock:
-            return {term.label: stats for term, stats in zip(self.terms, self._stats, strict=True)}
-
     def close(self) -> None:
         if self._processes is not None:
             self._processes.close()
@@ -129,7 +112,6 @@ class RewardRunner:
 
     async def _score_term(self, index: int, prompt: Prompt, text: str, trajectory: Trajectory) -> float | str:
         """The value, or what went wrong."""
-        started = time.perf_counter()
         try:
             value = as_score(await self._run(index, (prompt, text, trajectory)))
             if not math.isfinite(value):
@@ -139,10 +121,8 @@ class RewardRunner:
             message = f"no score within {self._timeout_s(index):g} s" if is_late else described(error)
             if isinstance(error, RewardFailedError):
                 message = str(error)  # described in the process that raised it
-            self._count(index, started, failed=True, timed_out=is_late)
             self._log_failure(index, prompt, message)
             return message
-        self._count(index, started)
         return value
 
     async def _run(self, index: int, arguments: tuple[Prompt, str, Trajectory]) -> float:
@@ -189,18 +169,9 @@ class RewardRunner:
                 self._processes = RewardProcesses(used, memory_bytes=self.config.memory_bytes)
             return self._processes
 
-    def _count(self, index: int, started: float, *, failed: bool = False, timed_out: bool = False) -> None:
-        with self._lock:
-            old = self._stats[index]
-            self._stats[index] = TermStats(
-                num_scored=old.num_scored + 1,
-                num_failed=old.num_failed + failed,
-                num_timeouts=old.num_timeouts + timed_out,
-                seconds=old.seconds + time.perf_counter() - started,
-            )
-
     def _log_failure(self, index: int, prompt: Prompt, message: str) -> None:
-        if self._stats[index].num_failed <= self.config.log_failures:
+        self._num_failed[index] += 1
+        if self._num_failed[index] <= self.config.log_failures:
             logger.warning("reward %s failed for prompt %s: %s", self.terms[index].label, prompt.id, message)
 
 
