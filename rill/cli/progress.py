@@ -58,7 +58,7 @@ PHASES: tuple[Figure, ...] = (
 """What a step's time goes to."""
 
 STATES: tuple[Figure, ...] = (
-    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("throughput/sampled_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("throughput/actions_per_s", "actions/s", "{:,.0f}"),
     ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("reward_model/train_tokens_per_s", "tokens/s", "{:,.0f}"),

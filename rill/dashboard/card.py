@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rill.dashboard.config_view import value_at
+from rill.config.base import value_at
 from rill.dashboard.metric_columns import MetricColumns
 from rill.dashboard.trace_index import TraceIndex
 

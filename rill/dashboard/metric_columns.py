@@ -114,10 +114,7 @@ def thinned(x: list[int], y: list[float], most: int = MAX_POINTS) -> tuple[list[
         return list(map(float, x)), y
     edges = [round(i * len(x) / most) for i in range(most + 1)]
     spans = list(zip(edges, edges[1:], strict=False))
-    return (
-        [float(x[(a + b - 1) // 2]) for a, b in spans],
-        [sum(y[a:b]) / (b - a) for a, b in spans],
-    )
+    return ([float(x[(a + b - 1) // 2]) for a, b in spans], [sum(y[a:b]) / (b - a) for a, b in spans])
 
 
 def written(value: float) -> float | None:

@@ -38,10 +38,13 @@ class Said:
 
 
 def read_rollouts(run: Run) -> list[dict[str, Any]]:
-    """The recorded groups, by version and then by group, as they stand in the files."""
+    """The recorded groups of training, by version and then by group, as they stand in the files."""
     fields = ("version", "group", "samples")
     groups = [
-        record for path in sorted(run.rollouts_dir.glob("*.jsonl")) for record in read_lines(path, *fields)
+        record
+        for path in sorted(run.rollouts_dir.glob("*.jsonl"))
+        for record in read_lines(path, *fields)
+        if "evaluates" not in record
     ]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
 

@@ -43,7 +43,7 @@ export function showGroup(root: HTMLElement, context: Context, log: number, plac
 }
 
 function head(group: Group): HTMLElement[] {
-  const facts = [`step ${group.step}`, group.task, group.prompt_id && `prompt ${group.prompt_id}`, ...(group.tags ?? [])].filter(Boolean).join(", ");
+  const facts = [`step ${group.step}`, group.evaluates && `evaluation ${group.evaluates}`, group.task, group.prompt_id && `prompt ${group.prompt_id}`, ...(group.tags ?? [])].filter(Boolean).join(", ");
   const answer = group.answer === null || group.answer === undefined ? null : h("p", {}, "expected answer ", h("code", {}, typeof group.answer === "string" ? group.answer : JSON.stringify(group.answer)));
   return [h("h2", {}, `Group ${group.group}`), h("p", { class: "soft" }, facts), group.dropped ? h("p", { class: "bad" }, `dropped: ${group.dropped}`) : null, answer].filter((part): part is HTMLHeadingElement => part !== null);
 }

@@ -193,7 +193,7 @@ class Shell {
           { href: this.address(this.where().page, { run: one.key, with: [...over].filter((key) => key !== one.key).join(",") }), "aria-current": one === run ? "true" : undefined, "data-key": one.key },
           h("span", { class: `dot ${one.status}`, title: one.status }),
           h("span", { class: "name" }, one.name),
-          h("span", { class: "soft" }, `${one.status === "running" ? "" : one.status + ", "}step ${one.step}${one.value === null ? "" : ", " + figure(one.headline, one.value)}`),
+          h("span", { class: "soft" }, `step ${one.step}${one.value === null ? "" : ", " + figure(one.headline, one.value)}${/running|finished/.test(one.status) ? "" : ", " + one.status}`),
         ),
       );
     });
