@@ -160,6 +160,7 @@ class Shell {
     const run = params.get("run");
     const both = { run, with: params.get("with") };
     replace(this.nav, ...PAGES.map(([name, title]) => h("a", { href: this.address(name, both), "aria-current": name === page ? "page" : undefined }, title)));
+    this.nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
   private title(run: RunSummary): void {
