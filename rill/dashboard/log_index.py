@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -33,8 +34,8 @@ class IndexState(msgspec.Struct, kw_only=True):
 S = TypeVar("S", bound=IndexState)
 
 
-class LogIndexer(Generic[S]):
-    """Brings the index of one log up to date; a kind says what it takes from a block of lines."""
+class LogIndexer(ABC, Generic[S]):
+    """Brings the index of one log up to date."""
 
     state_type: ClassVar[type[Any]]
     changes_in_place: ClassVar[bool] = False
@@ -57,8 +58,9 @@ class LogIndexer(Generic[S]):
             self._save()
             yield
 
+    @abstractmethod
     def add(self, block: Block) -> None:
-        raise NotImplementedError
+        """Append to the tables what the lines hold, and count it in the state."""
 
     def _save(self) -> None:
         self.state.head = head_of(self.log, self.state.read_to)
