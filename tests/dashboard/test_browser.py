@@ -306,7 +306,7 @@ def test_a_real_run_is_followed_from_its_start_to_its_report(
             goto(page, name)
             page.wait_for_selector(f"main >> text={words[name]} >> nth=0", state="attached")
             assert serious_findings(page) == [], name
-        goto(page, "rollouts?from=0&to=0")
+        goto(page, "rollouts?from=0&to=0&task=arithmetic")
         page.wait_for_selector(".sample")
         assert page.locator("option:has-text('not recorded')").count() == 0, "the trainer's figures are there"
         assert "evaluation: held_out" in page.locator("label:has-text('data') >> select").inner_text()
