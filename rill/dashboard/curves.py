@@ -6,6 +6,7 @@ no font, and follows the reader's light or dark theme.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -54,7 +55,9 @@ def write_curves(run: Run, target: Path) -> Path:
 def curves_of(rows: Sequence[MetricRow]) -> list[tuple[str, Points]]:
     """(title, points) of those with more than one; long ones are averaged, both ends stay as they are."""
     curves: list[tuple[str, Points]] = []
-    for name, title in DRAWN:
+    known = {name for row in rows for name in row.values}
+    sets = sorted(name for name in known if re.fullmatch(r"eval/[^/]+/accuracy", name))
+    for name, title in (DRAWN[0], *((n, f"accuracy, {n.split('/')[1]}") for n in sets), *DRAWN[1:]):
         points = [(row.step, row.values[name]) for row in rows if name in row.values]
         if len(points) > 1:
             inner = zip(*thinned([x for x, _ in points[1:-1]], [y for _, y in points[1:-1]], MAX_POINTS - 2))
