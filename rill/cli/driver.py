@@ -204,12 +204,7 @@ def _say_what_is_left(run: Run, error: BaseException) -> None:
 
 
 def _summarise(
-    config: RecipeConfig,
-    run: Run,
-    progress: Progress,
-    page: Path,
-    findings: Sequence[Finding],
-    recipe: str,
+    config: RecipeConfig, run: Run, progress: Progress, page: Path, findings: Sequence[Finding], recipe: str
 ) -> None:
     model = run.path / "model"
     name = run.name if run.path.parent == Path(RUNS_FOLDER) else run.path  # a name is looked for there only

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.columns import Columns
@@ -58,7 +57,7 @@ PHASES: tuple[Figure, ...] = (
 """What a step's time goes to."""
 
 STATES: tuple[Figure, ...] = (
-    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("throughput/sampled_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("throughput/actions_per_s", "actions/s", "{:,.0f}"),
     ("sft/train_tokens_per_s", "tokens/s", "{:,.0f}"),
     ("reward_model/train_tokens_per_s", "tokens/s", "{:,.0f}"),
@@ -109,9 +108,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

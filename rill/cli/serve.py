@@ -15,7 +15,7 @@ from pydantic import Field
 
 from rill.cli.console import complain, say
 from rill.config import Config, OneOf, PartConfig, resolve
-from rill.config.files import parse_override
+from rill.config.files import with_overrides
 from rill.errors import ConfigError
 from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
@@ -118,15 +118,7 @@ def build_config(
         values["server"]["api_keys"] = keys
     if admin := os.environ.get(ADMIN_KEY_VARIABLE):
         values["server"]["admin_key"] = admin
-    for setting in settings:
-        path, value = parse_override(setting)
-        inner = values
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"command line: {setting!r} goes into {part}, which is a value")
-        inner[path[-1]] = value
-    return resolve(ServeConfig, values, source="command line")
+    return resolve(ServeConfig, with_overrides(values, settings, model).values, source="command line")
 
 
 def folder_of(model: str) -> str:

@@ -40,7 +40,7 @@ class Config(BaseModel):
         if not isinstance(values, dict):
             return values
         for key, source in cls.handed_down.items():
-            value, table = _value_at(values, source), key.partition(".")[0]
+            value, table = value_at(values, source), key.partition(".")[0]
             is_off = table not in values and not cls.model_fields[table].is_required()
             is_off = is_off and cls.model_fields[table].get_default(call_default_factory=True) is None
             if value and not is_off:
@@ -111,9 +111,10 @@ def as_table(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
-def _value_at(values: Any, key: str) -> Any:
+def value_at(values: Any, key: str) -> Any:
+    """The value of a dotted key in nested tables; None where there is none."""
     for part in key.split("."):
-        if not isinstance(values, dict):
+        if not isinstance(values, Mapping):
             return None
         values = values.get(part)
     return values

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rill.config.base import value_at
 from rill.config.files import RecipeValues
 from rill.config.toml import show_value
 from rill.config.words import did_you_mean
@@ -50,7 +51,7 @@ def check_known(loaded: RecipeValues) -> None:
     for dotted, name, fields in _unknown(loaded.values, known, ""):
         key = f"{dotted}.{name}" if dotted else name
         where = loaded.provenance.get(key) or loaded.provenance.get(f"[{key}]") or str(loaded.path)
-        value = _value_at(loaded.values, key)
+        value = value_at(loaded.values, key)
         shown = key if isinstance(value, Mapping) else f"{key} = {show_value(value)}"
         elsewhere = [
             f"{table.partition('|')[0]}.{name}".lstrip(".") for table, has in known.items() if name in has
@@ -85,12 +86,6 @@ def _unknown(
             yield dotted, name, fields
         elif isinstance(value, Mapping):
             yield from _unknown(value, known, f"{dotted}.{name}" if dotted else name)
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
 
 
 def _read(path: Path) -> dict[str, list[str]]:

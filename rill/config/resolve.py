@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from rill.config.base import Config, OneOf, PartConfig, config_of
+from rill.config.base import Config, OneOf, PartConfig, config_of, value_at
 from rill.config.keys import type_words, with_marks
-from rill.config.toml import dumps, show_value
+from rill.config.toml import dumps, leaves, show_value
 from rill.config.words import did_you_mean
 from rill.errors import ConfigError, UnknownNameError
 
@@ -50,7 +50,7 @@ def resolve(
 def dump_config(config: BaseModel, provenance: Mapping[str, str] | None = None) -> str:
     """The whole configuration as TOML, every value with where it came from. Reading it back gives the same."""
     values, given = config.model_dump(mode="json"), provenance or {}
-    sources = {key: source_of(key, given) for key in _leaf_keys(values, "")}
+    sources = {key: source_of(key, given) for key, _ in leaves(values)}
     return dumps(values, sources, _handed_down(config, values, given))
 
 
@@ -64,16 +64,8 @@ def _handed_down(
         key: f"follows {source}" if "." in source else f"follows the recipe's {source}"
         for key, source in config.handed_down.items()
         if not any(given == key or given.startswith(f"{key}.") for given in provenance)
-        and _value_at(values, key) == _value_at(values, source)
+        and value_at(values, key) == value_at(values, source)
     }
-
-
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return None
-        values = values[part]
-    return values
 
 
 def source_of(key: str, provenance: Mapping[str, str]) -> str:
@@ -116,7 +108,7 @@ class _Report:
             return loc
         for key, source in self._model.handed_down.items():
             parts = tuple(key.split("."))
-            if loc[: len(parts)] == parts and _value_at(self._values, key) is None:
+            if loc[: len(parts)] == parts and value_at(self._values, key) is None:
                 return self._as_given((*source.split("."), *loc[len(parts) :]))
         return loc
 
@@ -248,14 +240,6 @@ def _all_keys(model: type[BaseModel], values: Any, prefix: str) -> Iterator[str]
         inner = _model_of(with_marks(field), value)
         if inner is not None and inner is not model:
             yield from _all_keys(inner, value, f"{prefix}{name}.")
-
-
-def _leaf_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaf_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _is_short(value: Any) -> bool:

@@ -75,6 +75,15 @@ def dump_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _string(key)
 
 
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is no table; an empty table counts as a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def key_lines(text: str) -> dict[str, int]:
     """The line (from 1) of every key of a valid TOML text, tables included, by dotted key.
 

@@ -6,13 +6,16 @@ configuration, the environment file and the figures; what none of them holds is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rill.dashboard.config_view import value_at
+from rill.config.base import value_at
 from rill.dashboard.metric_columns import MetricColumns
 from rill.dashboard.trace_index import TraceIndex
 
+Values = Callable[[str], Any]
+"""The value of a dotted key of the configuration, or None."""
+RECOMPUTED = "yes: the loss uses the trainer's own; the engine's serve corrections and mismatch figures only"
 UNKNOWN = "not recorded in this run's files"
 STEP_PARTS = {
     "time/rollout_wait_s": "waiting for rollouts",
@@ -26,17 +29,20 @@ PHASE_PARTS = {"warm_up": "warm-up", "evaluate": "evaluation"}
 
 def run_card(values: Mapping[str, Any], starts: list[Any], figures: MetricColumns) -> list[dict[str, str]]:
     """[{question, answer}], in the checklist's order."""
-    config = dict(values)
+
+    def at(key: str) -> Any:
+        return value_at(values, key)
+
     answers = [
-        ("Which framework, version and commit?", _framework(starts)),
-        ("Inference engine and rollout topology?", _engine(config)),
-        ("Precision, and what keeps engine and trainer consistent?", _precision(config, figures)),
-        ("On-policy or asynchronous, and what bounds staleness?", _staleness(config, figures)),
-        ("Are log-probabilities recomputed by the trainer?", _recomputed(config)),
-        ("Mixture of experts: is routing replayed?", _routing(config)),
-        ("Group size?", _group_size(config)),
-        ("Turns, token budget, truncation?", _turns(config, figures)),
-        ("Compute per step, and where the time goes?", _compute(config, starts, figures)),
+        ("Which framework, version and commit?", _framework(machine(starts))),
+        ("Inference engine and rollout topology?", _engine(at)),
+        ("Precision, and what keeps engine and trainer consistent?", _precision(at, figures)),
+        ("On-policy or asynchronous, and what bounds staleness?", _staleness(at, figures)),
+        ("Are log-probabilities recomputed by the trainer?", RECOMPUTED if at("algorithm.type") else ""),
+        ("Mixture of experts: is routing replayed?", _routing(at)),
+        ("Group size?", _group_size(at)),
+        ("Turns, token budget, truncation?", _turns(at, figures)),
+        ("Compute per step, and where the time goes?", _compute(at, figures)),
     ]
     return [{"question": question, "answer": answer or UNKNOWN} for question, answer in answers]
 
@@ -73,101 +79,93 @@ def machine(starts: list[Any]) -> dict[str, str]:
     }
 
 
-def _framework(starts: list[Any]) -> str:
-    found = machine(starts)
-    commit = f", commit {found['commit']}" if found["commit"] else ""
-    return f"{found['versions']}{commit}" if found["versions"] else ""
-
-
 def _versions(start: Mapping[str, Any]) -> str:
     versions = start.get("versions")
     return ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else ""
 
 
-def _engine(config: dict[str, Any]) -> str:
-    engine = value_at(config, "rollout.engine.type")
+def _framework(found: Mapping[str, str]) -> str:
+    commit = f", commit {found['commit']}" if found["commit"] else ""
+    return f"{found['versions']}{commit}" if found["versions"] else ""
+
+
+def _engine(at: Values) -> str:
+    engine, rollout, actor = at("rollout.engine.type"), at("placement.rollout"), at("placement.actor")
     if engine is None:
         return ""
-    rollout, actor = value_at(config, "placement.rollout"), value_at(config, "placement.actor")
     where = ""
     if rollout is not None and actor is not None:
-        is_shared = rollout == actor
-        where = (
-            f"; rollout and actor share devices ({rollout})"
-            if is_shared
-            else f"; rollout on {rollout}, actor on {actor}"
-        )
-    prefix = value_at(config, "rollout.engine.enable_prefix_cache")
-    cache = "" if prefix is None else f"; prefix cache {'on' if prefix else 'off'}"
-    return f"{engine} engine{where}{cache}"
+        where = f"rollout on {rollout}, actor on {actor}"
+        where = f"rollout and actor share devices ({rollout})" if rollout == actor else where
+    return _joined(f"{engine} engine", where, _on("prefix cache", at("rollout.engine.enable_prefix_cache")))
 
 
-def _precision(config: dict[str, Any], figures: MetricColumns) -> str:
-    trainer = value_at(config, "trainer.compute_dtype")
+def _precision(at: Values, figures: MetricColumns) -> str:
+    trainer = at("trainer.compute_dtype")
     if trainer is None:
         return ""
-    engine = value_at(config, "rollout.engine.dtype") or trainer
-    canary = value_at(config, "sync.canary")
-    words = f"trainer {trainer}, engine {engine}"
-    if canary is not None:
-        words += f"; canary after every sync {'on' if canary else 'off'}"
     mismatch = figures.last("mismatch/abs_mean")
-    return words + ("" if mismatch is None else f"; mean mismatch at the end {mismatch:.2g} nats")
+    return _joined(
+        f"trainer {trainer}, engine {at('rollout.engine.dtype') or trainer}",
+        _on("canary after every sync", at("sync.canary")),
+        "" if mismatch is None else f"mean mismatch at the end {mismatch:.2g} nats",
+    )
 
 
-def _staleness(config: dict[str, Any], figures: MetricColumns) -> str:
-    lag = value_at(config, "loop.max_lag")
+def _staleness(at: Values, figures: MetricColumns) -> str:
+    lag, correction, seen = at("loop.max_lag"), at("algorithm.correction.type"), figures.last("lag/max")
     if lag is None:
         return ""
-    words = "on-policy (max_lag 0)" if lag == 0 else f"asynchronous, max_lag {lag}"
-    correction = value_at(config, "algorithm.correction.type")
-    words += f"; correction {correction}" if correction else ""
-    seen = figures.last("lag/max")
-    return words + ("" if seen is None else f"; largest lag of the last step {seen:g}")
+    return _joined(
+        "on-policy (max_lag 0)" if lag == 0 else f"asynchronous, max_lag {lag}",
+        f"correction {correction}" if correction else "",
+        "" if seen is None else f"largest lag of the last step {seen:g}",
+    )
 
 
-def _recomputed(config: dict[str, Any]) -> str:
-    if value_at(config, "algorithm.type") is None:
-        return ""
-    return "yes: the loss uses the trainer's own; the engine's serve corrections and mismatch figures only"
-
-
-def _routing(config: dict[str, Any]) -> str:
-    experts = value_at(config, "model.shape.num_experts")
-    replay = value_at(config, "trainer.routing_replay")
+def _routing(at: Values) -> str:
+    replay, shape = at("trainer.routing_replay"), at("model.shape")
     if replay is not None:
         return "replayed" if replay else "not replayed"
-    return "no experts in this model's shape" if value_at(config, "model.shape") and not experts else ""
+    return "no experts in this model's shape" if shape and not at("model.shape.num_experts") else ""
 
 
-def _group_size(config: dict[str, Any]) -> str:
-    size = value_at(config, "rollout.group_size")
-    groups = value_at(config, "loop.prompts_per_step")
+def _group_size(at: Values) -> str:
+    size, groups = at("rollout.group_size"), at("loop.prompts_per_step")
     if size is None:
         return ""
     return f"{size} samples a prompt" + (f", {groups} prompts a step" if groups is not None else "")
 
 
-def _turns(config: dict[str, Any], figures: MetricColumns) -> str:
-    env, tokens = value_at(config, "rollout.env.type"), value_at(config, "rollout.sampling.max_new_tokens")
-    if env is None and tokens is None:
-        return ""
-    turns = value_at(config, "rollout.env.max_turns")
-    parts = [f"environment {env}" if env else ""]
-    parts.append(f"at most {turns} turns" if turns is not None else "")
-    parts.append(f"at most {tokens} new tokens" if tokens is not None else "")
+def _turns(at: Values, figures: MetricColumns) -> str:
+    env, tokens, turns = (
+        at("rollout.env.type"),
+        at("rollout.sampling.max_new_tokens"),
+        at("rollout.env.max_turns"),
+    )
     cut = figures.last("length/truncated")
-    parts.append(f"{cut:.1%} cut off in the last step" if cut is not None else "")
-    return ", ".join(part for part in parts if part)
+    return _joined(
+        f"environment {env}" if env else "",
+        f"at most {turns} turns" if turns is not None else "",
+        f"at most {tokens} new tokens" if tokens is not None else "",
+        f"{cut:.1%} cut off in the last step" if cut is not None and (env or tokens) else "",
+        between=", ",
+    )
 
 
-def _compute(config: dict[str, Any], starts: list[Any], figures: MetricColumns) -> str:
-    shares = time_shares(figures)
+def _compute(at: Values, figures: MetricColumns) -> str:
+    shares, devices = time_shares(figures), at("cluster.devices")
     total = sum(seconds for _, seconds in shares)
     if not total:
         return ""
-    devices = value_at(config, "cluster.devices")
     steps = max(1, len([step for step in figures.steps if step > 0]))
-    parts = ", ".join(f"{what} {seconds / total:.0%}" for what, seconds in shares)
     on = f" on {devices} device{'' if devices == 1 else 's'}" if devices is not None else ""
-    return f"{total / steps:.2f} s a step{on}: {parts}"
+    return f"{total / steps:.2f} s a step{on}: " + ", ".join(f"{what} {s / total:.0%}" for what, s in shares)
+
+
+def _joined(*parts: str, between: str = "; ") -> str:
+    return between.join(part for part in parts if part)
+
+
+def _on(what: str, value: Any) -> str:
+    return "" if value is None else f"{what} {'on' if value else 'off'}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rill.config.toml import show_value
+from rill.config.toml import leaves, show_value
 
 _TABLE = re.compile(r"\s*\[+([^\]]+)\]+")
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-.\"']+)\s*=")
@@ -41,31 +41,10 @@ def read_config(path: Path) -> tuple[dict[str, Any], list[ConfigRow], str]:
     return values, _rows(values, _origins(text)), ""
 
 
-def value_at(values: dict[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
-    found: Any = values
-    for part in key.split("."):
-        if not isinstance(found, dict) or part not in found:
-            return None
-        found = found[part]
-    return found
-
-
 def _rows(values: dict[str, Any], origins: dict[str, str]) -> list[ConfigRow]:
-    rows = [ConfigRow(key, show_value(value), origins.pop(key, "")) for key, value in _leaves(values, "")]
+    rows = [ConfigRow(key, show_value(value), origins.pop(key, "")) for key, value in leaves(values)]
     rows += [ConfigRow(key, "", origin) for key, origin in origins.items() if origin]
     return sorted(rows, key=lambda row: (row.key.count(".") > 0, row.key.rpartition(".")[0], row.key))
-
-
-def _leaves(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            found += _leaves(value, f"{key}.")
-        else:
-            found.append((key, value))
-    return found
 
 
 def _origins(text: str) -> dict[str, str]:

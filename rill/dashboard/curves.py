@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from rill.dashboard.metric_columns import thinned
 from rill.errors import UserError
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.run import Run, write_atomically
@@ -39,11 +39,8 @@ STYLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    title: str
-    points: Sequence[tuple[float, float]]
-    """(step, value)"""
+Points = Sequence[tuple[float, float]]
+"""(step, value)"""
 
 
 def write_curves(run: Run, target: Path) -> Path:
@@ -55,31 +52,23 @@ def write_curves(run: Run, target: Path) -> Path:
     return target
 
 
-def curves_of(rows: Sequence[MetricRow]) -> list[Curve]:
-    curves = []
+def curves_of(rows: Sequence[MetricRow]) -> list[tuple[str, Points]]:
+    """(title, points) of those with more than one; long ones are averaged, both ends stay as they are."""
+    curves: list[tuple[str, Points]] = []
     known = {name for row in rows for name in row.values}
     sets = sorted(name for name in known if re.fullmatch(r"eval/[^/]+/accuracy", name))
     for name, title in (DRAWN[0], *((n, f"accuracy, {n.split('/')[1]}") for n in sets), *DRAWN[1:]):
-        points = [(float(row.step), row.values[name]) for row in rows if name in row.values]
+        points = [(row.step, row.values[name]) for row in rows if name in row.values]
         if len(points) > 1:
-            curves.append(Curve(title=title, points=thinned(points)))
+            inner = zip(*thinned([x for x, _ in points[1:-1]], [y for _, y in points[1:-1]], MAX_POINTS - 2))
+            curves.append((title, [points[0], *inner, points[-1]]))
     return curves[:MAX_PANELS]
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most so many points, each the mean of its neighbours; the first and the last stay as they are."""
-    if len(points) <= most:
-        return list(points)
-    inner, count = points[1:-1], most - 2
-    edges = [round(i * len(inner) / count) for i in range(count + 1)]
-    means = [_mean(inner[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-    return [points[0], *means, points[-1]]
-
-
-def draw(curves: Sequence[Curve]) -> str:
+def draw(curves: Sequence[tuple[str, Points]]) -> str:
     width = WIDTH * len(curves)
     panels = "".join(
-        f'<g transform="translate({i * WIDTH} 0)">{_panel(curve)}</g>' for i, curve in enumerate(curves)
+        f'<g transform="translate({i * WIDTH} 0)">{_panel(*curve)}</g>' for i, curve in enumerate(curves)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}">'
@@ -87,8 +76,8 @@ def draw(curves: Sequence[Curve]) -> str:
     )
 
 
-def _panel(curve: Curve) -> str:
-    xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
+def _panel(title: str, points: Points) -> str:
+    xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = _range(ys)
     first, last = min(xs), max(xs)
 
@@ -103,9 +92,9 @@ def _panel(curve: Curve) -> str:
         f'<text x="{LEFT - 4}" y="{up(y) + 3:.1f}" text-anchor="end">{y:.3g}</text>'
         for y in (low, (low + high) / 2, high)
     )
-    path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in curve.points)
+    path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
     return (
-        f'<text class="t" x="{LEFT}" y="13">{escape(curve.title)}: {ys[0]:.3g} → {ys[-1]:.3g}</text>{lines}'
+        f'<text class="t" x="{LEFT}" y="13">{escape(title)}: {ys[0]:.3g} → {ys[-1]:.3g}</text>{lines}'
         f'<text x="{LEFT}" y="{HEIGHT - 5}">{first:g}</text>'
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">step {last:g}</text>'
         f'<path class="c" d="M{path}"/>'
@@ -119,7 +108,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     if low >= 0.0 and high <= 1.0:
         return 0.0, 1.0
     return (low, high) if high > low else (low - 0.5, low + 0.5)
-
-
-def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)

@@ -18,20 +18,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
-from rill.dashboard.index_state import STATE_FILE, IndexState, load_state
+from rill.dashboard.log_index import STATE_FILE, LogIndex, LogIndexer, load_state
 from rill.dashboard.log_reader import size_of
-from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer, RolloutState
+from rill.dashboard.rollout_index import RolloutIndex, RolloutIndexer
 from rill.dashboard.rollouts import Rollouts
-from rill.dashboard.trace_index import TraceIndex, TraceIndexer, TraceState
-from rill.dashboard.trained_index import TrainedIndex, TrainedIndexer, TrainedState
+from rill.dashboard.trace_index import TraceIndex, TraceIndexer
+from rill.dashboard.trained_index import TrainedIndex, TrainedIndexer
 
 INDEX_FOLDER = ".index"
 TRACE, ROLLOUTS, TRAINED = "trace", "rollouts", "trained"
-Indexer = TraceIndexer | RolloutIndexer | TrainedIndexer
-STATES: dict[str, type[IndexState]] = {TRACE: TraceState, ROLLOUTS: RolloutState, TRAINED: TrainedState}
-INDEXERS: dict[str, type[Indexer]] = {TRACE: TraceIndexer, ROLLOUTS: RolloutIndexer, TRAINED: TrainedIndexer}
+INDEXERS: dict[str, type[LogIndexer[Any]]] = {
+    ROLLOUTS: RolloutIndexer,
+    TRAINED: TrainedIndexer,
+    TRACE: TraceIndexer,
+}
 PAUSE_S = 1.0
+X = TypeVar("X", bound=LogIndex[Any])
 _log = logging.getLogger(__name__)
 
 
@@ -54,27 +58,26 @@ def index_folder(run: Path) -> Path:
 
 
 def trace_indexes(run: Path) -> list[TraceIndex]:
-    folder = index_folder(run) / TRACE
-    found = [TraceIndex.open(log, folder / log.stem) for log in logs_of(run, TRACE)]
-    return [index for index in found if index is not None]
+    return _opened(run, TRACE, TraceIndex)
 
 
 def rollouts(run: Path) -> Rollouts:
     """What is indexed of them by now."""
-    folder = index_folder(run)
-    found = [RolloutIndex.open(log, folder / ROLLOUTS / log.stem) for log in logs_of(run, ROLLOUTS)]
-    trained = [TrainedIndex.open(log, folder / TRAINED / log.stem) for log in logs_of(run, TRAINED)]
-    return Rollouts(
-        [index for index in found if index is not None], [index for index in trained if index is not None]
-    )
+    return Rollouts(_opened(run, ROLLOUTS, RolloutIndex), _opened(run, TRAINED, TrainedIndex))
+
+
+def _opened(run: Path, kind: str, index: type[X]) -> list[X]:
+    folder = index_folder(run) / kind
+    found = [index.open(log, folder / log.stem) for log in logs_of(run, kind)]
+    return [one for one in found if one is not None]
 
 
 def progress(run: Path) -> float:
     """The share of the logs' bytes that is indexed."""
     folder, done, total = index_folder(run), 0, 0
-    for kind, state_type in STATES.items():
+    for kind, indexer in INDEXERS.items():
         for log in logs_of(run, kind):
-            state = load_state(folder / kind / log.stem, state_type)
+            state = load_state(folder / kind / log.stem, indexer.state_type)
             total += size_of(log)
             done += 0 if state is None else min(state.read_to, size_of(log))
     return done / total if total else 1.0
@@ -85,7 +88,7 @@ class RunIndexer:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._indexers: dict[Path, Indexer] = {}
+        self._indexers: dict[Path, LogIndexer[Any]] = {}
 
     def update(self, should_go_on: Callable[[], bool] = lambda: True) -> bool:
         """Index what is new. False where another process is at it."""
@@ -93,7 +96,7 @@ class RunIndexer:
             if not is_ours:
                 self._indexers.clear()  # another process writes them: what is known here is stale
                 return False
-            for kind in (ROLLOUTS, TRAINED, TRACE):
+            for kind in INDEXERS:
                 for log in logs_of(self.run, kind):
                     self._update_log(kind, log, should_go_on)
         return True

@@ -36,6 +36,7 @@ class MetricColumns:
         self._head = ""
         self._rows: dict[int, dict[str, float]] = {}
         self._times: dict[int, float] = {}
+        self._columns: dict[str, Any] = {}
 
     @property
     def version(self) -> int:
@@ -75,6 +76,8 @@ class MetricColumns:
 
     def columns(self) -> dict[str, Any]:
         """{name: {x: steps, y: values}} with times of the steps beside; steps that many names share stand once."""
+        if self._columns.get("version") == self.version:
+            return self._columns
         series: dict[str, tuple[list[int], list[float]]] = {}
         for step in self.steps:
             for name, value in self._rows[step].items():
@@ -86,16 +89,15 @@ class MetricColumns:
         for name, (x, y) in sorted(series.items()):
             xs, ys = thinned(x, y)
             out[name] = {"x": shared.setdefault(tuple(xs), len(shared)), "y": [written(v) for v in ys]}
-        steps = self.steps
-        return {
+        steps = self.steps[:: len(self._rows) // (MAX_POINTS + 1) + 1]
+        self._columns = {
             "version": self.version,
             "x": [list(xs) for xs in shared],
             "series": out,
-            "steps": steps if len(steps) <= MAX_POINTS else steps[:: len(steps) // MAX_POINTS + 1],
-            "times": [round(self._times[s], 1) for s in steps]
-            if len(steps) <= MAX_POINTS
-            else [round(self._times[s], 1) for s in steps[:: len(steps) // MAX_POINTS + 1]],
+            "steps": steps,
+            "times": [round(self._times[step], 1) for step in steps],
         }
+        return self._columns
 
     def _add(self, record: Record) -> None:
         if record.rewind is not None:
@@ -114,10 +116,7 @@ def thinned(x: list[int], y: list[float], most: int = MAX_POINTS) -> tuple[list[
         return list(map(float, x)), y
     edges = [round(i * len(x) / most) for i in range(most + 1)]
     spans = list(zip(edges, edges[1:], strict=False))
-    return (
-        [float(x[(a + b - 1) // 2]) for a, b in spans],
-        [sum(y[a:b]) / (b - a) for a, b in spans],
-    )
+    return ([float(x[(a + b - 1) // 2]) for a, b in spans], [sum(y[a:b]) / (b - a) for a, b in spans])
 
 
 def written(value: float) -> float | None:

@@ -12,47 +12,32 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rill.dashboard.index_state import IndexState, load_state, save_state, state_to_go_on_with
-from rill.dashboard.log_reader import Block, new_blocks, size_of
+from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_reader import Block
 from rill.dashboard.table import Table
+from rill.telemetry.rollouts import EVALUATION as EVAL_LOG
 
+EVALUATION = "evaluation: "
+"""Begins the data set of groups that answer an evaluation's prompts."""
 PREVIEW_BYTES = 160
 MAX_TEXT_BYTES = 1024 * 1024
 """Of one sample, that can be searched."""
 MAX_TAGS = 64
-GROUP = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("length", "<u4"),
-        ("version", "<i4"),
-        ("prompt", "<u8"),
-        ("text", "<u8"),
-        ("first_sample", "<u4"),
-        ("num_samples", "<u2"),
-        ("task", "<u2"),
-        ("reward", "<f4"),
-        ("spread", "<f4"),
-        ("is_dropped", "?"),
-    ]
-)
-SAMPLE = np.dtype(
-    [
-        ("tags", "<u8"),
-        ("group", "<u4"),
-        ("num_sampled", "<u4"),
-        ("num_tokens", "<u4"),
-        ("reward", "<f4"),
-        ("stop", "u1"),
-        ("is_failed", "?"),
-    ]
-)
+GROUP = np.dtype([
+    ("offset", "<u8"), ("length", "<u4"), ("version", "<i4"), ("prompt", "<u8"), ("text", "<u8"),
+    ("first_sample", "<u4"), ("num_samples", "<u2"), ("task", "<u2"), ("reward", "<f4"), ("spread", "<f4"),
+    ("is_dropped", "?"),
+])  # fmt: skip
+SAMPLE = np.dtype([
+    ("tags", "<u8"), ("group", "<u4"), ("num_sampled", "<u4"), ("num_tokens", "<u4"), ("reward", "<f4"), ("stop", "u1"),
+    ("is_failed", "?"),
+])  # fmt: skip
 PREVIEW = np.dtype([("text", f"S{PREVIEW_BYTES}")])
 
 
@@ -85,6 +70,8 @@ class GroupRecord(msgspec.Struct):
     task: str = ""
     dropped: str | None = None
     tags: list[str] = []
+    evaluates: str = ""
+    """The evaluation set it is of; empty: training."""
 
 
 _decoder = msgspec.json.Decoder(GroupRecord)
@@ -95,29 +82,18 @@ def id_code(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-class RolloutIndexer:
-    """Brings the index of one log up to date."""
+class RolloutIndexer(LogIndexer[RolloutState]):
+    state_type = RolloutState
 
     def __init__(self, log: Path, folder: Path) -> None:
-        self.log = log
-        self.folder = folder
-        self.state = state_to_go_on_with(folder, log, RolloutState)
+        super().__init__(log, folder)
         state = self.state
         self._groups = Table(folder / "groups.bin", GROUP, state.num_groups, is_writer=True)
         self._samples = Table(folder / "samples.bin", SAMPLE, state.num_samples, is_writer=True)
         self._previews = Table(folder / "previews.bin", PREVIEW, state.num_groups, is_writer=True)
         self._text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes, is_writer=True)
 
-    def update(self) -> Iterable[int]:
-        """Index what was appended; yields the bytes done after each block."""
-        if self.state.read_to > size_of(self.log):
-            raise ValueError(f"{self.log} was cut")
-        for block in new_blocks(self.log, self.state.read_to):
-            self._add(block)
-            save_state(self.folder, self.log, self.state)
-            yield block.read_to
-
-    def _add(self, block: Block) -> None:
+    def add(self, block: Block) -> None:
         groups: list[tuple[Any, ...]] = []
         samples: list[tuple[Any, ...]] = []
         previews: list[tuple[bytes]] = []
@@ -128,6 +104,7 @@ class RolloutIndexer:
                 record = _decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
+            evaluates = record.evaluates or evaluation_of(self.log)
             prompt, said = _text_of(record)
             text = "\x00".join([prompt, *said]).lower().encode("utf-8", "replace") + b"\x00"
             rewards = [_number(sample.reward) for sample in record.samples]
@@ -140,7 +117,7 @@ class RolloutIndexer:
                     text_at,
                     self._samples.num_rows + len(samples),
                     len(record.samples),
-                    _code(self.state.tasks, record.task),
+                    _code(self.state.tasks, f"{EVALUATION}{evaluates}" if evaluates else record.task),
                     sum(rewards) / len(rewards) if rewards else math.nan,
                     max(rewards) - min(rewards) if rewards else 0.0,
                     bool(record.dropped),
@@ -151,8 +128,13 @@ class RolloutIndexer:
             previews.append((cut.encode(),))
             texts.append(text)
             text_at += len(text)
-        self._append(groups, samples, previews, b"".join(texts))
-        self.state.read_to = block.read_to
+        self._groups.append(np.array(groups, dtype=GROUP))
+        self._samples.append(np.array(samples, dtype=SAMPLE))
+        self._previews.append(np.array(previews, dtype=PREVIEW))
+        self._text.append(np.frombuffer(b"".join(texts), np.uint8))
+        self.state.num_groups = self._groups.num_rows
+        self.state.num_samples = self._samples.num_rows
+        self.state.text_bytes = self._text.num_rows
 
     def _sample(self, sample: SampleRecord, group: int, group_tags: list[str]) -> tuple[Any, ...]:
         codes = (_code(self.state.tags, tag, MAX_TAGS - 1) for tag in {*sample.tags, *group_tags})
@@ -166,37 +148,21 @@ class RolloutIndexer:
             bool(sample.error),
         )
 
-    def _append(
-        self,
-        groups: list[tuple[Any, ...]],
-        samples: list[tuple[Any, ...]],
-        previews: list[tuple[bytes]],
-        text: bytes,
-    ) -> None:
-        self._groups.append(np.array(groups, dtype=GROUP))
-        self._samples.append(np.array(samples, dtype=SAMPLE))
-        self._previews.append(np.array(previews, dtype=PREVIEW))
-        self._text.append(np.frombuffer(text, np.uint8))
-        self.state.num_groups = self._groups.num_rows
-        self.state.num_samples = self._samples.num_rows
-        self.state.text_bytes = self._text.num_rows
 
-
-class RolloutIndex:
-    """One log's index, as a reader sees it at one moment."""
+class RolloutIndex(LogIndex[RolloutState]):
+    state_type = RolloutState
 
     def __init__(self, log: Path, folder: Path, state: RolloutState) -> None:
-        self.log = log
-        self.state = state
+        super().__init__(log, folder, state)
         self.groups = Table(folder / "groups.bin", GROUP, state.num_groups)
         self.samples = Table(folder / "samples.bin", SAMPLE, state.num_samples)
         self.previews = Table(folder / "previews.bin", PREVIEW, state.num_groups)
         self.text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes)
 
-    @classmethod
-    def open(cls, log: Path, folder: Path) -> RolloutIndex | None:
-        state = load_state(folder, RolloutState)
-        return None if state is None else cls(log, folder, state)
+
+def evaluation_of(log: Path) -> str:
+    """Which `rill eval` wrote the log; empty: training did."""
+    return log.stem if log.name.startswith(EVAL_LOG) else ""
 
 
 def _text_of(record: GroupRecord) -> tuple[str, list[str]]:

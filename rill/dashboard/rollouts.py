@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rill.dashboard.rollout_index import RolloutIndex, id_code
+from rill.dashboard.rollout_index import EVALUATION, RolloutIndex, evaluation_of, id_code
 from rill.dashboard.table import read_range
 from rill.dashboard.trained_index import TrainedIndex
 from rill.errors import UserError
@@ -64,8 +64,11 @@ class Rollouts:
         self.num_groups = sum(index.state.num_groups for index in self.indexes)
 
     def facets(self) -> dict[str, Any]:
-        """What can be chosen: steps with how many groups and which reward, tasks, stop reasons, tags."""
-        tables = [self._groups(log) for log in range(len(self.indexes))]
+        """What can be chosen: steps with how many groups of training and which reward, data, stop reasons, tags."""
+        tables = [
+            table[~np.isin(table["task"], _evaluations(index))]
+            for index, table in zip(self.indexes, map(self._groups, range(len(self.indexes))))
+        ]
         versions = np.concatenate([np.empty(0, np.int32), *(groups["version"] for groups in tables)])
         means = np.concatenate([np.empty(0, np.float32), *(groups["reward"] for groups in tables)])
         steps, inverse, counts = np.unique(versions - 1, return_inverse=True, return_counts=True)
@@ -117,6 +120,8 @@ class Rollouts:
             record: dict[str, Any] = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{index.log.name} was changed after it was indexed: reload the page") from error
+        if evaluates := evaluation_of(index.log):
+            record.setdefault("evaluates", evaluates)
         names = [str(sample.get("id", "")) for sample in record["samples"]]
         for trained in self._trained:
             found = trained.find(names)
@@ -203,6 +208,10 @@ class Rollouts:
             if end > 0:
                 break
         return hits, searched
+
+
+def _evaluations(index: RolloutIndex) -> list[int]:
+    return [code for code, task in enumerate(index.state.tasks) if task.startswith(EVALUATION)]
 
 
 def _mark(hit: Mask, mask: Mask, begins: npt.NDArray[Any], text: bytes, at: int, needle: bytes) -> int:

@@ -35,6 +35,7 @@ from rill.dashboard.media import media_file
 from rill.dashboard.rollouts import Query, Rollouts
 from rill.dashboard.timeline import View
 from rill.errors import UserError
+from rill.telemetry.run import Run
 
 COOKIE = "rill_token"
 STATIC = {"app.js": "text/javascript; charset=utf-8", "app.css": "text/css; charset=utf-8"}
@@ -59,10 +60,10 @@ def make_app(catalog: Catalog, *, host: str = "127.0.0.1", token: str = "") -> A
         "/rollouts": answers.rollouts,
         "/group": answers.group,
         "/prompt": answers.prompt,
-        "/config": answers.config,
-        "/guards": answers.guards,
-        "/system": answers.system,
-        "/flow": answers.flow,
+        **{
+            f"/{page.__name__}": answers.of(page)
+            for page in (pages.config, pages.guards, pages.system, pages.flow)
+        },
     }
     routes = [
         Route("/", _page),
@@ -145,17 +146,8 @@ class _Answers:
     def prompt(self, request: Request) -> Any:
         return {"groups": self._rollouts(request).prompt(request.query_params.get("id", ""))}
 
-    def config(self, request: Request) -> Any:
-        return pages.config(self._run(request))
-
-    def guards(self, request: Request) -> Any:
-        return pages.guards(self._run(request))
-
-    def system(self, request: Request) -> Any:
-        return pages.system(self._run(request))
-
-    def flow(self, request: Request) -> Any:
-        return pages.flow(self._run(request))
+    def of(self, page: Callable[[Run], Any]) -> Callable[[Request], Any]:
+        return lambda request: page(self._run(request))
 
     def media(self, request: Request) -> Response:
         try:
@@ -164,7 +156,7 @@ class _Answers:
             return _problem(404, str(error))
         return FileResponse(path, media_type=kind)
 
-    def _run(self, request: Request) -> Any:
+    def _run(self, request: Request) -> Run:
         return self._catalog.open(request.path_params["key"])
 
     def _rollouts(self, request: Request) -> Rollouts:

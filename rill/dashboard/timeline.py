@@ -193,7 +193,7 @@ class Timeline:
         for process, part in rows:
             index = self.indexes[process]
             spans = part[(part["kind"] & INSTANT) == 0]
-            for pair in np.unique(spans["pair"]).tolist():
+            for pair in _pairs(spans):
                 own = spans[spans["pair"] == pair]
                 lane, name = places[index.lane_of(pair)], index.state.pairs[pair][1]
                 is_short = own["length"] < width
@@ -247,7 +247,7 @@ class Timeline:
         found: dict[Lane, list[Rows]] = {lane: [] for lane in lanes}
         for process, part in rows:
             index = self.indexes[process]
-            for pair in np.unique(part["pair"]).tolist():
+            for pair in _pairs(part):
                 found[index.lane_of(pair)].append(part[part["pair"] == pair])
         return [round(_covered(parts, first, last) / (last - first), 4) for parts in found.values()]
 
@@ -258,6 +258,12 @@ class Timeline:
             round(float(np.minimum(found.total(len(edges) - 1) / width, 1.0).mean()), 4)
             for found in painted.values()
         ]
+
+
+def _pairs(rows: Rows) -> list[int]:
+    """Those that occur, without sorting: there are few pairs and many rows."""
+    found: list[int] = np.flatnonzero(np.bincount(rows["pair"])).tolist()
+    return found
 
 
 def _covered(parts: list[Rows], first: int, last: int) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rill.dashboard.index_state import IndexState, load_state, save_state, state_to_go_on_with
-from rill.dashboard.log_reader import Block, new_blocks, size_of
+from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_reader import Block
 from rill.dashboard.table import Rows, Table
 from rill.telemetry.chrome import DEVICE_LANE
 
@@ -82,13 +81,12 @@ class Record(msgspec.Struct):
 _decoder = msgspec.json.Decoder(Record)
 
 
-class TraceIndexer:
-    """Brings the index of one log up to date."""
+class TraceIndexer(LogIndexer[TraceState]):
+    state_type = TraceState
+    changes_in_place = True
 
     def __init__(self, log: Path, folder: Path) -> None:
-        self.log = log
-        self.folder = folder
-        self.state = state_to_go_on_with(folder, log, TraceState)
+        super().__init__(log, folder)
         state = self.state
         self._spans = Table(folder / "spans.bin", SPAN, state.num_spans, is_writer=True)
         self._blocks = Table(folder / "blocks.bin", BLOCK, state.num_blocks, is_writer=True)
@@ -99,19 +97,7 @@ class TraceIndexer:
         self._unclaimed: dict[str, deque[tuple[int, int]]] = {}
         self._bins = _Bins(folder, state)
 
-    def update(self) -> Iterable[int]:
-        """Index what was appended; yields the bytes done after each block."""
-        if self.state.read_to > size_of(self.log):
-            raise ValueError(f"{self.log} was cut")
-        for block in new_blocks(self.log, self.state.read_to):
-            self.state.is_busy = True
-            save_state(self.folder, self.log, self.state)
-            self._add(block)
-            self.state.is_busy = False
-            save_state(self.folder, self.log, self.state)
-            yield block.read_to
-
-    def _add(self, block: Block) -> None:
+    def add(self, block: Block) -> None:
         rows: list[Row] = []
         claims: list[tuple[int, int, int]] = []
         counters: list[tuple[int, float, int]] = []
@@ -138,7 +124,6 @@ class TraceIndexer:
             elif kind == "instant":
                 rows.append((record.at_ns, 0, offset, self._pair_code(record.lane, record.name), INSTANT))
                 state.last_ns = max(state.last_ns, record.at_ns)
-        state.read_to = block.read_to
         state.open = [(pair, start, offset) for (pair, start), offset in self._open.items()]
         self._append(np.array(rows, dtype=SPAN), claims)
         if counters:
@@ -286,21 +271,14 @@ def bins_path(folder: Path, shift: int) -> Path:
     return folder / f"bins-{shift}.bin"
 
 
-class TraceIndex:
-    """One log's index, as a reader sees it at one moment."""
+class TraceIndex(LogIndex[TraceState]):
+    state_type = TraceState
 
     def __init__(self, log: Path, folder: Path, state: TraceState) -> None:
-        self.log = log
-        self.folder = folder
-        self.state = state
+        super().__init__(log, folder, state)
         self.spans = Table(folder / "spans.bin", SPAN, state.num_spans)
         self.counters = Table(folder / "counters.bin", COUNTER, state.num_counters)
         self._blocks = Table(folder / "blocks.bin", BLOCK, state.num_blocks)
-
-    @classmethod
-    def open(cls, log: Path, folder: Path) -> TraceIndex | None:
-        state = load_state(folder, TraceState)
-        return None if state is None else cls(log, folder, state)
 
     def lane_of(self, pair: int) -> tuple[str, str]:
         """(process, lane): a device is one lane, whoever holds it."""

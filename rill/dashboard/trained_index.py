@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rill.dashboard.index_state import IndexState, load_state, save_state, state_to_go_on_with
-from rill.dashboard.log_reader import new_blocks, size_of
+from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
+from rill.dashboard.log_reader import Block
 from rill.dashboard.rollout_index import id_code
 from rill.dashboard.table import Table, read_range
 
@@ -31,48 +31,30 @@ class _Record(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Record)
 
 
-class TrainedIndexer:
-    """Brings the index of one log up to date."""
+class TrainedIndexer(LogIndexer[TrainedState]):
+    state_type = TrainedState
 
     def __init__(self, log: Path, folder: Path) -> None:
-        self.log = log
-        self.folder = folder
-        self.state = state_to_go_on_with(folder, log, TrainedState)
+        super().__init__(log, folder)
         self._samples = Table(folder / "samples.bin", SAMPLE, self.state.num_samples, is_writer=True)
 
-    def update(self) -> Iterable[int]:
-        """Index what was appended; yields the bytes done after each block."""
-        if self.state.read_to > size_of(self.log):
-            raise ValueError(f"{self.log} was cut")
-        for block in new_blocks(self.log, self.state.read_to):
-            rows = []
-            for offset, line in block.lines:
-                try:
-                    rows.append((id_code(_decoder.decode(line).id), offset, len(line)))
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    continue
-            self._samples.append(np.array(rows, dtype=SAMPLE))
-            self.state.num_samples = self._samples.num_rows
-            self.state.read_to = block.read_to
-            save_state(self.folder, self.log, self.state)
-            yield block.read_to
+    def add(self, block: Block) -> None:
+        rows = []
+        for offset, line in block.lines:
+            try:
+                rows.append((id_code(_decoder.decode(line).id), offset, len(line)))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+        self._samples.append(np.array(rows, dtype=SAMPLE))
+        self.state.num_samples = self._samples.num_rows
 
 
-class TrainedIndex:
-    """One log's index, as a reader sees it at one moment."""
-
-    def __init__(self, log: Path, folder: Path, state: TrainedState) -> None:
-        self.log = log
-        self._samples = Table(folder / "samples.bin", SAMPLE, state.num_samples)
-
-    @classmethod
-    def open(cls, log: Path, folder: Path) -> TrainedIndex | None:
-        state = load_state(folder, TrainedState)
-        return None if state is None else cls(log, folder, state)
+class TrainedIndex(LogIndex[TrainedState]):
+    state_type = TrainedState
 
     def find(self, ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The newest record of each sample that has one: a resumed run may have trained on it twice."""
-        rows = self._samples.read()
+        rows = Table(self.folder / "samples.bin", SAMPLE, self.state.num_samples).read()
         found: dict[str, dict[str, Any]] = {}
         for name in ids:
             places = np.flatnonzero(rows["id"] == np.uint64(id_code(name)))

@@ -88,11 +88,28 @@ def flow_of(records: Sequence[CallRecord]) -> dict[str, Any]:
     for channel, (sources, targets) in _channels(calls).items():
         total = sum(flowed.items for flows in sources.values() for flowed in flows)
         edges += [
-            {"from": s, "to": t, "channel": channel, "items_per_s": total / seconds}
+            {"from": s, "to": t, "channel": channel, "items_per_s": total / seconds, "depth": _waiting(calls, channel)}
             for s in sources for t in targets
         ]  # fmt: skip
     bottleneck = max(nodes, key=lambda node: float(str(node["busy"])))["id"] if nodes else ""
     return {"nodes": nodes, "edges": edges, "bottleneck": bottleneck}
+
+
+def _waiting(calls: Sequence[CallRecord], channel: str) -> float:
+    """Items that lay in a channel, averaged over time: what was put less what was taken, each evenly over its call."""
+    slopes: list[tuple[float, float]] = []
+    for call in calls:
+        items = call.put.get(channel, Flowed()).items - call.took.get(channel, Flowed()).items
+        rate = items / max(call.ended_s - call.started_s, 1e-9)
+        slopes += [(call.started_s, rate), (call.ended_s, -rate)]
+    depth = rate = area = 0.0
+    slopes.sort()
+    for (at_s, change), (until_s, _) in zip(slopes, slopes[1:]):
+        rate += change
+        after = max(0.0, depth + rate * (until_s - at_s))
+        area += (depth + after) / 2 * (until_s - at_s)
+        depth = after
+    return area / max(slopes[-1][0] - slopes[0][0], 1e-9)
 
 
 # --- calls ------------------------------------------------------------------------------------------------

@@ -38,24 +38,34 @@ class RolloutLog:
         self, group: Group, *, dropped: str | None, trained: Mapping[str, Sample] | None = None
     ) -> bool:
         """Whether it was kept. `trained`: what is known of the group's samples already, by trajectory id."""
-        version = max((int(t.versions.max(initial=-1)) for t in group.trajectories), default=-1)
+        version = _version(group)
         if version != self._version:
             self._version, self._num_logged = version, 0
         if self._num_logged >= self._max_groups:
             return False
         self._num_logged += 1
-        record = {
-            "version": version,
-            "group": group.id,
+        self._file.write(encode_line(self._record(group, group.id, dropped, trained or {})))
+        return True
+
+    def write_evaluation(self, group: Group, place: int, name: str) -> None:
+        """Answers to prompt number `place` of an evaluation set: those to its first prompts are kept every time."""
+        if place < self._max_groups:
+            record = self._record(group, f"{group.id}@{_version(group)}", None, {})
+            self._file.write(encode_line(record | {"evaluates": name}))
+
+    def _record(
+        self, group: Group, name: str, dropped: str | None, trained: Mapping[str, Sample]
+    ) -> dict[str, Any]:
+        return {
+            "version": _version(group),
+            "group": name,
             "prompt_id": group.prompt.id,
             "task": group.prompt.task,
             "answer": group.prompt.answer,
             "dropped": dropped,
             "tags": [str(tag) for tag in group.prompt.metadata.get("tags", ())],
-            "samples": [self._sample(t, (trained or {}).get(t.id)) for t in group.trajectories],
+            "samples": [self._sample(t, trained.get(t.id)) for t in group.trajectories],
         }
-        self._file.write(encode_line(record))
-        return True
 
     def close(self) -> None:
         self._file.close()
@@ -103,6 +113,11 @@ class TrainedLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _version(group: Group) -> int:
+    """The newest that wrote a token of it."""
+    return max((int(t.versions.max(initial=-1)) for t in group.trajectories), default=-1)
 
 
 def _rounded(values: Floats) -> list[float]:

@@ -45,7 +45,7 @@ def read_rollouts(run: Run) -> list[dict[str, Any]]:
     paths = [
         path for path in sorted(run.rollouts_dir.glob("*.jsonl")) if not path.name.startswith(EVALUATION)
     ]
-    groups = [record for path in paths for record in read_lines(path, *fields)]
+    groups = [record for path in paths for record in read_lines(path, *fields) if "evaluates" not in record]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
 
 

@@ -210,7 +210,7 @@ class RolloutConfig(SampledConfig):
     max_concurrent: int = Field(1024, ge=1)
     """Samples in flight on one engine; further tasks wait where other engines can take them."""
     log_groups: int = Field(4, ge=0)
-    """Groups per step and process whose text is kept for the rollout viewer. 0: off."""
+    """Groups per step and process, and prompts of an evaluation set, whose text is kept for the viewer. 0: off."""
 
 
 class ClusterConfig(Config):

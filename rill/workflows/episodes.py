@@ -129,6 +129,9 @@ class Episodes:
         if task.purpose != TRAIN:
             rewards = tuple(e.reward if e.failure is None else float("nan") for e in episodes)
             error = next((e.error for e in episodes if e.error is not None), None)
+            said = tuple(sample for episode in episodes for sample in episode.samples)
+            group = Group(id=task.id, prompt=task.prompt, trajectories=said)
+            self._log.write_evaluation(group, task.index, task.purpose)
             return self._outcome(task, rewards=rewards, error=error, metrics=episode_metrics(episodes)), []
         greedy = episodes.pop().samples[0] if len(episodes) > task.num_samples else None
         trajectories = tuple(sample for episode in episodes for sample in episode.samples)

@@ -140,6 +140,9 @@ class Loop:
             "throughput/tokens_per_s": batch.num_tokens / (ended - began),
             "throughput/samples_per_s": batch.num_samples / (ended - began),
         }
+        if total := batch.metrics.get("length/total"):
+            share = batch.metrics["length/response"] / total
+            metrics["throughput/sampled_tokens_per_s"] = share * metrics["throughput/tokens_per_s"]
         every = self._eval_every
         if self.step == self.config.steps or (every > 0 and self.step % every == 0):
             metrics |= self._evaluated()

@@ -61,7 +61,7 @@ def test_no_figure_is_cut_off_on_any_terminal(width: int) -> None:
         "reward/mean": 0.123,
         "eval/accuracy": 1.0,
         "length/response": 1031.5,
-        "throughput/tokens_per_s": 12345.0,
+        "throughput/sampled_tokens_per_s": 12345.0,
         "mismatch/abs_mean": 9.4e-8,
         "time/train_s": 1.25,
     }

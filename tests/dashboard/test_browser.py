@@ -102,6 +102,19 @@ def text_of(page: Any) -> str:
     return str(page.locator("main").inner_text())
 
 
+def serious_findings(page: Any) -> list[tuple[str, str, str]]:
+    """Of axe, where it is installed."""
+    if not AXE.exists():
+        return []
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [
+        (one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary", "")[:300])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
 def test_a_run_is_seen_and_followed_while_it_goes_on(
     tmp_path: Path, serve: Callable[..., str], open_page: Callable[..., Any]
 ) -> None:
@@ -251,12 +264,11 @@ def test_runs_are_laid_over_one_another_and_their_configurations_compared(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: `make web` brings it")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_no_page_has_a_serious_accessibility_finding(
     tmp_path: Path, serve: Callable[..., str], open_page: Callable[..., Any], theme: str
 ) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed: `make web` brings it")
     run = small_run(tmp_path)
     append(
         run.path / "rollouts" / "rollout-1.jsonl", *(group(v, f"x{v}", sample("4", 1.0)) for v in range(1, 9))
@@ -265,14 +277,7 @@ def test_no_page_has_a_serious_accessibility_finding(
     for name in PAGES:
         goto(page, name)
         page.wait_for_timeout(800)
-        page.evaluate(AXE.read_text(encoding="utf-8"))
-        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-        serious = [
-            (one["id"], one["nodes"][0]["html"][:200], one["nodes"][0].get("failureSummary", "")[:300])
-            for one in found
-            if one["impact"] in ("serious", "critical")
-        ]
-        assert serious == [], name
+        assert serious_findings(page) == [], name
 
 
 @pytest.mark.slow
@@ -293,13 +298,18 @@ def test_a_real_run_is_followed_from_its_start_to_its_report(
         page.wait_for_selector(".plot:has-text('Reward') canvas", timeout=300_000)
         page.wait_for_selector(".status.finished", timeout=300_000)
         assert training.wait(timeout=120) == 0
-        for name, words in (
-            ("timeline", "device 0"),
-            ("rollouts", "groups"),
-            ("config", "recipes/demo.toml"),
-        ):
+        words = {
+            "overview": "Run card", "timeline": "device 0", "flow": "bottleneck", "rollouts": "groups",
+            "guards": "The end of the log", "config": "recipes/demo.toml", "system": "Processor cores",
+        }  # fmt: skip
+        for name in PAGES:
             goto(page, name)
-            page.wait_for_selector(f"main >> text={words} >> nth=0", state="attached")
+            page.wait_for_selector(f"main >> text={words[name]} >> nth=0", state="attached")
+            assert serious_findings(page) == [], name
+        goto(page, "rollouts?from=0&to=0&task=arithmetic")
+        page.wait_for_selector(".sample")
+        assert page.locator("option:has-text('not recorded')").count() == 0, "the trainer's figures are there"
+        assert "evaluation: held_out" in page.locator("label:has-text('data') >> select").inner_text()
         report = open_page(Run(tmp_path / "demo").path.joinpath("report.html").as_uri(), offline=True)
         report.wait_for_selector(".plot:has-text('Reward') canvas")
     finally:

@@ -21,6 +21,8 @@ import rill
 from rill.inference.base import EngineStats, PauseMode
 from rill.inference.server import BackgroundServer, ServerConfig, create_app, serve_in_thread
 from rill.inference.server.text import TextCodec
+from rill.models.card import TrainingCard
+from rill.models.loading import ModelConfig
 from tests.inference.fake_engine import LOGPROB, FakeEngine
 from tests.inference.plain_http import http
 
@@ -150,6 +152,15 @@ def test_models_are_listed_and_found(client: httpx.Client) -> None:
     assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 512
     assert client.get("/v1/models/none").status_code == 404
+
+
+def test_a_model_says_how_it_was_trained(engine: FakeEngine, tmp_path: Path) -> None:
+    TrainingCard(run="demo-1", workflow="grpo", prompts="bare", example="1+1=").save(tmp_path)
+    model, config = ModelConfig(path=str(tmp_path)), ServerConfig(port=0, model_name="tiny")
+    app = create_app(engine, engine.tokenizer, config, model=model)  # type: ignore[arg-type]
+    with serve_in_thread(app, config) as server:
+        card = httpx.get(f"{server.url}/v1/models/tiny", timeout=20).json()
+    assert (card["trained"]["prompts"], card["trained"]["example"]) == ("bare", "1+1=")
 
 
 BAD = [

@@ -128,6 +128,7 @@ def test_a_run_folder_keeps_the_history_and_what_the_dashboard_draws(tmp_path: P
     assert flow == flow_of(records)
     assert flow["bottleneck"] == "rollout"
     assert [(e["from"], e["to"], e["channel"]) for e in flow["edges"]] == [("rollout", "actor", "samples")]
+    assert 0 < flow["edges"][0]["depth"] <= 64, "items that waited for the actor, on average"
     (run.path / "history.jsonl").write_text('{"call": "one"}\n')
     with pytest.raises(PlanError, match="no call records"):
         read_history(run.path)

@@ -7,6 +7,8 @@ import numpy as np
 
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.rollout_log import MAX_LOGGED_TOKENS, RolloutLog
+from rill.telemetry.rollouts import read_rollouts
+from rill.telemetry.run import Run
 from rill.types import Group, Prompt, Sample, Trajectory, Turn
 
 
@@ -73,3 +75,19 @@ def test_so_many_groups_of_a_version_are_kept(tmp_path: Path) -> None:
         log.write(group, dropped=None)
     log.close()
     assert [r["group"] for r in read_lines(tmp_path / "rollouts" / "rollout-0.jsonl")] == ["a", "b", "d"]
+
+
+def test_answers_to_the_first_prompts_of_an_evaluation_are_kept_every_time(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "run", "rollout-0", Letters(), max_groups=2)  # type: ignore[arg-type]
+    for version in (1, 11):
+        for place in range(3):
+            said = (trajectory(f"held_out/{place}", version),)
+            group = Group(id=f"held_out/{place}", prompt=Prompt(id=f"p{place}"), trajectories=said)
+            log.write_evaluation(group, place, "held_out")
+    log.close()
+    records = list(read_lines(tmp_path / "run" / "rollouts" / "rollout-0.jsonl"))
+    assert [record["group"] for record in records] == [
+        "held_out/0@1", "held_out/1@1", "held_out/0@11", "held_out/1@11",
+    ]  # fmt: skip
+    assert {record["evaluates"] for record in records} == {"held_out"}
+    assert read_rollouts(Run(tmp_path / "run")) == [], "those of training are asked for"

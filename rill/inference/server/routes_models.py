@@ -5,6 +5,8 @@ The paths and fields of the adapter routes are vLLM's. They need the admin key: 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,6 +18,7 @@ from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.sampling import resolve_model, served_names
 from rill.inference.server.schemas import LoadAdapterBody, UnloadAdapterBody
 from rill.inference.server.state import ServerState, state_of
+from rill.models.card import read_card
 
 routes = APIRouter()
 
@@ -91,4 +94,12 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "max_model_len": state.engine.max_context,
         "vocab_size": state.engine.vocab_size,
         "version": int(state.engine.version),
+        "trained": _training(state) if name == base else None,
     }
+
+
+def _training(state: ServerState) -> dict[str, Any] | None:
+    """How the model was trained, and so wants to be asked: its rill.json. None where it has none."""
+    path = state.model.path if state.model is not None else None
+    card = read_card(Path(path)) if path else None
+    return None if card is None else asdict(card)

@@ -52,7 +52,7 @@ export function number(value: number | null | undefined): string {
 
 export function figure(name: string, value: number | null | undefined): string {
   if (value === null || value === undefined) return "–";
-  if (/accuracy|pass@|\/truncated|host\/(cpu|memory|disk)|gpu \d+\//.test(name)) return `${(100 * value).toFixed(1)} %`;
+  if (/accuracy|pass@|\/truncated|host\/(cpu|memory|disk)|gpu \d+\//.test(name)) return `${Number((100 * value).toFixed(1))} %`;
   if (/_bytes$/.test(name)) return bytes(value);
   if (/bytes_per_s$/.test(name)) return `${bytes(value)}/s`;
   return number(value);
@@ -65,7 +65,8 @@ export function bytes(value: number): string {
   return `${value.toFixed(value < 10 && at ? 1 : 0)} ${units[at]}`;
 }
 
-export function duration(seconds: number): string {
+export function duration(seconds: number | undefined): string {
+  if (seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 1e-6) return `${(seconds * 1e9).toFixed(0)} ns`;
   if (seconds < 1e-3) return `${(seconds * 1e6).toFixed(1)} µs`;
   if (seconds < 1) return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : 1)} ms`;

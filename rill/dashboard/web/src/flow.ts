@@ -72,15 +72,19 @@ function draw(nodes: FlowNode[], edges: FlowEdge[], bottleneck: string): SVGElem
     place.set(node.id, [20 + column * (BOX_W + GAP_X), 30 + row * (BOX_H + GAP_Y)]);
   }
   const width = 40 + (Math.max(...layer.values()) + 1) * (BOX_W + GAP_X) - GAP_X;
-  const height = 80 + Math.max(...rows.values()) * (BOX_H + GAP_Y);
+  const isCyclic = closing(nodes, edges).size > 0;
+  const height = 30 + Math.max(...rows.values()) * (BOX_H + GAP_Y) + (isCyclic ? 50 : 0);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "graph", role: "img", "aria-label": "flow graph; the table below says the same" });
+  const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, orient: "auto-start-reverse" });
+  arrow.append(svg("path", { d: "M0 0L8 4L0 8z", class: "tip-end" }));
+  picture.append(arrow);
   for (const edge of edges) {
     const [a, b] = [place.get(edge.from), place.get(edge.to)];
     if (!a || !b) continue;
     const isBack = b[0] <= a[0];
     const [x1, y1, x2, y2] = isBack ? [a[0] + BOX_W / 2, a[1] + BOX_H, b[0] + BOX_W / 2, b[1] + BOX_H] : [a[0] + BOX_W, a[1] + BOX_H / 2, b[0], b[1] + BOX_H / 2];
     const path = isBack ? `M${x1} ${y1}C${x1} ${y1 + 50} ${x2} ${y2 + 50} ${x2} ${y2}` : `M${x1} ${y1}C${x1 + 50} ${y1} ${x2 - 50} ${y2} ${x2} ${y2}`;
-    picture.append(svg("path", { d: path, class: "edge" }));
+    picture.append(svg("path", { d: path, class: "edge", "marker-end": "url(#arrow)" }));
     const label = [edge.channel, edge.items_per_s !== undefined ? `${number(edge.items_per_s)}/s` : "", edge.depth !== undefined ? `${number(edge.depth)} waiting` : ""].filter(Boolean);
     label.forEach((text, i) => picture.append(svg("text", { x: (x1 + x2) / 2, y: (y1 + y2) / 2 + (isBack ? 52 : -7 - 13 * (label.length - 1)) + 13 * i, "text-anchor": "middle", class: "small" }, text)));
   }
@@ -105,10 +109,10 @@ function table(nodes: FlowNode[], edges: FlowEdge[], bottleneck: string): HTMLEl
 function plan(found: FlowPage["plan"]): HTMLElement[] {
   if (!found) return [empty("No plan is recorded (plan.json): this run was placed by its configuration alone.")];
   if (found.problem) return [h("p", { class: "problem" }, found.problem)];
-  const others = (found.alternatives ?? []).map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), h("td", { class: "num" }, duration(one.predicted_step_s)), h("td", {}, one.why ?? "")));
+  const others = (found.alternatives ?? []).map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.why ?? "")));
   return [
     h("p", {}, h("b", {}, found.chosen ?? "a plan"), found.predicted_step_s !== undefined ? `, predicted ${duration(found.predicted_step_s)} a step` : ""),
     h("ul", {}, ...(found.why ?? []).map((reason) => h("li", {}, reason))),
-    ...(others.length ? [h("table", { class: "facts" }, h("thead", {}, h("tr", {}, h("th", {}, "weighed against"), h("th", {}, "predicted step"), h("th", {}, "why not"))), h("tbody", {}, ...others))] : []),
+    ...(others.length ? [h("table", { class: "facts" }, h("thead", {}, h("tr", {}, h("th", {}, "weighed against"), h("th", {}, "why not"))), h("tbody", {}, ...others))] : []),
   ];
 }

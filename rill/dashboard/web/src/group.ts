@@ -43,7 +43,7 @@ export function showGroup(root: HTMLElement, context: Context, log: number, plac
 }
 
 function head(group: Group): HTMLElement[] {
-  const facts = [`step ${group.step}`, group.task, group.prompt_id && `prompt ${group.prompt_id}`, ...(group.tags ?? [])].filter(Boolean).join(", ");
+  const facts = [`step ${group.step}`, group.evaluates && `evaluation ${group.evaluates}`, group.task, group.prompt_id && `prompt ${group.prompt_id}`, ...(group.tags ?? [])].filter(Boolean).join(", ");
   const answer = group.answer === null || group.answer === undefined ? null : h("p", {}, "expected answer ", h("code", {}, typeof group.answer === "string" ? group.answer : JSON.stringify(group.answer)));
   return [h("h2", {}, `Group ${group.group}`), h("p", { class: "soft" }, facts), group.dropped ? h("p", { class: "bad" }, `dropped: ${group.dropped}`) : null, answer].filter((part): part is HTMLHeadingElement => part !== null);
 }
@@ -138,6 +138,17 @@ function segmentsOf(sample: Sample, from: number): Segment[] {
   return found;
 }
 
+const CALL = /<tool_call>[^]*?(<\/tool_call>|$)|<\|tool[_▁]calls?[^>]*begin\|>[^]*?(<\|tool[_▁]calls?[^>]*end\|>|$)|\[TOOL_CALLS\][^]*$/g;
+
+/** Stretches of tokens that call a tool, in the ways that models write it. */
+function callsOf(tokens: string[], segment: Segment): [number, number][] {
+  const begins: number[] = [];
+  let text = "";
+  for (const token of tokens.slice(segment.start, segment.end)) (begins.push(text.length), (text += token));
+  const tokenAt = (letter: number) => segment.start + begins.filter((begin) => begin <= letter).length - 1;
+  return [...text.matchAll(CALL)].map((call) => [tokenAt(call.index), tokenAt(call.index + call[0].length - 1) + 1]);
+}
+
 function tokensOf(sample: Sample, from: number, context: Context): HTMLElement {
   const shade = SHADES[context.params.get("shade") ?? "logprob"] ?? SHADES.none!;
   const values = shade.values(sample);
@@ -148,13 +159,17 @@ function tokensOf(sample: Sample, from: number, context: Context): HTMLElement {
   const write = (segment: Segment, limit: number) => {
     const block = h("div", { class: `block ${segment.role}` }, segments.length > 1 ? h("span", { class: "role" }, segment.role) : null);
     if (!sample.sampled[segment.start]) put(block, folded(sample.tokens.slice(segment.start, segment.end).join("")));
-    else
+    else {
+      const calls = callsOf(sample.tokens, segment);
       for (let i = segment.start; i < Math.min(segment.end, segment.start + limit); i++) {
+        const call = calls.find(([first, last]) => first <= i && i < last);
+        if (call && call[0] === i) block.append(h("span", { class: "call" }, h("span", { class: "role" }, "calls a tool")));
         const value = values?.[i];
         const token = h("i", { class: sample.sampled[i] && value !== undefined && value !== null ? shade.look(value, all) : "" }, sample.tokens[i] ?? "");
         token.dataset.i = String(i);
-        block.append(token);
+        (call && block.lastElementChild?.className === "call" ? block.lastElementChild : block).append(token);
       }
+    }
     return block;
   };
   for (const segment of segments) {

@@ -160,6 +160,7 @@ class Shell {
     const run = params.get("run");
     const both = { run, with: params.get("with") };
     replace(this.nav, ...PAGES.map(([name, title]) => h("a", { href: this.address(name, both), "aria-current": name === page ? "page" : undefined }, title)));
+    this.nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 
   private title(run: RunSummary): void {
@@ -193,7 +194,7 @@ class Shell {
           { href: this.address(this.where().page, { run: one.key, with: [...over].filter((key) => key !== one.key).join(",") }), "aria-current": one === run ? "true" : undefined, "data-key": one.key },
           h("span", { class: `dot ${one.status}`, title: one.status }),
           h("span", { class: "name" }, one.name),
-          h("span", { class: "soft" }, `${one.status === "running" ? "" : one.status + ", "}step ${one.step}${one.value === null ? "" : ", " + figure(one.headline, one.value)}`),
+          h("span", { class: "soft" }, `step ${one.step}${one.value === null ? "" : ", " + figure(one.headline, one.value)}${/running|finished/.test(one.status) ? "" : ", " + one.status}`),
         ),
       );
     });

@@ -19,12 +19,14 @@ const PANELS: Panel[] = [
   { title: "Mismatch", name: "mismatch/abs_mean", what: "mean |log π trainer − log π engine|, same tokens", names: ["mismatch/abs_mean"] },
   { title: "Effective samples", name: "mismatch/ess", what: "share of the batch that corrections leave in effect", names: ["mismatch/ess"] },
   { title: "Lag", name: "lag/mean", what: "versions between sampling and training", names: ["lag/mean", "lag/max"] },
-  { title: "Tokens per second", name: "throughput/tokens_per_s", what: "whole step (prompt and answer), and training alone", names: ["throughput/tokens_per_s", "rollout/tokens_per_s", "train_tokens_per_s", "sft/train_tokens_per_s"] },
+  { title: "Tokens per second", name: "throughput/tokens_per_s", what: "of a whole step, and of each phase while it lasts", names: ["throughput/tokens_per_s", "throughput/sampled_tokens_per_s", "train_tokens_per_s"] },
   { title: "Seconds of a step", name: "time/step_s", what: "whole, and by phase", names: ["time/step_s", "time/rollout_wait_s", "time/train_s", "time/sync_s"] },
-  { title: "Loss", name: "loss", what: "of the update", names: ["loss", "sft/loss", "dpo/loss", "reward_model/loss", "value/loss"] },
+  { title: "Loss", name: "loss", what: "of the update", names: ["loss", "dpo/loss", "reward_model/loss", "value/loss"] },
   { title: "Gradient norm", name: "grad_norm", what: "before clipping", names: ["grad_norm"] },
-  { title: "Warm-up loss", name: "warmup/loss", what: "supervised steps before RL; they count up to 0", names: ["warmup/loss"] },
+  { title: "Supervised loss", name: "sft/loss", what: "where RL follows, its steps count up to 0", names: ["sft/loss"] },
+  { title: "Supervised tokens per second", name: "sft/train_tokens_per_s", what: "prompt and answer", names: ["sft/train_tokens_per_s"] },
 ];
+const LABELS: Record<string, string> = { "throughput/tokens_per_s": "step", "throughput/sampled_tokens_per_s": "sampling", train_tokens_per_s: "training" };
 const DASHES: number[][] = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
 
 export function overviewPage(root: HTMLElement, context: Context): Mounted {
@@ -70,9 +72,9 @@ export function overviewPage(root: HTMLElement, context: Context): Mounted {
       return board!.add(spec, curvesOf(spec.names, context.runs, data, axis), smoothing);
     };
     const evaluations = names.filter((name) => names.includes(`${name}_low`));
-    const panels = evaluations.filter((name) => !/pass@/.test(name)).map((name): Panel => ({ title: name === "eval/accuracy" ? "Held-out accuracy" : name, name, what: "problems that training never sees, with 95 % interval", names: [name] }));
+    const panels = evaluations.filter((name) => !/pass@/.test(name)).map((name): Panel => ({ title: name === "eval/accuracy" ? "Held-out accuracy" : name, name, what: "never trained on; with its 95 % interval", names: [name] }));
     const passes = evaluations.filter((name) => /pass@/.test(name));
-    if (passes.length) panels.push({ title: "pass@k", name: passes[0]!, what: "at least one of k samples is right, with 95 % interval", names: passes });
+    if (passes.length) panels.push({ title: "pass@k", name: passes[0]!, what: "one of k samples is right; with 95 % interval", names: passes });
     evaluations.forEach((name) => [name, `${name}_low`, `${name}_high`].forEach((one) => drawn.add(one)));
     panels.push(...PANELS);
     const here = panels.filter((spec) => spec.names.some((name) => names.includes(name)));
@@ -138,7 +140,7 @@ function minutes(metrics: Metrics, steps: number[]): number[] {
 function short(name: string, among: string[]): string {
   const last = (one: string) => one.replace(/^.*\//, "");
   if (among.filter((one) => last(one) === last(name)).length > 1) return name;
-  return name.replace(/^.*\//, "").replace(/_s$/, "").replace(/_/g, " ");
+  return LABELS[name] ?? name.replace(/^.*\//, "").replace(/_s$/, "").replace(/_/g, " ");
 }
 
 function chip(text: string, colour: string): HTMLElement {
@@ -152,11 +154,12 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
   const tile = (label: string, value: string, note = "") => tiles.push(h("div", { class: "tile" }, h("b", {}, value), h("span", {}, label), note ? h("span", { class: "soft" }, note) : null));
   const series = metrics?.series ?? {};
   const from = (name: string) => series[name]?.y.find((value) => value !== null) ?? null;
-  for (const [name, label] of [["eval/accuracy", "held-out accuracy"], ["reward/mean", "reward"], ["length/response", "tokens per answer"], ["sft/loss", "loss"], ["eval/loss", "held-out loss"], ["throughput/tokens_per_s", "tokens/s"]] as const) {
+  const isRL = Boolean(series["reward/mean"]);
+  for (const [name, label] of [["eval/accuracy", "held-out accuracy"], ["reward/mean", "reward"], ["length/response", "tokens per answer"], ["sft/loss", "loss"], ["eval/loss", "held-out loss"], ["throughput/sampled_tokens_per_s", "sampled tokens/s"]] as const) {
     const found = series[name];
-    if (!found) continue;
+    if (!found || (isRL && name === "sft/loss")) continue;
     const [low, high] = [lastOf(series[`${name}_low`]?.y ?? []), lastOf(series[`${name}_high`]?.y ?? [])];
-    const interval = low !== null && high !== null ? `, 95 %: ${figure(name, low)} to ${figure(name, high)}` : "";
+    const interval = low !== null && high !== null ? `; 95 %: ${figure(name, low)} to ${figure(name, high)}` : "";
     tile(label, figure(name, lastOf(found.y)), found.y.length > 1 ? `from ${figure(name, from(name))}${interval}` : "");
   }
   tile("step", String(run.step), run.num_steps ? `of ${run.num_steps}` : "");
@@ -165,13 +168,13 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
   const total = run.shares.reduce((sum, [, seconds]) => sum + seconds, 0);
   const shares = h("div", { class: "shares" });
   run.shares.forEach(([what, seconds], i) => {
-    const part = h("div", { class: "share", title: `${what}: ${duration(seconds)}` }, `${what} ${((100 * seconds) / total).toFixed(0)} %`);
+    const part = h("div", { class: "share", title: `${what}: ${duration(seconds)}` }, seconds / total < 0.07 ? "" : `${what} ${((100 * seconds) / total).toFixed(0)} %`);
     part.style.setProperty("--c", colourOf(i));
     part.style.flexGrow = String(Math.max(seconds / total, 0.02));
     shares.append(part);
   });
   return [
-    run.status === "failed" || run.status === "interrupted" ? h("p", { class: "problem" }, `${run.status}: ${run.message || "no reason is recorded"}. `, h("code", {}, run.resume)) : null,
+    run.status === "failed" || run.status === "interrupted" ? h("p", { class: "soft" }, "go on with ", h("code", {}, run.resume)) : null,
     h("div", { class: "tiles" }, ...tiles),
     total ? h("section", { class: "where" }, h("h2", {}, "Where the time went"), shares, h("p", { class: "soft" }, run.shares.map(([what, seconds]) => `${what} ${duration(seconds)}`).join(", "), ". ", advice(run.shares[0]?.[0] ?? ""), " ", h("a", { href: context.href("timeline") }, "See the timeline."))) : null,
   ];
@@ -181,7 +184,7 @@ function summary(run: Overview, metrics: Metrics | undefined, context: Context):
 function advice(longest: string): string {
   if (/rollout/.test(longest)) return "Rollouts take longest: give them more devices, let them run ahead (loop.max_lag), or cut the longest answers.";
   if (/train/.test(longest)) return "Training takes longest: larger micro-batches, more devices for the actor, or sampling on other devices meanwhile (loop.max_lag).";
-  if (/warm-up/.test(longest)) return "The warm-up takes longest: start from a trained model (model.path), or make it shorter (warmup.steps).";
+  if (/warm-up/.test(longest)) return "The warm-up takes longest: start from a trained model (model.path), or make it shorter (sft.steps).";
   if (/eval/.test(longest)) return "Evaluation takes longest: evaluate less often (eval.every) or on fewer problems (eval.num_prompts).";
   if (/sync/.test(longest)) return "Weight sync takes longest: look at sync.transport, and at where trainer and engines are placed.";
   return "";

@@ -22,6 +22,12 @@ export interface PlotSpec {
   name: string;
 }
 
+const MAX_TOLD = 6;
+/** Distances between the marks of an axis: whole numbers for steps, powers of two for bytes. */
+const TENS = Array.from({ length: 14 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** (i - 4))).flat();
+const WHOLE = TENS.filter((n) => n >= 1);
+const TWOS = Array.from({ length: 50 }, (_, i) => 2 ** i);
+
 /** All plots of a page: they share the cursor and the zoom. */
 export class PlotBoard {
   private readonly plots: Plot[] = [];
@@ -69,7 +75,7 @@ class Plot {
 
   constructor(private readonly spec: PlotSpec, private readonly xLabel: (x: number) => string, private readonly onzoom: (range: [number, number] | null) => void, private readonly onpoint: (x: number | null) => void) {
     const title = h("h3", { title: spec.name }, spec.title, this.values);
-    replace(this.element, title, h("p", { class: "what" }, spec.what ?? spec.name), this.place);
+    replace(this.element, title, h("p", { class: "what", title: spec.what ?? "" }, spec.what ?? spec.name), this.place);
   }
 
   set(curves: Curve[], smoothing: number, range: [number, number] | null): void {
@@ -96,7 +102,7 @@ class Plot {
   show(range: [number, number] | null): void {
     this.range = range;
     const x = this.table[0] as number[];
-    if (this.chart && x.length) this.chart.setScale("x", range ? { min: range[0], max: range[1] } : { min: x[0]!, max: x[x.length - 1]! });
+    if (this.chart && x.length) this.chart.setScale("x", range ? { min: range[0], max: range[1] } : { min: ends(x)[0], max: ends(x)[1] });
   }
 
   /** The cursor of another plot stands at x. */
@@ -121,7 +127,7 @@ class Plot {
       mark.style.setProperty("--c", curve.colour);
       return mark;
     });
-    replace(this.values, x === null ? null : h("span", { class: "soft" }, `${this.xLabel(x)} `), ...shown.slice(0, 4), shown.length > 4 ? h("span", { class: "soft" }, ` +${shown.length - 4}`) : null);
+    replace(this.values, x === null ? null : h("span", { class: "soft" }, `${this.xLabel(x)} `), ...shown.slice(0, MAX_TOLD), shown.length > MAX_TOLD ? h("span", { class: "soft" }, ` +${shown.length - MAX_TOLD}`) : null);
   }
 
   private options(width: number): uPlot.Options {
@@ -147,10 +153,10 @@ class Plot {
       legend: { show: false },
       series,
       bands,
-      scales: { x: { time: false, range: () => this.range ?? [x[0] ?? 0, Math.max(x[x.length - 1] ?? 1, (x[0] ?? 0) + 1e-9)] }, y: { range: (_, low, high) => yRange(this.spec.name, low, high) } },
+      scales: { x: { time: false, range: () => this.range ?? ends(x) }, y: { range: (_, low, high) => yRange(this.spec.name, low, high) } },
       axes: [
-        { ...axis, size: 22, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6)))) },
-        { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => figure(this.spec.name, tick)) },
+        { ...axis, size: 22, incrs: x.every(Number.isInteger) ? WHOLE : TENS, values: (_, ticks) => ticks.map((tick) => String(Number(tick.toPrecision(6)))) },
+        { ...axis, size: 54, ...(/bytes/.test(this.spec.name) ? { incrs: TWOS } : {}), values: (_, ticks) => ticks.map((tick) => figure(this.spec.name, tick)) },
       ],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
       hooks: {
@@ -173,6 +179,12 @@ class Plot {
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     this.onzoom(range);
   }
+}
+
+/** A single point stands in the middle. */
+function ends(x: number[]): [number, number] {
+  const [first, last] = [x[0] ?? 0, x[x.length - 1] ?? 1];
+  return first === last ? [first - 1, last + 1] : [first, last];
 }
 
 /** Shares span 0 to 1, so that plots of different runs compare. */

@@ -217,7 +217,7 @@ class RolloutsPage implements Mounted {
 
   private open(row?: GroupRow): void {
     const [log, place] = row ? [row.log, row.place] : (this.context.params.get("group")?.split(".").map(Number) ?? [this.rows[0]?.log, this.rows[0]?.place]);
-    if (log === undefined || place === undefined) return void replace(this.detail, empty("Nothing matches these filters."));
+    if (log === undefined || place === undefined) return void replace(this.detail, empty(this.facets?.num_groups ? "Nothing matches these filters." : "What the model says is shown here, token by token."));
     if (row) this.context.set({ group: `${log}.${place}` });
     for (const button of this.list.querySelectorAll("button")) button.className = button.dataset.id === `${log}.${place}` ? "chosen" : "";
     showGroup(this.detail, this.context, log, place, (next) => this.open(next));

@@ -126,7 +126,7 @@ export class Embedded implements Source {
       log: 0,
       place,
       step: group.step,
-      task: group.task ?? "",
+      task: dataOf(group),
       preview: promptOf(group).slice(0, 160),
       reward: mean(group.samples.map((sample) => sample.reward)),
       rewards: group.samples.map((sample) => sample.reward),
@@ -140,13 +140,13 @@ export class Embedded implements Source {
   private facets() {
     const groups = this.report.rollouts;
     const steps = new Map<number, (number | null)[]>();
-    for (const group of groups) steps.set(group.step, [...(steps.get(group.step) ?? []), ...group.samples.map((sample) => sample.reward)]);
+    for (const group of groups) if (!group.evaluates) steps.set(group.step, [...(steps.get(group.step) ?? []), ...group.samples.map((sample) => sample.reward)]);
     const all = (values: string[]) => [...new Set(values)].sort();
     return {
       num_groups: this.report.num_recorded,
       num_samples: groups.reduce((sum, group) => sum + group.samples.length, 0),
-      steps: [...steps].sort((a, b) => a[0] - b[0]).map(([step, rewards]): [number, number, number] => [step, groups.filter((g) => g.step === step).length, mean(rewards) ?? 0]),
-      tasks: all(groups.map((group) => group.task ?? "")),
+      steps: [...steps].sort((a, b) => a[0] - b[0]).map(([step, rewards]): [number, number, number] => [step, groups.filter((g) => g.step === step && !g.evaluates).length, mean(rewards) ?? 0]),
+      tasks: all(groups.map(dataOf)),
       stops: all(groups.flatMap((group) => group.samples.map((sample) => sample.stop ?? ""))),
       tags: all(groups.flatMap((group) => [...(group.tags ?? []), ...group.samples.flatMap((sample) => sample.tags ?? [])])),
     };
@@ -171,6 +171,10 @@ export function inOrder(rows: GroupRow[], order = "newest"): void {
 export function openingOf(sampled: number[], length: number): number {
   const at = sampled.findIndex(Boolean);
   return at < 0 ? length : at;
+}
+
+function dataOf(group: Group): string {
+  return group.evaluates ? `evaluation: ${group.evaluates}` : (group.task ?? "");
 }
 
 function promptOf(group: Group): string {

@@ -47,7 +47,7 @@ class TimelinePage implements Mounted {
       h("div", { class: "bar" }, button("+", "zoom in", () => this.zoom(0.5)), button("−", "zoom out", () => this.zoom(2)), button("‹", "earlier", () => this.pan(-0.3)), button("›", "later", () => this.pan(0.3)), h("button", { onclick: () => this.whole() }, "whole run"), h("button", { onclick: () => this.lastSteps() }, "last three steps"), h("label", {}, "step ", step), this.lanesBar, this.state),
       this.legend,
       h("div", { class: "canvas-box" }, this.canvas, this.tip),
-      h("p", { class: "soft wide" }, "Drag to move, Ctrl and wheel (or a pinch) to zoom, click a span for what it was. Keys: ← → + − 0."),
+      h("p", { class: "soft wide" }, "Drag to move, Ctrl and wheel (or a pinch) to zoom, click a span for what it was. Keys: ← → + − 0. A thin line below a lane is what the plan expected."),
       this.detail,
       this.idle,
     );
@@ -401,8 +401,11 @@ class TimelinePage implements Mounted {
       for (const part of lanes) {
         const lane = this.data!.lanes.findIndex((one) => one.lane === part.lane || laneName(one) === part.lane);
         if (lane < 0) continue;
+        const [left, wide, y] = [x(begin + part.start_s), Math.max(1, x(begin + part.end_s) - x(begin + part.start_s)), (lane + 1) * this.row];
+        c.fillStyle = css("--card");
+        c.fillRect(left - 1, y - 8, wide + 2, 8);
         c.fillStyle = this.fill(part.name);
-        c.fillRect(x(begin + part.start_s), lane * this.row + this.row - 3, Math.max(1, x(begin + part.end_s) - x(begin + part.start_s)), 3);
+        c.fillRect(left, y - 6, wide, 5);
       }
   }
 

@@ -138,6 +138,8 @@ export interface Group {
   answer?: unknown;
   dropped?: string | null;
   version: number;
+  /** The evaluation set it is of. */
+  evaluates?: string;
   step: number;
   log: number;
   place: number;
@@ -185,7 +187,7 @@ export interface FlowPage {
     chosen?: string;
     why?: string[];
     predicted_step_s?: number;
-    alternatives?: { name: string; predicted_step_s: number; why?: string }[];
+    alternatives?: { name: string; why?: string }[];
     lanes?: { lane: string; name: string; start_s: number; end_s: number }[];
     problem?: string;
   } | null;
