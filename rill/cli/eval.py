@@ -20,7 +20,6 @@ from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
 from rill.models.hub import hub_folder, is_hub_name
 from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
-from rill.telemetry.rollouts import EVALUATION
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -68,7 +67,7 @@ def evaluate(
         answers = score(
             config,
             lambda done, total: progress.update(task_id, completed=done, total=total),
-            transcripts=None if run is None or own is None else (run.path, f"{EVALUATION}{own.stem}"),
+            transcripts=None if run is None or own is None else (run.path, f"eval-{own.stem}"),
         )
     metrics: dict[str, float] = {}
     for name, rows in rewards_of(answers).items():

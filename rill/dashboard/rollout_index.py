@@ -21,7 +21,6 @@ import numpy as np
 from rill.dashboard.log_index import IndexState, LogIndex, LogIndexer
 from rill.dashboard.log_reader import Block
 from rill.dashboard.table import Table
-from rill.telemetry.rollouts import EVALUATION as EVAL_LOG
 
 EVALUATION = "evaluation: "
 """Begins the data set of groups that answer an evaluation's prompts."""
@@ -104,7 +103,6 @@ class RolloutIndexer(LogIndexer[RolloutState]):
                 record = _decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue
-            evaluates = record.evaluates or evaluation_of(self.log)
             prompt, said = _text_of(record)
             text = "\x00".join([prompt, *said]).lower().encode("utf-8", "replace") + b"\x00"
             rewards = [_number(sample.reward) for sample in record.samples]
@@ -117,7 +115,10 @@ class RolloutIndexer(LogIndexer[RolloutState]):
                     text_at,
                     self._samples.num_rows + len(samples),
                     len(record.samples),
-                    _code(self.state.tasks, f"{EVALUATION}{evaluates}" if evaluates else record.task),
+                    _code(
+                        self.state.tasks,
+                        f"{EVALUATION}{record.evaluates}" if record.evaluates else record.task,
+                    ),
                     sum(rewards) / len(rewards) if rewards else math.nan,
                     max(rewards) - min(rewards) if rewards else 0.0,
                     bool(record.dropped),
@@ -158,11 +159,6 @@ class RolloutIndex(LogIndex[RolloutState]):
         self.samples = Table(folder / "samples.bin", SAMPLE, state.num_samples)
         self.previews = Table(folder / "previews.bin", PREVIEW, state.num_groups)
         self.text = Table(folder / "text.bin", np.dtype("u1"), state.text_bytes)
-
-
-def evaluation_of(log: Path) -> str:
-    """Which `rill eval` wrote the log; empty: training did."""
-    return log.stem if log.name.startswith(EVAL_LOG) else ""
 
 
 def _text_of(record: GroupRecord) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rill.dashboard.rollout_index import EVALUATION, RolloutIndex, evaluation_of, id_code
+from rill.dashboard.rollout_index import EVALUATION, RolloutIndex, id_code
 from rill.dashboard.table import read_range
 from rill.dashboard.trained_index import TrainedIndex
 from rill.errors import UserError
@@ -120,8 +120,6 @@ class Rollouts:
             record: dict[str, Any] = msgspec.json.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{index.log.name} was changed after it was indexed: reload the page") from error
-        if evaluates := evaluation_of(index.log):
-            record.setdefault("evaluates", evaluates)
         names = [str(sample.get("id", "")) for sample in record["samples"]]
         for trained in self._trained:
             found = trained.find(names)

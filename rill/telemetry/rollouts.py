@@ -11,8 +11,6 @@ from typing import Any
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import Run
 
-EVALUATION = "eval-"
-"""Begins the names of files of `rill eval`, which the viewer shows beside those of training."""
 LINE_CHARACTERS = 100
 """Of a sample written as one line; longer ones lose their middle."""
 
@@ -42,10 +40,12 @@ class Said:
 def read_rollouts(run: Run) -> list[dict[str, Any]]:
     """The groups that training recorded, by version and then by group, as they stand in the files."""
     fields = ("version", "group", "samples")
-    paths = [
-        path for path in sorted(run.rollouts_dir.glob("*.jsonl")) if not path.name.startswith(EVALUATION)
+    groups = [
+        record
+        for path in sorted(run.rollouts_dir.glob("*.jsonl"))
+        for record in read_lines(path, *fields)
+        if "evaluates" not in record
     ]
-    groups = [record for path in paths for record in read_lines(path, *fields) if "evaluates" not in record]
     return sorted(groups, key=lambda group: (group["version"], group["group"]))
 
 

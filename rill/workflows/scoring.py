@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -89,10 +88,12 @@ def score(
                 episodes_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
             )
             environment.close()
-            for prompt, group in zip(prompts, episodes, strict=True):
+            for place, (prompt, group) in enumerate(zip(prompts, episodes, strict=True)):
                 answers += [_answer(chosen.name, prompt, episode) for episode in group]
-                if log is not None:
-                    log.write(_transcript(chosen.name, prompt, group), dropped=None)
+                if log is not None and transcripts is not None:
+                    said = tuple(sample for episode in group for sample in episode.samples)
+                    kept = Group(id=group[0].group_id, prompt=prompt, trajectories=said)
+                    log.write_evaluation(kept, place, f"{transcripts[1]} {chosen.name}")
     finally:
         engine.close()
         if log is not None:
@@ -117,16 +118,6 @@ def _answer(name: str, prompt: Prompt, episode: Episode) -> Answer:
                 name: value for name, value in episode.metrics.items() if name not in ("samples", "rewritten")
             },
         },
-    )
-
-
-def _transcript(name: str, prompt: Prompt, group: Sequence[Episode]) -> Group:
-    """Of the viewer, where `eval` is a tag."""
-    tags = ("eval", *([] if name == HELD_OUT else [name]), *prompt.metadata.get("tags", ()))
-    return Group(
-        id=group[0].group_id,
-        prompt=replace(prompt, metadata={**prompt.metadata, "tags": tags}),
-        trajectories=tuple(sample for episode in group for sample in episode.samples),
     )
 
 

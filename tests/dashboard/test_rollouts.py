@@ -113,10 +113,13 @@ def test_facets_say_what_can_be_chosen(tmp_path: Path) -> None:
 def test_answers_of_an_evaluation_are_a_data_set_of_their_own_and_no_bar_of_training(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     append(run.path / "rollouts" / "rollout-0.jsonl", group(9, "h", sample("4", 1.0), evaluates="held_out"))
-    append(run.path / "rollouts" / "eval-0001.jsonl", group(9, "e", sample("4", 1.0)))
+    append(
+        run.path / "rollouts" / "eval-0001.jsonl",
+        group(9, "e", sample("4", 1.0), evaluates="eval-0001 held_out"),
+    )
     found = rollouts_of(run)
-    assert found.facets()["tasks"] == ["evaluation: eval-0001", "evaluation: held_out", "sums"]
-    assert found.group(0, 0)["evaluates"] == "eval-0001"
+    assert found.facets()["tasks"] == ["evaluation: eval-0001 held_out", "evaluation: held_out", "sums"]
+    assert found.group(0, 0)["evaluates"] == "eval-0001 held_out"
     assert [step for step, _, _ in found.facets()["steps"]] == [0, 2]
     assert [row["step"] for row in found.find(Query(task="evaluation: held_out"))["groups"]] == [8]
 
