@@ -106,6 +106,13 @@ class Picture:
     """Where its first placeholder stands. A field, never found again in the tokens: a model may sample placeholders."""
 
     @property
+    def file_name(self) -> str:
+        """In `media/` of a run folder, where the pictures of logged rollouts lie."""
+        kinds = {b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif"}
+        kind = next((kind for start, kind in kinds.items() if self.data.startswith(start)), "png")
+        return f"{self.key}.{kind}"
+
+    @property
     def num_tokens(self) -> int:
         return self.rows * self.columns
 

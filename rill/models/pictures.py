@@ -14,6 +14,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ import torch
 
 from rill.errors import DataError, MissingExtraError
 from rill.models.loading import ModelConfig, load_model_config, model_folder, reads_pictures
-from rill.types import Picture
+from rill.types import Picture, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,6 +57,26 @@ class PictureReader:
             _, (_, height, width) = self._cut(key, data)
         merge = int(self.processor.merge_size)
         return Picture(key=key, data=data, rows=height // merge, columns=width // merge)
+
+    def written(self, text: str, placeholder: str, files: Sequence[bytes]) -> str:
+        """A prompt with as many placeholders as each picture has tokens, where the chat template wrote one."""
+        before, *rest = text.split(placeholder)
+        if len(rest) != len(files):
+            raise DataError(
+                f"the chat template writes {len(rest)} times {placeholder} for {len(files)} pictures: it has no place "
+                f"for pictures, or a message has {placeholder} in its text"
+            )
+        counts = [self.read(file).num_tokens for file in files]
+        return before + "".join(placeholder * count + after for count, after in zip(counts, rest, strict=True))
+
+    def placed(self, files: Sequence[bytes], token_ids: TokenIds, start: int = 0) -> tuple[Picture, ...]:
+        """The pictures where they stand in what `written` was encoded to; its first token is number `start`."""
+        places, at, found = np.flatnonzero(np.asarray(token_ids) == self.token_id), 0, []
+        for file in files:
+            picture = self.read(file)
+            found.append(replace(picture, start=start + int(places[at])))
+            at += picture.num_tokens
+        return tuple(found)
 
     def patches(self, picture: Picture) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """[P, channels · frames · height · width] in float32, and the grid they lie on: frames, rows, columns."""

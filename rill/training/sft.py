@@ -20,7 +20,7 @@ from rill.training.engine_config import EngineConfig
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.trainer import Trainer
-from rill.types import Bits, TokenIds
+from rill.types import Bits, Picture, TokenIds
 
 
 class Example(Protocol):
@@ -34,6 +34,9 @@ class Example(Protocol):
 
     @property
     def loss_mask(self) -> Bits: ...
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]: ...
 
 
 class SFTTrainer(Trainer):
@@ -116,7 +119,7 @@ class SFTTrainer(Trainer):
             self.batcher.check_tokens(example.id, example.token_ids)
             wanted = example.loss_mask.copy()
             wanted[:1] = False
-            sequences.append(PackSequence(token_ids=example.token_ids, wanted=wanted))
+            sequences.append(PackSequence(token_ids=example.token_ids, wanted=wanted, pictures=example.pictures))
         return sequences
 
 

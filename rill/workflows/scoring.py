@@ -17,6 +17,7 @@ from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
 from rill.models.loading import ModelConfig, load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer
 from rill.types import Episode, Prompt, SamplingParams, TokenIds
 from rill.workflows.config import (
@@ -62,12 +63,12 @@ class ScoringConfig(EvalSamplingConfig):
 def score(config: ScoringConfig, on_done: Callable[[int, int], None] | None = None) -> list[Answer]:
     """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion."""
     sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, pictures = load_tokenizer(config.model), load_pictures(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
     try:
         for chosen, prompts in sets:
-            environment = open_environment(chosen.env or config.env, tokenizer)
+            environment = open_environment(chosen.env or config.env, tokenizer, pictures)
             limit = chosen.max_new_tokens or config.sampling.max_new_tokens
             sampling = config.sampling.params(
                 temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit

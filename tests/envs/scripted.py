@@ -11,7 +11,7 @@ from rill.envs.base import ENVIRONMENTS, Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.inference.base import Completion
 from rill.models.tokenizer import build_char_tokenizer
-from rill.types import Episode, Prompt, SamplingParams, StopReason, TokenIds
+from rill.types import Episode, Picture, Prompt, SamplingParams, StopReason, TokenIds
 
 QUESTION = Prompt(id="p", text="27+58=", answer="85")
 
@@ -37,7 +37,13 @@ class Scripted:
         self.models: list[str | None] = []
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
         self.seen.append(token_ids.tolist())
         self.names.append(name)
