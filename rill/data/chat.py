@@ -123,7 +123,9 @@ class PromptEncoder:
         ids = self.encode_text(self._after_mark([_QUESTION, _ANSWER, *new], tools), special=False)
         return ids[self._num_said(sampled_ids, ids) :]
 
-    def pictures_in(self, messages: Sequence[Message], token_ids: TokenIds, start: int = 0) -> tuple[Picture, ...]:
+    def pictures_in(
+        self, messages: Sequence[Message], token_ids: TokenIds, start: int = 0
+    ) -> tuple[Picture, ...]:
         """The messages' pictures, placed where they stand in what the messages were encoded to; its first token is
         number `start` of the whole sequence."""
         files = [file for message in messages for file in message.pictures]

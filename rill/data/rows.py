@@ -23,8 +23,8 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
-from rill.data.pictures import read_parts
 from rill.data.index import RowIndex
+from rill.data.pictures import read_parts
 from rill.errors import DataError
 from rill.types import Message, Prompt
 

@@ -352,9 +352,7 @@ class Agent:
         has_past = any(message.role == "assistant" for message in messages)
         ids = self._encoder.encode_messages(messages, schemas, key=chains[-1])
         self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
-        return self.tree.observe(
-            None, ids, role="prompt", pictures=self._encoder.pictures_in(messages, ids)
-        )
+        return self.tree.observe(None, ids, role="prompt", pictures=self._encoder.pictures_in(messages, ids))
 
     def _parse(self, completion: Completion, schemas: list[dict[str, Any]], node: Node) -> Message:
         """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""

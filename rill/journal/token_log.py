@@ -89,9 +89,7 @@ class TokenLog:
 
     # --- sequences ----------------------------------------------------------------------------------------
 
-    def open(
-        self, sequence_id: str, *, num_prompt: int, base: int, pictures: Sequence[Picture] = ()
-    ) -> int:
+    def open(self, sequence_id: str, *, num_prompt: int, base: int, pictures: Sequence[Picture] = ()) -> int:
         """A sequence begins behind `base` tokens that the log has already; its number in this log. Of pictures in its
         prompt the log has their places and hashes."""
         with self._changed:

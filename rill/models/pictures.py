@@ -67,7 +67,9 @@ class PictureReader:
                 f"for pictures, or a message has {placeholder} in its text"
             )
         counts = [self.read(file).num_tokens for file in files]
-        return before + "".join(placeholder * count + after for count, after in zip(counts, rest, strict=True))
+        return before + "".join(
+            placeholder * count + after for count, after in zip(counts, rest, strict=True)
+        )
 
     def placed(self, files: Sequence[bytes], token_ids: TokenIds, start: int = 0) -> tuple[Picture, ...]:
         """The pictures where they stand in what `written` was encoded to; its first token is number `start`."""

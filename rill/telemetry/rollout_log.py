@@ -88,7 +88,6 @@ class RolloutLog:
                 record["trainer_logprobs"] = _rounded(trained.old_logprobs)
         return record
 
-
     def _kept(self, picture: Picture) -> dict[str, str]:
         """The picture lies in the run folder once, whoever shows it."""
         path = self._media / picture.file_name

@@ -75,7 +75,9 @@ class PackedModule(nn.Module):
         )
         if self.trains_vision and pack.pictures is None and torch.is_grad_enabled():
             assert self.vision is not None
-            hidden_MD = hidden_MD + self.vision.silent()  # a sharded tower's gradients are summed over all ranks
+            hidden_MD = (
+                hidden_MD + self.vision.silent()
+            )  # a sharded tower's gradients are summed over all ranks
         return hidden_MD
 
     def _visual(self, pack: Pack) -> VisualRows | None:

@@ -234,7 +234,9 @@ class _Row:
         context_slice = group = None
         rank, size, group = context if context is not None else (0, 1, None)
         if self.spans and context is not None:
-            raise InvalidSampleError("samples with pictures cannot be cut over ranks: set context_parallel = 1")
+            raise InvalidSampleError(
+                "samples with pictures cannot be cut over ranks: set context_parallel = 1"
+            )
         tokens, positions, segments = _pad_row(tokens, positions, segments, size * pad_to_multiple)
         if context is not None:
             width = len(tokens) // size

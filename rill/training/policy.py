@@ -364,7 +364,9 @@ class PolicyTrainer(StepTrainer):
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
     ) -> list[Floats]:
         if any(sample.trajectory.pictures for sample in samples):
-            raise UnsupportedError("batch_invariant scores tokens alone, and samples have pictures: turn it off")
+            raise UnsupportedError(
+                "batch_invariant scores tokens alone, and samples have pictures: turn it off"
+            )
         if self._scorer is None:
             self._scorer = PackedScorer(self.engine.module.lm, max_len=self.config.micro_batch_tokens)
         results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(samples)

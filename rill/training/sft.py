@@ -119,7 +119,9 @@ class SFTTrainer(Trainer):
             self.batcher.check_tokens(example.id, example.token_ids)
             wanted = example.loss_mask.copy()
             wanted[:1] = False
-            sequences.append(PackSequence(token_ids=example.token_ids, wanted=wanted, pictures=example.pictures))
+            sequences.append(
+                PackSequence(token_ids=example.token_ids, wanted=wanted, pictures=example.pictures)
+            )
         return sequences
 
 

@@ -81,6 +81,12 @@ def plain_logprobs(
     model: Any, reader: PictureReader, ids: TokenIds, pictures: tuple[Picture, ...]
 ) -> torch.Tensor:
     """[T - 1]: of each token but the first, by transformers' own forward."""
+    chosen = torch.from_numpy(ids[1:].astype(np.int64))[:, None]
+    return plain(model, reader, ids, pictures)[:-1].gather(1, chosen)[:, 0]
+
+
+def plain(model: Any, reader: PictureReader, ids: TokenIds, pictures: tuple[Picture, ...]) -> torch.Tensor:
+    """[T, V]: log-probabilities of what may follow each token."""
     ids_1T = torch.from_numpy(ids.astype(np.int64))[None]
     named: dict[str, torch.Tensor] = {}
     if pictures:
@@ -93,5 +99,5 @@ def plain_logprobs(
             "image_grid_thw": torch.tensor([grid for _, grid in cut]),
             "mm_token_type_ids": kinds,
         }
-    logits = model(input_ids=ids_1T, use_cache=False, **named).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, ids_1T[0, 1:, None])[:, 0]
+    logits: torch.Tensor = model(input_ids=ids_1T, use_cache=False, **named).logits[0]
+    return logits.log_softmax(-1)

@@ -91,6 +91,6 @@ def test_pictures_are_refused_by_a_model_without_a_tower() -> None:
 
 
 def test_a_vision_model_of_another_kind_is_refused_in_words() -> None:
-    shape = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"model_type": "clip_vision_model"}}  # fmt: skip
+    shape = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     with pytest.raises(UserError, match="vision-language model that rill does not know"):
         trainer_of(ModelConfig(shape=shape, tokenizer="chars"))

@@ -3,8 +3,8 @@
     tokens   t t t t t │ t t t t t │ t │ t       a prompt, its second part, then one token at a time: every kind of step
 
 Once at the beginning of a sequence and once at the end of the longest one, where some models scale by position; with a
-picture across the first cut, where the model reads pictures. The decoder that differs gives way to the modules; modules that differ are refused. Called by runners.py at load, with a
-small cache of its own.
+picture across the first cut, where the model reads pictures. The decoder that differs gives way to the modules; modules
+that differ are refused. Called by runners.py at load, with a small cache of its own.
 """
 
 from __future__ import annotations
@@ -122,7 +122,5 @@ def _with_picture(step: StepBatch, picture: Picture, length: int) -> StepBatch:
     begin, end = int(step.positions_N[0]), int(step.positions_N[-1]) + 1
     positions_3T, _ = rope_positions(length, [picture])
     first, last = max(picture.start, begin), min(picture.end, end)
-    spans = (
-        [PictureSpan(picture, first - begin, first - picture.start, last - first)] if first < last else []
-    )
+    spans = [PictureSpan(picture, first - begin, first - picture.start, last - first)] if first < last else []
     return replace(step, pictures=PictureRows(spans, positions_3T[:, begin:end].copy()))

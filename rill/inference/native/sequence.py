@@ -56,7 +56,8 @@ class Sequence:
     max_tokens: int = 0
     """Prompt and completion together never exceed this."""
     rope: tuple[Positions, int] | None = None
-    """Of a prompt with pictures: where its tokens stand, [3, num_prompt], and how far later ones are from their index."""
+    """Of a prompt with pictures: where its tokens stand, [3, num_prompt], and how far later ones are from their
+    index."""
 
     tokens: list[int] = field(default_factory=list)
     num_prompt: int = 0

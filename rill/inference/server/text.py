@@ -99,7 +99,9 @@ class TextCodec:
             return await self._encode_pictures(text, files)
         return await self.encode(text, add_special_tokens=False), ()
 
-    async def _encode_pictures(self, text: str, files: Sequence[bytes]) -> tuple[list[int], tuple[Picture, ...]]:
+    async def _encode_pictures(
+        self, text: str, files: Sequence[bytes]
+    ) -> tuple[list[int], tuple[Picture, ...]]:
         reader = self._pictures
         if reader is None:
             raise bad_request("this model reads no pictures", "messages", "unsupported")

@@ -261,7 +261,9 @@ class _RopeTables:
         if kind == "off":
             return like.new_ones(self._max_len, dim), like.new_zeros(self._max_len, dim)
         positions = torch.arange(self._max_len, device=like.device)[None]
-        if hasattr(self._module, "mrope_section"):  # letters stand at the same place in time, height and width
+        if hasattr(
+            self._module, "mrope_section"
+        ):  # letters stand at the same place in time, height and width
             positions = positions.expand(3, 1, -1)
         cos, sin = self._module(like, positions, kind) if kind else self._module(like, positions)
         return cos[0], sin[0]
