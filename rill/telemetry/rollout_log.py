@@ -96,7 +96,7 @@ class RolloutLog:
             partial = path.with_name(f"{path.name}.{os.getpid()}")
             partial.write_bytes(picture.data)
             partial.rename(path)
-        return {"path": path.name, "caption": f"tokens {picture.start} to {picture.end}"}
+        return {"path": path.name, "kind": "image", "caption": f"tokens {picture.start} to {picture.end}"}
 
 
 class TrainedLog:
