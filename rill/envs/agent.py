@@ -384,9 +384,8 @@ def as_message(message: Message | Mapping[str, Any]) -> Message:
         return message
     if not isinstance(message.get("role"), str):
         raise DataError(f"a message has no role: {dict(message)!r:.80}")
-    content, pictures = message.get("content") or "", ()
-    if not isinstance(content, str):
-        content, pictures = read_parts(content)
+    content = message.get("content") or ""
+    content, pictures = (content, ()) if isinstance(content, str) else read_parts(content)
     return Message(
         role=message["role"],
         content=content,

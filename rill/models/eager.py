@@ -9,7 +9,7 @@ Callers: rill.inference.native at load, rill.training.module at load, the sweep 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -170,8 +170,12 @@ def probe_model(model: PreTrainedModel) -> Probe:
 
 
 @torch.no_grad()
-def eager_logits(model: PreTrainedModel, ids_1T: Tensor, first: int = 0, **arguments: Tensor) -> Tensor:
-    """[T, V] in float32, with the model's own eager attention; the first token stands at position `first`."""
+def eager_logits(
+    model: PreTrainedModel, ids_1T: Tensor, first: int = 0, shown: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """[T, V] in float32, with the model's own eager attention; the first token stands at position `first`. `shown`:
+    what pictures add to the model's arguments."""
+    arguments = dict(shown or {})
     if first:
         arguments["position_ids"] = torch.arange(first, first + ids_1T.shape[1], device=ids_1T.device)[None]
     with attention_of(model, "eager"):

@@ -43,8 +43,8 @@ class PictureReader:
 
     def __init__(self, model_config: PretrainedConfig, folder: Path | None) -> None:
         """`folder`: where the processor's settings lie; None: a fresh model's, from its shape."""
-        self.token_id = int(model_config.image_token_id)  # type: ignore[attr-defined]
-        self._vision: Any = model_config.vision_config  # type: ignore[attr-defined]
+        self.token_id = int(model_config.image_token_id)
+        self._vision: Any = model_config.vision_config
         self._folder = folder
         self._patches: OrderedDict[str, tuple[torch.Tensor, tuple[int, int, int]]] = OrderedDict()
         self._num_kept_bytes = 0

@@ -118,7 +118,7 @@ class VisionTower:
         deep = out.deepstack_features if "deepstack_features" in out else None
         sizes = [len(features) for features in out.pooler_output]
         depths = [torch.cat(list(out.pooler_output)), *(deep or ())]
-        return list(torch.stack(depths).split(sizes, dim=1))
+        return list(torch.split(torch.stack(depths), sizes, dim=1))
 
     def silent(self) -> Tensor:
         """A zero that reaches every parameter of the tower: where ranks must keep step and this one has no picture."""

@@ -204,7 +204,7 @@ def _check_packing(lm: Any, vision: VisionTower | None) -> None:
     """Two sequences in one row give the logits that the model's own eager modules give each of them alone; the first
     with a picture, where there is a tower."""
     ids_1M, device, cut = check_tokens(lm), lm.device, 7
-    length, visual, shown = ids_1M.shape[1], None, {}
+    length, visual, shown = ids_1M.shape[1], None, None
     segments = [Segment(start=0, end=cut), Segment(start=cut, end=length)]
     positions = torch.cat([torch.arange(cut), torch.arange(length - cut)]).to(device)
     if vision is not None:
@@ -222,7 +222,7 @@ def _check_packing(lm: Any, vision: VisionTower | None) -> None:
     )
     hidden_MD = run_packed(lm, ids_1M, positions[None], layout, visual)
     found = LogitRule.of(lm.config)(lm.get_output_embeddings()(hidden_MD)).float()
-    wanted = torch.cat([eager_logits(lm, ids_1M[:, :cut], **shown), eager_logits(lm, ids_1M[:, cut:])])
+    wanted = torch.cat([eager_logits(lm, ids_1M[:, :cut], shown=shown), eager_logits(lm, ids_1M[:, cut:])])
     distance, limit = difference(found, wanted), TOLERANCES[lm.dtype]
     if torch.isfinite(wanted).all() and not distance <= limit:
         raise UnsupportedError(

@@ -35,10 +35,12 @@ def check_runner(runner: ModelRunner, max_len: int) -> None:
     ids = check_tokens(model)[:, :max_len]
     numbers = ids[0].cpu().numpy().astype(np.int64)
     firsts = sorted({0, max_len - len(numbers)})
-    cases = [(numbers, first, eager_logits(model, ids, first)) for first in firsts]
+    cases: list[tuple[Int64s, int | CheckPicture, torch.Tensor]] = [
+        (numbers, first, eager_logits(model, ids, first)) for first in firsts
+    ]
     if runner.vision is not None and len(numbers) == CUTS[-1]:
         shown = check_picture(model, ids)
-        logits = eager_logits(model, shown.ids_1T, **shown.arguments)
+        logits = eager_logits(model, shown.ids_1T, shown=shown.arguments)
         cases.append((shown.ids_1T[0].cpu().numpy().astype(np.int64), shown, logits))
     if not all(torch.isfinite(logits).all() for *_, logits in cases):
         return  # weights that are no numbers, which the first request will say; nothing can be compared
