@@ -35,6 +35,7 @@ class Scripted:
         self.names: list[str] = []
         self.sampling: list[SamplingParams] = []
         self.models: list[str | None] = []
+        self.pictures: list[tuple[Picture, ...]] = []
 
     async def generate(
         self,
@@ -49,6 +50,7 @@ class Scripted:
         self.names.append(name)
         self.sampling.append(sampling)
         self.models.append(model)
+        self.pictures.append(pictures)
         reply = self.replies[0] if callable(self.replies[0]) else self.replies.pop(0)
         text = reply if isinstance(reply, str) else reply(self.tokenizer.decode(token_ids.tolist()))
         ids = self.tokenizer.encode(text, add_special_tokens=False)
