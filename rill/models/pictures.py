@@ -4,7 +4,7 @@
     Picture ── patches ──▶ rows of numbers                 whoever runs the tower: rill.models.vision
 
 Both go through the model's own image processor (of the Qwen-VL family), so a picture has the same patches in the engine
-and in the trainer. The one door to Pillow besides rill.envs.robots.film.
+and in the trainer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rill.errors import DataError, MissingExtraError
+from rill.errors import DataError
 from rill.models.loading import ModelConfig, load_model_config, model_folder, reads_pictures
+from rill.models.pillow import pillow
 from rill.types import Picture, TokenIds
 
 if TYPE_CHECKING:
@@ -87,10 +88,9 @@ class PictureReader:
 
     @cached_property
     def processor(self) -> Any:
-        try:
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-        except ImportError as error:
-            raise MissingExtraError('pictures need Pillow: pip install "rill[vision]"') from error
+        pillow()  # asked first: transformers' own word for its absence is longer
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
         if self._folder is not None and (self._folder / "preprocessor_config.json").is_file():
             return Qwen2VLImageProcessorPil.from_pretrained(self._folder, local_files_only=True)
         vision = self._vision
@@ -151,11 +151,8 @@ def rope_positions(length: int, pictures: Sequence[Picture]) -> tuple[Positions,
 
 
 def _opened(data: bytes) -> Any:
+    pil = pillow()
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtraError('pictures need Pillow: pip install "rill[vision]"') from error
-    try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
+        return pil.Image.open(io.BytesIO(data)).convert("RGB")
+    except (pil.UnidentifiedImageError, pil.Image.DecompressionBombError, SyntaxError) as error:
         raise DataError(f"{len(data)} bytes are no picture that can be read: {error}") from error
