@@ -23,10 +23,10 @@ from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import likeliest, sample
 from rill.models.decode.attention_paged import (
+    FlatKernels,
     KVCache,
     PagedBatch,
     PagedContext,
-    PagedKernels,
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
@@ -119,7 +119,7 @@ class ModelRunner:
         shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in self.probe.calls)
         self.cache_shape = CacheShape(shapes, model.dtype, block_size)
         self.cache = KVCache()
-        self.kernels: PagedKernels = TorchKernels()
+        self.kernels: FlatKernels = TorchKernels()
         self.decoder: Decoder | None = None
         self.routing: Routing | None = None
         self._experts_SLK: torch.Tensor | None = None
