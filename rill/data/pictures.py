@@ -30,7 +30,8 @@ def read_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[bytes, ..
             case _:
                 kind = str(part.get("type"))[:64]
                 raise DataError(
-                    f"content parts of type {kind!r} are not supported: text and image_url (data: URLs) are"
+                    f"a content part of type {kind!r} is not supported: give {{type: text, text}} or "
+                    "{type: image_url, image_url: {url}}"
                 )
     return content, tuple(pictures)
 
