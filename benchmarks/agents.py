@@ -26,7 +26,7 @@ from rill.envs.base import Environment
 from rill.envs.episode import run_episode
 from rill.inference.base import Completion
 from rill.models.tokenizer import build_char_tokenizer
-from rill.types import Message, Prompt, SamplingParams, StopReason, TokenIds
+from rill.types import Message, Picture, Prompt, SamplingParams, StopReason, TokenIds
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -44,7 +44,13 @@ class Instant:
         self.turns = turns
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
         await asyncio.sleep(0)
         return self.call

@@ -30,6 +30,7 @@ TINY = (
     "demo",
     "grpo_arithmetic",
     "grpo_async",
+    "grpo_vlm",
     "ppo_arithmetic",
     "sft_arithmetic",
     "sft_then_grpo",

@@ -66,6 +66,10 @@ class SamplingParams:
     """The same seed, prompt and weights give the same tokens whatever else is in the batch."""
 
 
+PICTURE = "\ufffc"
+"""Stands in a message's content where a picture is: Unicode's own character for an object among letters."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message, as the OpenAI API has it."""
@@ -75,6 +79,46 @@ class Message:
     name: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     tool_call_id: str | None = None
+    pictures: tuple[bytes, ...] = ()
+    """Files as they are (PNG, JPEG, WebP), one for each PICTURE in the content, in that order."""
+
+    def __post_init__(self) -> None:
+        if self.pictures and self.content.count(PICTURE) != len(self.pictures):
+            raise InvalidSampleError(
+                f"a message has {len(self.pictures)} pictures and {self.content.count(PICTURE)} places for them: put "
+                "rill.types.PICTURE into its content where each one belongs"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture in a sequence of tokens, where rows × columns placeholders stand for it.
+
+    It travels as the file it came in; whoever runs the model cuts it into patches (rill.models.pictures).
+    """
+
+    key: str
+    """Hash of the file: what caches, logs and the viewer call it."""
+    data: bytes
+    rows: int
+    columns: int
+    start: int = 0
+    """Where its first placeholder stands. A field, never found again in the tokens: a model may sample placeholders."""
+
+    @property
+    def file_name(self) -> str:
+        """In `media/` of a run folder, where the pictures of logged rollouts lie."""
+        kinds = {b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif"}
+        kind = next((kind for start, kind in kinds.items() if self.data.startswith(start)), "png")
+        return f"{self.key}.{kind}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +194,8 @@ class Trajectory:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, L, K], for routing replay; None where the engine does not record them."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of the tokens."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)

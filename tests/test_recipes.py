@@ -20,7 +20,7 @@ RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"
 PROMISED = {
     "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gsm8k", "grpo_gsm8k_2x8_ray",
     "grpo_gsm8k_8gpu", "grpo_gsm8k_8gpu_async", "grpo_gym", "grpo_lora", "grpo_moe", "grpo_qwen2.5_1.5b_h200",
-    "grpo_smollm2", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "robot", "sft_arithmetic",
+    "grpo_smollm2", "grpo_vlm", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "robot", "sft_arithmetic",
     "sft_then_grpo", "vault",
 }  # fmt: skip
 
@@ -32,6 +32,7 @@ SMALL = {
     "grpo_arithmetic": (*SMALL_RL, "curriculum.index_limit=200"),
     "grpo_async": SMALL_RL,
     "grpo_moe": SMALL_RL,
+    "grpo_vlm": SMALL_RL,
     "ppo_arithmetic": SMALL_RL,
     "sft_arithmetic": SMALL_SUPERVISED,
 }

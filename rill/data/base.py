@@ -27,6 +27,7 @@ DATASETS = Registry(
         "arithmetic": "rill.data.tasks.arithmetic:ArithmeticDataset",
         "vault": "rill.data.tasks.vault:VaultDataset",
         "programs": "rill.data.tasks.programs:ProgramsDataset",
+        "shapes": "rill.data.tasks.shapes:ShapesDataset",
         "reasoning_gym": "rill.data.tasks.gym:ReasoningGymDataset",
         "jsonl": "rill.data.jsonl:JsonlDataset",
         "parquet": "rill.data.parquet:ParquetDataset",
@@ -128,9 +129,12 @@ def check_has_side(name: str, split: Split, held_out: float) -> None:
 
 
 def content_key(prompt: Prompt) -> str:
-    """What makes two prompts the same problem: the words put to the model."""
+    """What makes two prompts the same problem: the words and pictures put to the model."""
     if prompt.messages:
-        return "\x1e".join(f"{m.role}\x1f{m.content}" for m in prompt.messages)
+        return "\x1e".join(
+            f"{m.role}\x1f{m.content}" + "".join(hashlib.blake2b(file).hexdigest() for file in m.pictures)
+            for m in prompt.messages
+        )
     return prompt.text or ""
 
 

@@ -26,11 +26,14 @@ import numpy as np
 from jinja2 import TemplateError
 
 from rill.data.frame import Frame, compared_constants, find_frame
+from rill.data.pictures import template_parts
 from rill.errors import DataError
-from rill.types import Message, Prompt, TokenIds
+from rill.types import Message, Picture, Prompt, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rill.models.pictures import PictureReader
 
 MARK = "rill9mark"
 """Stands in a rendered conversation for what the model sampled. No template changes it."""
@@ -62,6 +65,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.chat_template = chat_template or tokenizer.chat_template
         self.template_arguments = dict(template_arguments or {})
+        self.pictures: PictureReader | None = None
+        """Of a model that reads pictures. None: messages with pictures are refused."""
         self._last: tuple[Prompt, TokenIds] | None = None
         self._begun: dict[bytes, TokenIds] = {}
         self._frames: dict[Hashable, Frame | None] = {}
@@ -123,6 +128,14 @@ class PromptEncoder:
         ids = self.encode_text(self._after_mark(_ANSWER, new, tools, tools_key), special=False)
         return ids[self._num_said(sampled_ids, ids) :]
 
+    def pictures_in(
+        self, messages: Sequence[Message], token_ids: TokenIds, start: int = 0
+    ) -> tuple[Picture, ...]:
+        """The messages' pictures, placed where they stand in what the messages were encoded to; its first token is
+        number `start` of the whole sequence."""
+        files = [file for message in messages for file in message.pictures]
+        return self._reader.placed(files, token_ids, start) if files else ()
+
     def encode_text(self, text: str, *, special: bool) -> TokenIds:
         """`special`: let the tokenizer add its own start token; a rendered template holds it already."""
         if self._backend is not None:
@@ -155,17 +168,33 @@ class PromptEncoder:
             : 1 + has_calls
         ]:  # arguments: most templates want a mapping, some JSON text
             try:
-                return self._apply(
+                text = self._apply(
                     messages,
                     tools,
                     add_generation_prompt,
                     as_parts=self._reads_parts,
                     arguments_as_text=as_text,
                 )
+                return self._with_placeholders(text, [f for m in messages for f in m.pictures])
             except _TEMPLATE_ERRORS as raised:
                 error = error or raised
         roles = ", ".join(m.role for m in messages)
         raise DataError(f"the chat template refuses a conversation of roles {roles}: {error}") from error
+
+    def _with_placeholders(self, text: str, files: Sequence[bytes]) -> str:
+        if not files:
+            return text
+        placeholder = self.tokenizer.convert_ids_to_tokens(self._reader.token_id)
+        assert isinstance(placeholder, str)
+        return self._reader.written(text, placeholder, files)
+
+    @property
+    def _reader(self) -> PictureReader:
+        if self.pictures is None:
+            raise DataError(
+                "a message has pictures, and this model reads text alone: use a Qwen-VL model, or leave them out"
+            )
+        return self.pictures
 
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raises DataError where the template leaves out what a message of some role says."""
@@ -284,7 +313,9 @@ def message_dict(
     message: Message, *, arguments_as_text: bool = False, as_parts: bool = False
 ) -> dict[str, Any]:
     """A message in the OpenAI form, without its empty fields. Templates read a call's arguments as a mapping."""
-    content = [{"type": "text", "text": message.content}] if as_parts else message.content
+    content: Any = [{"type": "text", "text": message.content}] if as_parts else message.content
+    if message.pictures:
+        content = template_parts(message.content)
     fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name

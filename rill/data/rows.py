@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from rill.data.base import DatasetConfig, Split, check_template, content_key, frozen, place_of
 from rill.data.index import RowIndex
+from rill.data.pictures import read_parts
 from rill.errors import DataError
 from rill.types import Message, Prompt
 
@@ -224,8 +225,11 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
             got = item.get("role") if isinstance(item, Mapping) else type(item).__name__
             raise DataError(f"{where}: message {k} needs a role among {', '.join(ROLES)}, got {got!r}")
         content, calls = item.get("content"), item.get("tool_calls") or ()
+        pictures: tuple[bytes, ...] = ()
         if content is None and calls:
             content = ""
+        if isinstance(content, list):
+            content, pictures = read_parts(content)
         if not isinstance(content, str):
             raise DataError(
                 f"{where}: message {k} ({item['role']}) needs text content, got {type(content).__name__}"
@@ -237,6 +241,7 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
                 name=item.get("name"),
                 tool_calls=tuple(calls),
                 tool_call_id=item.get("tool_call_id"),
+                pictures=pictures,
             )
         )
     return tuple(messages)

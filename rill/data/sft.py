@@ -16,7 +16,7 @@ import numpy as np
 from rill.data.base import solution_of
 from rill.data.chat import PromptEncoder
 from rill.errors import DataError
-from rill.types import Bits, Message, Prompt, TokenIds
+from rill.types import Bits, Message, Picture, Prompt, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class SFTExample:
     id: str
     token_ids: TokenIds
     loss_mask: Bits
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.loss_mask):
@@ -93,7 +94,8 @@ class SFTEncoder:
                         "assistant tokens cannot be marked exactly; train on single-turn rows, or use another template"
                     )
             loss_mask[len(start) : self._end_of_speech(whole, len(start), len(end))] = True
-        return SFTExample(id=example_id, token_ids=whole, loss_mask=loss_mask)
+        pictures = self.encoder.pictures_in(messages, whole)
+        return SFTExample(id=example_id, token_ids=whole, loss_mask=loss_mask, pictures=pictures)
 
     def _end_of_speech(self, ids: TokenIds, start: int, end: int) -> int:
         """Where the model stops writing: after its end token, before the line feed that templates add."""

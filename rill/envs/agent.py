@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rill.data.pictures import read_parts
 from rill.data.tool_calls import ToolCallStream, ToolSyntax, detect_syntax
 from rill.envs.base import AgentConfig, Endpoint, Environment, Policy
 from rill.envs.events import EventLog
@@ -182,7 +183,8 @@ class Agent:
         answer gets longer than the run allows. `is_trained`: off, the answer stays out of the loss.
         """
         if isinstance(context, Prompt):
-            node = self.tree.grow(self._encoder.encode(context))
+            ids = self._encoder.encode(context)
+            node = self.tree.grow(ids, self._encoder.pictures_in(context.messages, ids))
         elif isinstance(context, Context):
             node = context.node()
         else:
@@ -271,7 +273,11 @@ class Agent:
         try:
             async with deadline:
                 return await self.setting.policy.generate(
-                    node.all_ids(), sampling, name=self._name(node), model=self.config.model
+                    node.all_ids(),
+                    sampling,
+                    name=self._name(node),
+                    model=self.config.model,
+                    pictures=node.all_pictures(),
                 )
         except TooLongError:
             if self.tree.num_sampled == 0:
@@ -358,12 +364,13 @@ class Agent:
             else:
                 self.tree.num_rewritten += any(message.role == "assistant" for message in new)
                 text = "\n".join(message.content for message in new)
-                return self.tree.observe(node, ids, role=new[-1].role, text=text)
+                pictures = self._encoder.pictures_in(new, ids, node.end)
+                return self.tree.observe(node, ids, role=new[-1].role, text=text, pictures=pictures)
         self._encoder.check_roles(messages)
         has_past = any(message.role == "assistant" for message in messages)
         ids = self._encoder.encode_messages(messages, offer.schemas, key=chains[-1])
         self.tree.num_rewritten += has_past and self.tree.num_sampled > 0
-        return self.tree.observe(None, ids, role="prompt")
+        return self.tree.observe(None, ids, role="prompt", pictures=self._encoder.pictures_in(messages, ids))
 
     def _parse(self, completion: Completion, offer: _Offer, node: Node) -> Message:
         """Content and calls. Ids of calls come from the tokens, so that a resumed episode makes the same ones."""
@@ -393,17 +400,14 @@ def as_message(message: Message | Mapping[str, Any]) -> Message:
     if not isinstance(message.get("role"), str):
         raise DataError(f"a message has no role: {dict(message)!r:.80}")
     content = message.get("content") or ""
-    if not isinstance(content, str):
-        parts = list(content)
-        if any(part.get("type") != "text" for part in parts):
-            raise DataError("a message has content that is not text: this agent reads text alone")
-        content = "".join(part["text"] for part in parts)
+    content, pictures = (content, ()) if isinstance(content, str) else read_parts(content)
     return Message(
         role=message["role"],
         content=content,
         name=message.get("name"),
         tool_calls=tuple(message.get("tool_calls") or ()),
         tool_call_id=message.get("tool_call_id"),
+        pictures=pictures,
     )
 
 

@@ -28,13 +28,14 @@ from rill.data.chat import PromptEncoder
 from rill.envs.rewards.base import REWARDS
 from rill.envs.rewards.runner import RewardRunner, ScoringConfig
 from rill.registry import Registry
-from rill.types import Prompt, SamplingParams, TokenIds
+from rill.types import Picture, Prompt, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rill.envs.agent import Agent, Agents
     from rill.inference.base import Completion
+    from rill.models.pictures import PictureReader
 
 ENVIRONMENTS = Registry(
     "environment",
@@ -56,9 +57,15 @@ class Policy(Protocol):
     """An inference engine, here or elsewhere, as one episode sees it."""
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
-        """Continue this sequence.
+        """Continue this sequence, in which placeholders stand for `pictures`.
 
         `name` stands for agent and tokens: inside an episode, two requests have the same name only if they continue the
         same tokens and are to have the same answer. `model`: None is the policy that is trained; else an adapter or
@@ -160,6 +167,10 @@ class Environment(ABC):
             self.rewards.close()
 
 
-def open_environment(config: PartConfig, tokenizer: PreTrainedTokenizerBase) -> Environment:
+def open_environment(
+    config: PartConfig, tokenizer: PreTrainedTokenizerBase, pictures: PictureReader | None = None
+) -> Environment:
+    """`pictures`: of a model that reads them (rill.models.pictures.load_pictures)."""
     environment: Environment = ENVIRONMENTS.load(config.type)(config, tokenizer)
+    environment.encoder.pictures = pictures
     return environment

@@ -268,7 +268,9 @@ def _samples(
 ) -> dict[str, list[Trajectory]]:
     """By agent. An episode in which nobody was asked still has its prompt."""
     if not any(agent.tree.nodes for agent in agents.values()):
-        agents.policy.tree.grow(agents.setting.environment.encoder.encode(prompt))
+        encoder = agents.setting.environment.encoder
+        ids = encoder.encode(prompt)
+        agents.policy.tree.grow(ids, encoder.pictures_in(prompt.messages, ids))
     trees = {name: agent for name, agent in agents.items() if agent.tree.nodes}
     made: dict[str, list[Trajectory]] = {}
     for name, agent in trees.items():

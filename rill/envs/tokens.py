@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from rill.errors import InvalidSampleError
-from rill.types import NOT_SAMPLED, Floats, Message, StopReason, TokenIds, Trajectory, Turn
+from rill.types import NOT_SAMPLED, Floats, Message, Picture, StopReason, TokenIds, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rill.inference.base import Completion
@@ -37,8 +37,8 @@ class Node:
     """A stretch of tokens written by one side."""
 
     __slots__ = (
-        "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent", "role", "text",
-        "token_ids",
+        "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent", "pictures", "role",
+        "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -51,8 +51,10 @@ class Node:
         completion: Completion | None = None,
         is_trained: bool = False,
         order: int = 0,
+        pictures: tuple[Picture, ...] = (),
     ) -> None:
         self.parent = parent
+        self.pictures = pictures
         self.token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self.role = role
         self.text = text
@@ -68,6 +70,8 @@ class Node:
             parent.hasher.copy() if parent else hashlib.blake2b(digest_size=DIGEST_BYTES)
         )
         self.hasher.update(self.token_ids.data)
+        for picture in pictures:  # placeholders alone look all the same
+            self.hasher.update(picture.key.encode())
         if parent is not None:
             parent.is_leaf = False
 
@@ -87,6 +91,9 @@ class Node:
     def all_ids(self) -> TokenIds:
         return np.concatenate([node.token_ids for node in self.path()])
 
+    def all_pictures(self) -> tuple[Picture, ...]:
+        return tuple(picture for node in self.path() for picture in node.pictures)
+
 
 class TokenTree:
     """Of one agent."""
@@ -102,9 +109,17 @@ class TokenTree:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def observe(self, parent: Node | None, token_ids: TokenIds, *, role: str, text: str = "") -> Node:
+    def observe(
+        self,
+        parent: Node | None,
+        token_ids: TokenIds,
+        *,
+        role: str,
+        text: str = "",
+        pictures: tuple[Picture, ...] = (),
+    ) -> Node:
         """A prompt, or what a tool or the world said; never trained on."""
-        return self._add(Node(parent, token_ids, role=role, text=text))
+        return self._add(Node(parent, token_ids, role=role, text=text, pictures=pictures))
 
     def sample(self, parent: Node, completion: Completion, text: str, *, is_trained: bool) -> Node:
         """What the policy wrote, exactly as the engine reported it."""
@@ -136,9 +151,15 @@ class TokenTree:
 
     # --- finding where something goes on ------------------------------------------------------------------
 
-    def grow(self, token_ids: TokenIds) -> Node:
-        """The node that ends these tokens: the longest known part of them, and what is new behind it."""
+    def grow(self, token_ids: TokenIds, pictures: tuple[Picture, ...] = ()) -> Node:
+        """The node that ends these tokens: the longest known part of them, and what is new behind it. With pictures it
+        is a prompt, which begins a path of its own unless it is known as it is."""
         token_ids = np.asarray(token_ids, dtype=np.int32)
+        if pictures:
+            made = Node(None, token_ids, role="prompt", pictures=pictures)
+            known = [node for node in self.nodes if node.parent is None and node.digest == made.digest]
+            self.num_rewritten += bool(self.nodes) and not known
+            return known[0] if known else self._add(made)
         parent = self._longest_prefix(token_ids)
         if parent is not None and parent.end == len(token_ids) and parent.completion is None:
             return parent
@@ -257,6 +278,7 @@ class TokenTree:
             turn_ids=turn_ids,
             turns=tuple(turns),
             routed_experts=_routed_experts(path, sample_id),
+            pictures=path[-1].all_pictures(),
             **common,
         )
 
@@ -322,6 +344,8 @@ def chain_of(before: bytes, message: Message) -> bytes:
     hasher = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
     hasher.update(message.role.encode())
     hasher.update(b"\0" + (message.content or "").encode("utf-8", "surrogatepass"))
+    for file in message.pictures:
+        hasher.update(b"\0" + hashlib.blake2b(file, digest_size=DIGEST_BYTES).digest())
     for call in message.tool_calls:
         function = call.get("function", {})
         arguments = function.get("arguments", {})

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from rill.registry import Registry
-from rill.types import Floats, Ints, PolicyVersion, SamplingParams, StopReason, TokenIds
+from rill.types import Floats, Ints, Picture, PolicyVersion, SamplingParams, StopReason, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,7 @@ class Feature(StrEnum):
     SEEDED = "seeded"
     SEEDED_BY_POSITION = "seeded_by_position"  # a continued sequence draws what it would have drawn in one go
     BATCH_INVARIANT = "batch_invariant"
+    PICTURES = "pictures"
 
 
 class GuideKind(StrEnum):
@@ -99,6 +100,8 @@ class Request:
     num_generated: int = 0
     """How many of the last of them were: stop strings and penalties of the native engine go on from there."""
     sampling: SamplingParams = SamplingParams()
+    pictures: tuple[Picture, ...] = ()
+    """What placeholders among the tokens stand for, in their order (Feature.PICTURES)."""
     adapter: str | None = None
     """Name of a LoRA adapter; None is the base model."""
     cache_salt: str = ""

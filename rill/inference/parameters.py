@@ -6,10 +6,10 @@ vLLM and SGLang accept a partial or a misnamed checkpoint silently; an Engine mu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rill.errors import WeightSyncError
-from rill.models.loading import ModelConfig, load_model_config
+from rill.models.loading import ModelConfig, load_model_config, model_builder
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +23,10 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a checkpoint holds, as transformers has them: parameters and buffers such as a router's
     bias. Nothing is loaded. A tied output head is not among them."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    builder: Any = AutoModelForCausalLM
+    model_config = load_model_config(model)
     with torch.device("meta"):
-        module = builder.from_config(load_model_config(model))
+        module = model_builder(model_config).from_config(model_config)
     saved = module.state_dict().keys()
     buffers = {name: tuple(b.shape) for name, b in module.named_buffers() if name in saved}
     return {name: tuple(p.shape) for name, p in module.named_parameters()} | buffers

@@ -35,10 +35,19 @@ assert all(hasattr(SamplingParams(), name) for name in _RANGES)
 
 
 def check_request(
-    request: Request, *, max_context: int, vocab_size: int | None, adapters: Collection[str] | None = None
+    request: Request,
+    *,
+    max_context: int,
+    vocab_size: int | None,
+    adapters: Collection[str] | None = None,
+    takes_pictures: bool = False,
 ) -> None:
     """Raises RequestError. `vocab_size`, `adapters` None: unknown here, whoever runs the request will refuse."""
     who, params = f"request {request.id}", request.sampling
+    if request.pictures and not takes_pictures:
+        raise RequestError(
+            f"{who} shows pictures, which this engine does not take: the native engine does, with a Qwen-VL model"
+        )
     check_tokens(request, max_tokens=max_context - 1, vocab_size=vocab_size)
     if not 0 <= request.num_generated <= len(request.token_ids):
         raise RequestError(
@@ -87,6 +96,19 @@ def check_tokens(request: Request, *, max_tokens: int, vocab_size: int | None) -
             f"{who}: {ids.size} tokens, and at most {max_tokens} fit here: shorten the prompt, or raise the engine's"
             " max_context or KV cache"
         )
+
+
+def check_pictures(request: Request, picture_id: int) -> None:
+    """Each lies behind the one before it, and nothing but placeholders (`picture_id`) lies there."""
+    ids, at = np.asarray(request.token_ids), 0
+    for picture in request.pictures:
+        there = ids[picture.start : picture.end]
+        if picture.start < at or len(there) < picture.num_tokens or np.any(there != picture_id):
+            raise RequestError(
+                f"request {request.id}: picture {picture.key} needs {picture.num_tokens} placeholders (token "
+                f"{picture_id}) from position {picture.start} on, which are not there"
+            )
+        at = picture.end
 
 
 def check_ids(ids: Sequence[str], under_way: Container[str]) -> None:

@@ -96,6 +96,7 @@ class LoggedEngine:
             _key(request.id),
             num_prompt=len(request.token_ids) - request.num_generated,
             base=request.num_generated,
+            pictures=request.pictures,
         )
         self._running[request.id] = _Running(request, number, before, future)
 

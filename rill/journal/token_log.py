@@ -29,11 +29,13 @@ from rill.config import Config
 from rill.errors import JournalError
 from rill.journal import records
 from rill.journal.records import Entry, Event, Experts, Finished, Opened
-from rill.types import Floats, Ints, TokenIds
+from rill.types import Floats, Ints, Picture, TokenIds
 
 log = logging.getLogger(__name__)
 
 FOLDER, SUFFIX = "journal", ".log"
+PICTURES = "pictures"
+"""The event that a sequence begins with whose prompt shows some: [start, tokens, hash] each."""
 FULL_TIMEOUT_S = 600.0
 RETRY_S = 1.0
 
@@ -87,12 +89,16 @@ class TokenLog:
 
     # --- sequences ----------------------------------------------------------------------------------------
 
-    def open(self, sequence_id: str, *, num_prompt: int, base: int) -> int:
-        """A sequence begins behind `base` tokens that the log has already; its number in this log."""
+    def open(self, sequence_id: str, *, num_prompt: int, base: int, pictures: Sequence[Picture] = ()) -> int:
+        """A sequence begins behind `base` tokens that the log has already; its number in this log. Of pictures in its
+        prompt the log has their places and hashes."""
         with self._changed:
             number = self._next_number
             self._next_number += 1
             self._pending.append(Opened(number, time.time(), base, num_prompt, sequence_id))
+            if pictures:
+                places = [[picture.start, picture.num_tokens, picture.key] for picture in pictures]
+                self._pending.append(Event(sequence_id, PICTURES, places))
         return number
 
     def tokens(self, number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> None:

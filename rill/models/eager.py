@@ -9,7 +9,7 @@ Callers: rill.inference.native at load, rill.training.module at load, the sweep 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rill.errors import UnsupportedError
+from rill.models.loading import VISION_TYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,13 +170,16 @@ def probe_model(model: PreTrainedModel) -> Probe:
 
 
 @torch.no_grad()
-def eager_logits(model: PreTrainedModel, ids_1T: Tensor, first: int = 0) -> Tensor:
-    """[T, V] in float32, with the model's own eager attention; the first token stands at position `first`."""
-    positions: dict[str, Tensor] = {}
+def eager_logits(
+    model: PreTrainedModel, ids_1T: Tensor, first: int = 0, shown: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """[T, V] in float32, with the model's own eager attention; the first token stands at position `first`. `shown`:
+    what pictures add to the model's arguments."""
+    arguments = dict(shown or {})
     if first:
-        positions["position_ids"] = torch.arange(first, first + ids_1T.shape[1], device=ids_1T.device)[None]
+        arguments["position_ids"] = torch.arange(first, first + ids_1T.shape[1], device=ids_1T.device)[None]
     with attention_of(model, "eager"):
-        logits: Tensor = model(input_ids=ids_1T, use_cache=False, **positions).logits[0]
+        logits: Tensor = model(input_ids=ids_1T, use_cache=False, **arguments).logits[0]
     return logits.float()
 
 
@@ -186,11 +190,21 @@ def check_tokens(model: PreTrainedModel) -> Tensor:
     return drawn.to(model.device)
 
 
+def decoder_of(model: Any) -> Any:
+    """The module from embeddings to last hidden states: a vision-language model has it beside its tower."""
+    return model.base_model.language_model if has_tower(model) else model.base_model
+
+
+def has_tower(model: Any) -> bool:
+    """Whether rill.models.vision can show it pictures."""
+    return model.config.model_type in VISION_TYPES
+
+
 def decoder_blocks(model: Any) -> nn.ModuleList:
     """The one list of as many modules as the decoder has layers: `layers` in most architectures, `h` in GPT-2's."""
     found = [
         child
-        for child in model.base_model.modules()
+        for child in decoder_of(model).modules()
         if isinstance(child, nn.ModuleList) and len(child) == num_layers(model)
     ]
     if not found:

@@ -35,6 +35,8 @@ VOCABULARIES = (
     "spiece.model",
 )
 """Files, one of which every tokenizer's folder holds."""
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Models whose pictures are served and trained: rill.models.vision."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -87,33 +89,56 @@ def load_model(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
 ) -> PreTrainedModel:
     """The causal language model in eval mode. `attention` is a name in transformers' attention interface."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # it would be drawn into the middle of a worker's log or a command's answer
     model_config = load_model_config(config)
+    builder = model_builder(model_config)
     if attention.startswith("rill_"):
-        check_interface(
-            AutoModelForCausalLM._model_mapping.get(type(model_config), None), model_config.model_type
-        )
+        check_interface(builder._model_mapping.get(type(model_config), None), model_config.model_type)
+    chosen = attention_of_parts(model_config, attention)
     model: PreTrainedModel
     if config.path:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_folder(config.path), local_files_only=True, dtype=dtype, attn_implementation=attention
+        model = builder.from_pretrained(
+            model_folder(config.path), local_files_only=True, dtype=dtype, attn_implementation=chosen
         )
         return model.to(device=device).eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         # Drawn in fp32 and on the CPU, so that the same seed gives the same model at any dtype on any device.
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention
-        )
+        model = builder.from_config(model_config, dtype=torch.float32, attn_implementation=chosen)
     # Parameters alone: transformers keeps buffers in float32, and rotary frequencies rounded to 16 bits turn later
     # tokens by other angles.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     return model.to(device=device).eval()
+
+
+def reads_pictures(model_config: PretrainedConfig) -> bool:
+    return model_config.model_type in VISION_TYPES
+
+
+def model_builder(model_config: PretrainedConfig) -> Any:
+    """The class of transformers that makes this model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if reads_pictures(model_config):
+        return AutoModelForImageTextToText
+    kind = type(model_config)
+    if kind not in AutoModelForCausalLM._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
+        raise UnsupportedError(
+            f"{model_config.model_type!r} is a vision-language model that rill does not know: known are "
+            f"{', '.join(sorted(VISION_TYPES))}; the vllm or sglang engine may serve it"
+        )
+    return AutoModelForCausalLM
+
+
+def attention_of_parts(model_config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """A tower looks at whole pictures: it keeps transformers' own attention, whatever the decoder has."""
+    if not reads_pictures(model_config):
+        return attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
 def check_interface(model_class: Any, model_type: str) -> None:
@@ -130,7 +155,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
     source = config.tokenizer or config.path
     if source == CHARS:
-        return build_char_tokenizer()
+        return build_char_tokenizer(has_pictures="vision_config" in config.shape)
     if source is None:
         raise ModelError('a model given by `shape` needs `tokenizer`: a local folder, or "chars"')
     folder = model_folder(source, holds="", weights=False)
@@ -163,9 +188,10 @@ def _stands_alone(folder: str) -> bool:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig) -> None:
     """A tokenizer that can emit ids the model has no embedding for would index out of range much later."""
-    if len(tokenizer) > model_config.vocab_size:
+    vocab_size = model_config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {model_config.vocab_size}: they do not "
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocab_size}: they do not "
             "belong together; set `model.tokenizer` to the model's own, or raise `vocab_size` in `model.shape`"
         )
 

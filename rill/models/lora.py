@@ -60,13 +60,16 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: nn.Module, config: LoRAConfig) -> None:
-    """Freeze the model and put adapters on every target."""
+    """Freeze the model and put adapters on every target; a vision tower, which may have layers of the same names, is
+    left as it is."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(config.seed)
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in config.targets
+        if isinstance(module, nn.Linear)
+        and name.rpartition(".")[2] in config.targets
+        and "visual" not in name.split(".")
     ]
     if not found:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})

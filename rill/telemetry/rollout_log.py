@@ -7,6 +7,7 @@ tokens later lies in `trained/<process>.jsonl`, a record a sample. docs/telemetr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rill.telemetry.jsonl import LineFile, encode_line
-from rill.types import NOT_SAMPLED, Floats, Group, Sample, Trajectory
+from rill.types import NOT_SAMPLED, Floats, Group, Picture, Sample, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLLOUTS_FOLDER, TRAINED_FOLDER = "rollouts", "trained"
+ROLLOUTS_FOLDER, TRAINED_FOLDER, MEDIA_FOLDER = "rollouts", "trained", "media"
 MAX_LOGGED_TOKENS = 4096
 DIGITS = 3
 
@@ -29,6 +30,7 @@ class RolloutLog:
         self, run_dir: Path, process: str, tokenizer: PreTrainedTokenizerBase, max_groups: int
     ) -> None:
         self._file = LineFile(run_dir / ROLLOUTS_FOLDER / f"{process}.jsonl")
+        self._media = run_dir / MEDIA_FOLDER
         self._tokenizer = tokenizer
         self._max_groups = max_groups
         self._version = -1
@@ -87,13 +89,24 @@ class RolloutLog:
             "turns": [{"role": t.role, "start": t.start, "end": t.end} for t in trajectory.turns],
             "num_tokens": trajectory.num_tokens,
         }
-        if "media" in trajectory.metadata:
-            record["media"] = trajectory.metadata["media"]
+        media = [*trajectory.metadata.get("media", ()), *map(self._kept, trajectory.pictures)]
+        if media:
+            record["media"] = media
         if trained is not None:
             record["advantages"] = _rounded(trained.advantages)
             if trained.old_logprobs is not None:
                 record["trainer_logprobs"] = _rounded(trained.old_logprobs)
         return record
+
+    def _kept(self, picture: Picture) -> dict[str, str]:
+        """The picture lies in the run folder once, whoever shows it."""
+        path = self._media / picture.file_name
+        if not path.exists():
+            self._media.mkdir(exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            partial.write_bytes(picture.data)
+            partial.rename(path)
+        return {"path": path.name, "kind": "image", "caption": f"tokens {picture.start} to {picture.end}"}
 
 
 class TrainedLog:

@@ -237,6 +237,8 @@ class TrainEngine:
                 name, _, key = rest.rpartition(".")
                 values.setdefault(name, {})[key] = local(value)
         self.optimizer.load_plain_state(values)
+        if self.module.vision is not None:
+            self.module.vision.forget()
         self._version = version
         self._publish_masters()
 

@@ -46,6 +46,8 @@ class EngineConfig(Config):
     """With compile: the share of a layer's activations that may be kept; below 1 the cheapest are recomputed."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters and freeze the rest. Unset: everything is trained."""
+    freeze_vision: bool = False
+    """Leave the tower of a vision-language model as it is, and train the rest. With lora it is left anyway."""
     tensor_parallel: int = Field(default=1, ge=1)
     context_parallel: int = Field(default=1, ge=1)
     reshard_after_forward: bool = True

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rill.models.loading import ModelConfig, load_tokenizer
 from rill.models.lora import save_adapter
+from rill.models.pictures import load_pictures
 from rill.training.engine import TrainEngine
 from rill.training.module import LM_PREFIX, VALUE_HEAD_FILE, VALUE_HEAD_PREFIX
 from rill.training.parallel import full
@@ -58,6 +59,8 @@ def export_model(engine: TrainEngine, model: ModelConfig, folder: Path) -> Path:
             engine.module.lm.generation_config.save_pretrained(partial)
         if model.path or model.tokenizer:
             load_tokenizer(model).save_pretrained(partial)
+        if (reader := load_pictures(model)) is not None:
+            reader.processor.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)

@@ -10,27 +10,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rill.errors import UnsupportedError
+from rill.errors import InvalidSampleError, UnsupportedError
 from rill.models.eager import (
     TOLERANCES,
     LogitRule,
     check_tokens,
     decoder_blocks,
+    decoder_of,
     difference,
     eager_logits,
+    has_tower,
     probe_model,
 )
 from rill.models.loading import ModelConfig, load_model
+from rill.models.pictures import load_pictures, rope_positions
 from rill.models.routing import Routing
 from rill.models.train import attention_packed
 from rill.models.train.head import CHUNK_BYTES, KEEP_BYTES, chosen_logprobs
-from rill.models.train.packed_layout import Segment, build_layout, can_use_flash
+from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, can_use_flash
 from rill.models.train.products import GradientSums
 from rill.models.value_head import ValueHead, hidden_width
+from rill.models.vision import PictureRows, PictureSpan, VisionTower, VisualRows, check_picture
 from rill.training.packing import Pack
 
 LM_PREFIX = "lm."
@@ -46,19 +51,43 @@ class PackedModule(nn.Module):
     """Where the engine wants float32 gradients of the head added up; None: autograd's own place."""
     routing: Routing | None = None
     """Replays the experts that a pack brings; None: routers choose, and nothing is counted."""
+    vision: VisionTower | None = None
+    """Looks at a pack's pictures."""
+    trains_vision = False
+
+    def see(self, config: ModelConfig, *, is_frozen: bool) -> None:
+        """Show it pictures, where it can look at them. `is_frozen`: the tower stays as it is."""
+        if not has_tower(self.lm):
+            return
+        reader = load_pictures(config)
+        assert reader is not None
+        self.vision = VisionTower(self.lm, reader)
+        if is_frozen:
+            self.vision.tower.requires_grad_(False)
+        self.trains_vision = any(p.requires_grad for p in self.vision.tower.parameters())
 
     def hidden(self, pack: Pack) -> Tensor:
         """[M, D] last hidden states."""
         if self.routing is not None:
             self.routing.replay(pack.routed_experts_MLK)
-        output = self.lm.base_model(
-            input_ids=pack.input_ids_1M,
-            position_ids=pack.position_ids_1M,
-            use_cache=False,
-            packed=pack.layout,
+        hidden_MD = run_packed(
+            self.lm, pack.input_ids_1M, pack.position_ids_1M, pack.layout, self._visual(pack)
         )
-        hidden_MD: Tensor = output.last_hidden_state[0]
+        if self.trains_vision and pack.pictures is None and torch.is_grad_enabled():
+            assert self.vision is not None
+            hidden_MD = (
+                hidden_MD + self.vision.silent()
+            )  # a sharded tower's gradients are summed over all ranks
         return hidden_MD
+
+    def _visual(self, pack: Pack) -> VisualRows | None:
+        if pack.pictures is None:
+            return None
+        if self.vision is None:
+            raise InvalidSampleError(
+                f"a sample has pictures, and {self.lm.config.model_type!r} does not look at them"
+            )
+        return (self.vision.trained_rows if self.trains_vision else self.vision.rows)(pack.pictures)
 
     def can_use_flash(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the GPU's attention kernels compute what this architecture asks for."""
@@ -151,30 +180,49 @@ def load_packed_lm(config: ModelConfig, *, dtype: torch.dtype, device: torch.dev
     lm: Any = load_model(config, dtype=dtype, device=device, attention=attention_packed.ATTENTION_NAME)
     try:
         probe_model(lm)
-        _check_packing(lm)
+        reader = load_pictures(config)
+        _check_packing(lm, None if reader is None else VisionTower(lm, reader))
     except UnsupportedError as error:
         raise UnsupportedError(f"the trainer cannot take {lm.config.model_type!r}: {error}") from error
     # Sampling has no dropout, so a policy trained with it would be another policy: eval mode for good.
     return lm.eval()
 
 
+def run_packed(
+    lm: Any, ids_1M: Tensor, positions_1M: Tensor, layout: PackedLayout, visual: VisualRows | None
+) -> Tensor:
+    """[M, D] last hidden states of a row."""
+    inputs = {"input_ids": ids_1M, "position_ids": positions_1M}
+    if visual is not None:
+        inputs = visual.decoder_inputs(lm.get_input_embeddings()(ids_1M[0]))
+    hidden_MD: Tensor = decoder_of(lm)(**inputs, use_cache=False, packed=layout).last_hidden_state[0]
+    return hidden_MD
+
+
 @torch.no_grad()
-def _check_packing(lm: Any) -> None:
-    """Two sequences in one row give the logits that the model's own eager modules give each of them alone."""
-    ids_1M, device, cut = check_tokens(lm), lm.device, 5
-    ends = (cut, ids_1M.shape[1])
-    segments = [Segment(start=0, end=cut), Segment(start=cut, end=ends[1])]
-    positions = torch.cat([torch.arange(cut), torch.arange(ends[1] - cut)]).to(device)
+def _check_packing(lm: Any, vision: VisionTower | None) -> None:
+    """Two sequences in one row give the logits that the model's own eager modules give each of them alone; the first
+    with a picture, where there is a tower."""
+    ids_1M, device, cut = check_tokens(lm), lm.device, 7
+    length, visual, shown = ids_1M.shape[1], None, None
+    segments = [Segment(start=0, end=cut), Segment(start=cut, end=length)]
+    positions = torch.cat([torch.arange(cut), torch.arange(length - cut)]).to(device)
+    if vision is not None:
+        check = check_picture(lm, ids_1M[:, :cut])
+        ids_1M = torch.cat([check.ids_1T, ids_1M[:, cut:]], dim=1)
+        vision.remember(check.picture.key, check.arguments["pixel_values"], check.grid)
+        positions_3M = np.broadcast_to(positions.cpu().numpy(), (3, length)).copy()
+        positions_3M[:, :cut] = rope_positions(cut, [check.picture])[0]
+        span = PictureSpan(check.picture, check.picture.start, 0, check.picture.num_tokens)
+        visual, shown = vision.rows(PictureRows([span], positions_3M)), check.arguments
     layout = build_layout(
         segments,
         device=device,
         use_flash=can_use_flash(device, lm.dtype) and not attention_packed.changes_scores(lm),
     )
-    hidden_MD = lm.base_model(
-        input_ids=ids_1M, position_ids=positions[None], use_cache=False, packed=layout
-    ).last_hidden_state[0]
+    hidden_MD = run_packed(lm, ids_1M, positions[None], layout, visual)
     found = LogitRule.of(lm.config)(lm.get_output_embeddings()(hidden_MD)).float()
-    wanted = torch.cat([eager_logits(lm, ids_1M[:, :cut]), eager_logits(lm, ids_1M[:, cut:])])
+    wanted = torch.cat([eager_logits(lm, ids_1M[:, :cut], shown=shown), eager_logits(lm, ids_1M[:, cut:])])
     distance, limit = difference(found, wanted), TOLERANCES[lm.dtype]
     if torch.isfinite(wanted).all() and not distance <= limit:
         raise UnsupportedError(

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from rill.errors import InvalidSampleError
+from rill.models.pictures import rope_positions
 from rill.models.train.packed_layout import PackedLayout, Segment, build_layout, copy_in
-from rill.types import Bits, TokenIds
+from rill.models.vision import PictureRows, PictureSpan
+from rill.types import Bits, Picture, TokenIds
 
 Indices = npt.NDArray[np.int64]
 
@@ -42,6 +44,7 @@ class PackSequence:
     """Sequences of one key may share a prefix; None shares with nobody."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, L, K] that the engine chose, for routing replay (rill.models.routing); -1: the router's own."""
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +72,8 @@ class Pack:
     num_sequence_tokens: int
     routed_experts_MLK: Tensor | None = None
     """int16: choices to replay; None: the routers' own."""
+    pictures: PictureRows | None = None
+    """Where there are some: what placeholders stand for, and where all tokens stand in place of position_ids_1M."""
     context_slice: tuple[int, int] | None = None
     """[start, end) of `*_K` held by this rank under context parallelism; None: all of it."""
 
@@ -157,7 +162,7 @@ def build_pack(
             members = families[index]
             length = _shared_prefix([sequences[i] for i in members])
             if length:
-                start = row.add(sequence.token_ids[:length], 0, None, sequence.routed_experts)
+                start = row.add(sequence, 0, length, None)
                 prefix_of.update({i: (start, start + length) for i in members})
         row.add_sequence(sequence, prefix_of.get(index))
     num_tokens = sum(s.num_tokens for s in sequences)
@@ -176,23 +181,24 @@ class _Row:
         self.last: list[int] = []
         self.seq: list[Indices] = []
         self.experts: list[npt.NDArray[np.int16] | None] = []
+        self.spans: list[PictureSpan] = []
+        self.pieces: list[tuple[PackSequence, int, int]] = []
         self.length = 0
         self.num_added = 0
 
-    def add(
-        self,
-        tokens: TokenIds,
-        first_position: int,
-        prefix: tuple[int, int] | None,
-        experts: npt.NDArray[np.int16] | None,
-    ) -> int:
-        """`experts`: of the whole sequence that the tokens are a part of."""
-        start = self.length
-        end = first_position + len(tokens)
-        self.experts.append(None if experts is None else experts[first_position:end])
-        self.length += len(tokens)
-        self.tokens.append(tokens)
-        self.positions.append(np.arange(first_position, first_position + len(tokens)))
+    def add(self, sequence: PackSequence, first: int, end: int, prefix: tuple[int, int] | None) -> int:
+        """Its tokens [first, end); where they begin in the row."""
+        start, experts = self.length, sequence.routed_experts
+        self.experts.append(None if experts is None else experts[first:end])
+        self.length += end - first
+        self.tokens.append(sequence.token_ids[first:end])
+        self.positions.append(np.arange(first, end))
+        self.pieces.append((sequence, first, end))
+        self.spans += [
+            PictureSpan(p, start + p.start - first, 0, p.num_tokens)
+            for p in sequence.pictures
+            if first <= p.start < end
+        ]
         prefix_start, prefix_end = prefix or (0, 0)
         self.segments.append(
             Segment(start=start, end=self.length, prefix_start=prefix_start, prefix_end=prefix_end)
@@ -201,7 +207,7 @@ class _Row:
 
     def add_sequence(self, sequence: PackSequence, prefix: tuple[int, int] | None) -> None:
         shared = prefix[1] - prefix[0] if prefix else 0
-        start = self.add(sequence.token_ids[shared:], shared, prefix, sequence.routed_experts)
+        start = self.add(sequence, shared, sequence.num_tokens, prefix)
         wanted = np.flatnonzero(sequence.wanted)
         own = wanted - shared + start
         # The first own token is predicted by the last token of the shared prefix, wherever that lies.
@@ -227,6 +233,10 @@ class _Row:
         segments, num_row_tokens = self.segments, self.length
         context_slice = group = None
         rank, size, group = context if context is not None else (0, 1, None)
+        if self.spans and context is not None:
+            raise InvalidSampleError(
+                "samples with pictures cannot be cut over ranks: set context_parallel = 1"
+            )
         tokens, positions, segments = _pad_row(tokens, positions, segments, size * pad_to_multiple)
         if context is not None:
             width = len(tokens) // size
@@ -255,7 +265,15 @@ class _Row:
             num_sequence_tokens=num_sequence_tokens,
             context_slice=context_slice,
             routed_experts_MLK=None if experts is None else copy_in(experts[lo:hi], device),
+            pictures=self._pictures(positions) if self.spans else None,
         )
+
+    def _pictures(self, positions: Indices) -> PictureRows:
+        """Padding stands where `positions` say."""
+        positions_3M = np.broadcast_to(positions, (3, len(positions))).copy()
+        parts = [rope_positions(s.num_tokens, s.pictures)[0][:, first:end] for s, first, end in self.pieces]
+        positions_3M[:, : self.length] = np.concatenate(parts, axis=1)
+        return PictureRows(self.spans, positions_3M)
 
 
 def _joined_experts(
@@ -307,15 +325,20 @@ def _cut_segments(segments: list[Segment], lo: int, hi: int) -> list[Segment]:
 
 
 def _shared_prefix(members: Sequence[PackSequence]) -> int:
-    """Tokens that all members begin with, before any wanted token; 0 when nothing is to be gained."""
+    """Tokens that all members begin with, before any wanted token; 0 when nothing is to be gained. Placeholders are
+    the same where they stand for the same picture, and no picture is cut."""
     if len(members) < 2:
         return 0
     limit = min(_first_wanted(m) for m in members)
     first = members[0].token_ids
-    for member in members[1:]:
+    shared = set.intersection(*({(p.key, p.start) for p in m.pictures} for m in members))
+    for member in members:
         differs = np.flatnonzero(first[:limit] != member.token_ids[:limit])
         if differs.size:
             limit = int(differs[0])
+        for picture in member.pictures:
+            if picture.start < limit and ((picture.key, picture.start) not in shared or picture.end > limit):
+                limit = picture.start
     return limit
 
 

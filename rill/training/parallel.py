@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from rill.errors import ConfigError, UnsupportedError
+from rill.models.eager import has_tower
 
 T = TypeVar("T")
 
@@ -200,6 +201,10 @@ def apply_tensor_parallel(model: Any, world: World) -> None:
 
     assert world.mesh is not None
     config = model.config.get_text_config()
+    if has_tower(model):
+        raise UnsupportedError(
+            f"{model.config.model_type}: a model with a vision tower needs tensor_parallel = 1"
+        )
     # Embeddings, in the plans of models that tie them to the head, stay whole like the head itself.
     plan = {
         name: style

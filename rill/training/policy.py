@@ -363,6 +363,10 @@ class PolicyTrainer(StepTrainer):
     def _invariant_logprobs(
         self, samples: Sequence[Sample], temperature: float, *, trained_only: bool
     ) -> list[Floats]:
+        if any(sample.trajectory.pictures for sample in samples):
+            raise UnsupportedError(
+                "batch_invariant scores tokens alone, and samples have pictures: turn it off"
+            )
         if self._scorer is None:
             self._scorer = PackedScorer(self.engine.module.lm, max_len=self.config.micro_batch_tokens)
         results: list[Floats] = [np.zeros(0, dtype=np.float32)] * len(samples)
@@ -413,4 +417,5 @@ def _sequence(sample: Sample, wanted: bool | None, replays: bool) -> PackSequenc
         wanted=mask,
         share_key=trajectory.group_id,
         routed_experts=trajectory.routed_experts if replays else None,
+        pictures=trajectory.pictures,
     )

@@ -32,7 +32,7 @@ from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel, sequence_scores
 from rill.training.trainer import Trainer
-from rill.types import Bits, Floats, TokenIds
+from rill.types import Bits, Floats, Picture, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class Answer:
     """True on the answer's own tokens."""
     ref_logprobs: Floats | None = None
     """The reference's, aligned with token_ids. None: the trainer asks its reference."""
+    pictures: tuple[Picture, ...] = ()
+    """In the prompt."""
 
     @property
     def prompt_length(self) -> int:
@@ -290,6 +292,7 @@ def mismatched(answer: Answer, other: Answer) -> Answer:
     return Answer(
         token_ids=np.concatenate([other.token_ids[:prompt], answer.token_ids[own:]]),
         loss_mask=np.concatenate([np.zeros(prompt, dtype=np.bool_), answer.loss_mask[own:]]),
+        pictures=other.pictures,
     )
 
 
@@ -297,7 +300,9 @@ def answer_sequence(answer: Answer, share_key: str | None = None) -> PackSequenc
     """What is packed of an answer: its own tokens are wanted."""
     wanted = answer.loss_mask.copy()
     wanted[:1] = False
-    return PackSequence(token_ids=answer.token_ids, wanted=wanted, share_key=share_key)
+    return PackSequence(
+        token_ids=answer.token_ids, wanted=wanted, share_key=share_key, pictures=answer.pictures
+    )
 
 
 def _reference(pairs: Sequence[PreferencePair]) -> Floats:

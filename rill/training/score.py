@@ -92,6 +92,7 @@ class FrozenModel:
         lm = load_packed_lm(config.model, dtype=dtype, device=device)
         self.module = make(lm)
         self.module.requires_grad_(False)
+        self.module.see(config.model, is_frozen=True)
         self._arrange(config, dtype)
         self._shelf = Shelf()
         self.batcher = Batcher(
@@ -181,7 +182,9 @@ class ScoreModel(FrozenModel):
                 else np.ones(trajectory.num_tokens, dtype=np.bool_)
             )
             wanted[:1] = False
-            sequences.append(PackSequence(token_ids=trajectory.token_ids, wanted=wanted))
+            sequences.append(
+                PackSequence(token_ids=trajectory.token_ids, wanted=wanted, pictures=trajectory.pictures)
+            )
         return self.logprobs_of(sequences, temperature)
 
     def logprobs_of(self, sequences: Sequence[PackSequence], temperature: float = 1.0) -> list[Floats]:
@@ -209,5 +212,7 @@ class ScoreModel(FrozenModel):
             part = local(own[name])
             part.copy_(local_slice(tensor.to(part.device), own[name]))
             given.add(name)
+        if self.module.vision is not None:
+            self.module.vision.forget()
         if missing := own.keys() - given:
             raise WeightSyncError(f"{len(missing)} weights were not given, {min(missing)} among them")

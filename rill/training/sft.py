@@ -19,7 +19,7 @@ from rill.training.batching import gather_context
 from rill.training.engine_config import EngineConfig
 from rill.training.packing import PackSequence
 from rill.training.trainer import Trainer
-from rill.types import Bits, TokenIds
+from rill.types import Bits, Picture, TokenIds
 
 
 class Example(Protocol):
@@ -33,6 +33,9 @@ class Example(Protocol):
 
     @property
     def loss_mask(self) -> Bits: ...
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]: ...
 
 
 class SFTTrainer(Trainer):
@@ -103,7 +106,9 @@ class SFTTrainer(Trainer):
             self.batcher.check_tokens(example.id, example.token_ids)
             wanted = example.loss_mask.copy()
             wanted[:1] = False
-            sequences.append(PackSequence(token_ids=example.token_ids, wanted=wanted))
+            sequences.append(
+                PackSequence(token_ids=example.token_ids, wanted=wanted, pictures=example.pictures)
+            )
         return sequences
 
 

@@ -59,7 +59,9 @@ class Trainer:
                 tensor_parallel=config.tensor_parallel,
                 context_parallel=config.context_parallel,
             )
-            engine = TrainEngine(config, self._make_module(config, world.device), world)
+            module = self._make_module(config, world.device)
+            module.see(config.model, is_frozen=config.freeze_vision or config.lora is not None)
+            engine = TrainEngine(config, module, world)
         self.engine = engine
         self.world = engine.world
         self.batcher = Batcher(

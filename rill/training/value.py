@@ -127,6 +127,10 @@ class ValueTrainer(StepTrainer):
 def _sequence(sample: Sample) -> PackSequence:
     wanted = sample.trajectory.loss_mask.copy()
     wanted[:1] = False
+    trajectory = sample.trajectory
     return PackSequence(
-        token_ids=sample.trajectory.token_ids, wanted=wanted, share_key=sample.trajectory.group_id
+        token_ids=trajectory.token_ids,
+        wanted=wanted,
+        share_key=trajectory.group_id,
+        pictures=trajectory.pictures,
     )

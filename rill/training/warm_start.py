@@ -14,6 +14,7 @@ from rill.data.chat import PromptEncoder
 from rill.data.loader import LoaderConfig, open_loader
 from rill.data.sft import SFTEncoder
 from rill.models.loading import load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.training.sft import SFTTrainer
 from rill.training.trainer import Trainer
 
@@ -33,6 +34,7 @@ class WarmStart:
         self._num_steps = steps
         self._learning_rate = learning_rate
         encoder = PromptEncoder(load_tokenizer(trainer.config.model))
+        encoder.pictures = load_pictures(trainer.config.model)
         limit = trainer.config.micro_batch_tokens if trainer.config.on_too_long == "error" else None
         self._encoder = SFTEncoder(encoder, max_tokens=limit)
         dataset = open_dataset(data, Split.TRAIN)

@@ -30,6 +30,7 @@ from rill.journal.checkpoints import needed_now
 from rill.journal.reader import LogReader
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.models.loading import ModelConfig, load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.runtime.channel import Lease
 from rill.runtime.process.waits import watch_loop
 from rill.telemetry.rollout_log import RolloutLog
@@ -77,8 +78,9 @@ class Episodes:
         self._algorithm = Algorithm(settings.algorithm)
         self._seed = settings.seed
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(settings.model)
+        self._pictures = load_pictures(settings.model)
         self._environments: dict[str, Environment] = {
-            TRAIN: open_environment(settings.rollout.env, self.tokenizer)
+            TRAIN: open_environment(settings.rollout.env, self.tokenizer, self._pictures)
         }
         run_dir = Path(settings.run_dir)
         self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
@@ -206,7 +208,7 @@ class Episodes:
             self._environments[purpose] = (
                 self._environments[TRAIN]
                 if chosen.env is None
-                else open_environment(chosen.env, self.tokenizer)
+                else open_environment(chosen.env, self.tokenizer, self._pictures)
             )
         limit = chosen.max_new_tokens or sampling.max_new_tokens
         params = sampling.params(temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit)

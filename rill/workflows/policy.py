@@ -31,7 +31,7 @@ from rill.inference.base import Completion, Request
 from rill.inference.continued import Decode, continued, joined
 from rill.runtime.channel import Channel
 from rill.telemetry import trace
-from rill.types import SamplingParams, StopReason, TokenIds
+from rill.types import Picture, SamplingParams, StopReason, TokenIds
 
 A = TypeVar("A")
 
@@ -153,14 +153,23 @@ class EpisodePolicy:
         self._epoch = epoch
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
         """Raises CancelledError where the engine was stopped: the episode ends here and can be taken up again."""
         request_id = f"{self._episode_id}#{name}"
         before = self._answers.get(request_id)
         if before is not None and before.stop_reason is not StopReason.ABORTED:
             return before
-        completion = await self._ask(request_id, token_ids, sampling, before, model)
+        asked = Request(
+            id=request_id, token_ids=token_ids, sampling=sampling, adapter=model, pictures=pictures
+        )
+        completion = await self._ask(asked, before)
         if completion.stop_reason is StopReason.ABORTED:
             if len(completion.token_ids) < sampling.max_new_tokens:
                 if len(completion.token_ids):
@@ -170,21 +179,15 @@ class EpisodePolicy:
         self._answers[request_id] = completion
         return completion
 
-    async def _ask(
-        self,
-        request_id: str,
-        token_ids: TokenIds,
-        sampling: SamplingParams,
-        before: Completion | None,
-        model: str | None,
-    ) -> Completion:
+    async def _ask(self, request: Request, before: Completion | None) -> Completion:
+        sampling = request.sampling
         if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=self._client.seed_of(request_id))
+            sampling = replace(sampling, seed=self._client.seed_of(request.id))
         if before is None:
-            request = Request(id=request_id, token_ids=token_ids, sampling=sampling, adapter=model)
-            return await self._client.complete(request, self._epoch)
-        request = replace(continued(before, token_ids, sampling), adapter=model)
-        after = await self._client.complete(request, self._epoch)
+            return await self._client.complete(replace(request, sampling=sampling), self._epoch)
+        rest = continued(before, request.token_ids, sampling)
+        rest = replace(rest, adapter=request.adapter, pictures=request.pictures)
+        after = await self._client.complete(rest, self._epoch)
         return joined(before, after, sampling.stop, self._client.decode)
 
 

@@ -77,4 +77,4 @@ def _pair(example: PairExample) -> PreferencePair:
 
 
 def _answer(example: SFTExample) -> Answer:
-    return Answer(token_ids=example.token_ids, loss_mask=example.loss_mask)
+    return Answer(token_ids=example.token_ids, loss_mask=example.loss_mask, pictures=example.pictures)

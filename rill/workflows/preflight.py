@@ -33,7 +33,8 @@ from rill.models.loading import (
     load_tokenizer,
     model_folder,
 )
-from rill.types import Episode, Prompt, SamplingParams, StopReason, TokenIds
+from rill.models.pictures import load_pictures
+from rill.types import PICTURE, Episode, Picture, Prompt, SamplingParams, StopReason, TokenIds
 from rill.workflows.config import RecipeConfig
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.rl_config import RLConfig
@@ -68,13 +69,15 @@ def _rl(config: RLConfig) -> list[str]:
     tokenizer, notes = _tokenizer(config.model, is_local=config.cluster.type == "local")
     if tokenizer is None:
         return notes
-    notes += _lengths(config, prompts, PromptEncoder(tokenizer))
+    encoder = PromptEncoder(tokenizer)
+    encoder.pictures = load_pictures(config.model)
+    notes += _lengths(config, prompts, encoder)
     notes += _writable(prompts, tokenizer)
     sampling = config.rollout.sampling.params()
-    notes += _try_episodes(config.rollout.env, prompts, tokenizer, sampling)
+    notes += _try_episodes(config.rollout.env, prompts, encoder, sampling)
     for chosen in evals.values():
         if chosen.env is not None:
-            notes += _try_episodes(chosen.env, read_prompts(chosen), tokenizer, sampling)
+            notes += _try_episodes(chosen.env, read_prompts(chosen), encoder, sampling)
     return notes
 
 
@@ -167,7 +170,7 @@ def _writable(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> 
             raise DataError(
                 f"{prompt.id}: the tokenizer cannot write its answer {prompt.answer!r:.80}: use a model whose own can"
             )
-        asked = prompt.text or "".join(message.content for message in prompt.messages)
+        asked = prompt.text or "".join(m.content.replace(PICTURE, "") for m in prompt.messages)
         if unknown in tokenizer.encode(asked):
             return [f"{prompt.id}: the tokenizer does not know all characters of {asked!r:.80}"]
     return []
@@ -183,7 +186,13 @@ class _Answering:
         self._token_ids = token_ids
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
         count = len(self._token_ids)
         return Completion(
@@ -198,11 +207,12 @@ class _Answering:
 def _try_episodes(
     config: PartConfig,
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: PromptEncoder,
     sampling: SamplingParams,
 ) -> list[str]:
     """One of them has to come to a reward. One that takes long is a note: a sandbox may have to be built."""
-    environment = open_environment(config, tokenizer)
+    tokenizer = encoder.tokenizer
+    environment = open_environment(config, tokenizer, encoder.pictures)
     failed: list[Episode] = []
     try:
         for prompt in prompts[:NUM_EPISODES]:

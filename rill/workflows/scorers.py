@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rill.algorithms import Algorithm, AlgorithmConfig
+from rill.errors import UnsupportedError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker
 from rill.training.parallel import Rendezvous
@@ -149,6 +150,8 @@ class RewardModelWorker(ScoringWorker):
         self.model = RewardModel(config, rendezvous=rendezvous_of(self), device=self.device)
 
     def _scored(self, samples: list[Sample]) -> tuple[list[Sample], Mapping[str, float]]:
+        if any(sample.trajectory.pictures for sample in samples):
+            raise UnsupportedError("a reward model reads text alone, and the samples have pictures")
         scores = self.model.scores([sample.trajectory.token_ids for sample in samples])
         rewarded = with_scores(samples, scores, self.config, self.algorithm)
         if not rewarded:

@@ -18,6 +18,7 @@ from rill.errors import DataError
 from rill.inference.base import ENGINES, Engine
 from rill.inference.gate import EngineGate
 from rill.models.loading import ModelConfig, load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.telemetry.evaluations import Answer
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Prompt, SamplingParams, TokenIds
@@ -73,13 +74,13 @@ def score(
     """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion.
     `transcripts`: a run's folder and a name, under which the first groups are kept for the rollout viewer."""
     sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, pictures = load_tokenizer(config.model), load_pictures(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
     log = None if transcripts is None else RolloutLog(*transcripts, tokenizer, MAX_TRANSCRIPTS)
     try:
         for chosen, prompts in sets:
-            environment = open_environment(chosen.env or config.env, tokenizer)
+            environment = open_environment(chosen.env or config.env, tokenizer, pictures)
             limit = chosen.max_new_tokens or config.sampling.max_new_tokens
             sampling = config.sampling.params(
                 temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit

@@ -22,6 +22,7 @@ from rill.data.sft import SFTEncoder
 from rill.errors import CheckpointError, ConfigError, DataError
 from rill.journal.checkpoints import RunCheckpoints
 from rill.models.loading import ModelConfig, load_tokenizer
+from rill.models.pictures import load_pictures
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run, write_atomically
@@ -83,7 +84,9 @@ class SupervisedWorker(Worker):
         self.trainer = self._open_trainer(config)
         # What the trainer skips and counts must reach it.
         limit = config.micro_batch_tokens if config.on_too_long == "error" else None
-        self.encoder = SFTEncoder(PromptEncoder(load_tokenizer(config.model)), max_tokens=limit)
+        encoder = PromptEncoder(load_tokenizer(config.model))
+        encoder.pictures = load_pictures(config.model)
+        self.encoder = SFTEncoder(encoder, max_tokens=limit)
         world = self.trainer.world
         if loop.batch_size % world.data_size:
             raise ConfigError(

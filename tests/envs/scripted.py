@@ -11,7 +11,7 @@ from rill.envs.base import ENVIRONMENTS, Environment, open_environment
 from rill.envs.episode import run_episode
 from rill.inference.base import Completion
 from rill.models.tokenizer import build_char_tokenizer
-from rill.types import Episode, Prompt, SamplingParams, StopReason, TokenIds
+from rill.types import Episode, Picture, Prompt, SamplingParams, StopReason, TokenIds
 
 QUESTION = Prompt(id="p", text="27+58=", answer="85")
 
@@ -35,14 +35,22 @@ class Scripted:
         self.names: list[str] = []
         self.sampling: list[SamplingParams] = []
         self.models: list[str | None] = []
+        self.pictures: list[tuple[Picture, ...]] = []
 
     async def generate(
-        self, token_ids: TokenIds, sampling: SamplingParams, *, name: str, model: str | None = None
+        self,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        model: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Completion:
         self.seen.append(token_ids.tolist())
         self.names.append(name)
         self.sampling.append(sampling)
         self.models.append(model)
+        self.pictures.append(pictures)
         reply = self.replies[0] if callable(self.replies[0]) else self.replies.pop(0)
         text = reply if isinstance(reply, str) else reply(self.tokenizer.decode(token_ids.tolist()))
         ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -194,7 +194,7 @@ async def test_two_episodes_do_not_meet_and_an_address_ends_with_its_episode() -
             {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
             "not supported",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is not supported"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [PRICE, PRICE]}, "no two the same"),
     ],
 )

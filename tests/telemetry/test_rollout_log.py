@@ -9,7 +9,7 @@ from rill.telemetry.jsonl import read_lines
 from rill.telemetry.rollout_log import MAX_LOGGED_TOKENS, RolloutLog
 from rill.telemetry.rollouts import read_rollouts
 from rill.telemetry.run import Run
-from rill.types import Group, Prompt, Sample, Trajectory, Turn
+from rill.types import Group, Picture, Prompt, Sample, Trajectory, Turn
 
 
 class Letters:
@@ -54,6 +54,15 @@ def test_a_record_has_what_the_viewer_shades_tokens_by(tmp_path: Path) -> None:
     assert (sample["advantages"], sample["trainer_logprobs"]) == ([1.0] * 3, [0.0] * 3)
     assert sample["turns"] == [{"role": "user", "start": 0, "end": 1}]
     assert sample["media"] == [{"path": "a.png"}]
+
+
+def test_a_picture_lies_in_the_run_folder_once_and_every_sample_names_it(tmp_path: Path) -> None:
+    picture = Picture(key="00ff", data=b"\xff\xd8\xff...", rows=1, columns=2, start=1)
+    said = [trajectory("g", 1, pictures=(picture,)) for _ in range(2)]
+    record = record_of(tmp_path, Group(id="g", prompt=Prompt(id="p"), trajectories=tuple(said)))
+    for sample in record["samples"]:
+        assert sample["media"] == [{"path": "00ff.jpg", "kind": "image", "caption": "tokens 1 to 3"}]
+    assert [path.read_bytes() for path in (tmp_path / "media").iterdir()] == [picture.data]
 
 
 def test_what_the_trainer_has_not_computed_is_left_out(tmp_path: Path) -> None:

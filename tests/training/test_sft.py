@@ -16,6 +16,7 @@ from rill.training.exchange import deal_out
 from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.sft import SFTTrainer
+from rill.types import Picture
 from tests.training.tiny import MODEL, SHAPE, VOCAB, make_samples, run_ranks, trainer
 
 
@@ -24,6 +25,7 @@ class Row:
     id: str
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    pictures: tuple[Picture, ...] = ()
 
 
 def rows(count: int = 6) -> list[Row]:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from rill.data.base import DatasetConfig, Share, Split, check_has_side, check_template, on_side
 from rill.data.rows import CHOSEN, MARGIN, REJECTED
 from rill.errors import DataError
-from rill.types import Message, Prompt
+from rill.types import PICTURE, Message, Prompt
 
 MAX_DRAWS = 2_000
 """Draws until a problem falls on the wanted side. At held_out = 0.05 the chance to miss is below 1e-44."""
@@ -35,6 +35,8 @@ class Problem:
     steps: tuple[str, ...] = ()
     """Intermediate results on the way to the answer, for worked solutions."""
     difficulty: float = 0.0
+    picture: bytes = b""
+    """What the problem is about, shown before the instruction. Empty: words say all of it."""
 
 
 class TaskConfig(DatasetConfig):
@@ -121,9 +123,11 @@ class TaskDataset(ABC):
             question=problem.instruction if is_chat else problem.question, short=problem.question
         )
         system = (Message(role="system", content=settings.system),) if settings.system else ()
+        pictures = (problem.picture,) if problem.picture else ()
+        asked = Message(role="user", content=PICTURE * len(pictures) + text, pictures=pictures)
         return Prompt(
             id=f"{self.name}/{self.split}/{index}",
-            messages=(*system, Message(role="user", content=text)) if is_chat else (),
+            messages=(*system, asked) if is_chat else (),
             text=None if is_chat else text,
             answer=problem.answer,
             task=self.name,

@@ -17,7 +17,8 @@ from rill.inference.native.guide import GuideMatcher, Guides
 from rill.inference.native.logit_edits import SequenceEdits
 from rill.inference.native.sampler import hash_seed
 from rill.inference.native.sequence import ScoredSequence, Sequence
-from rill.inference.requests import check_adapter, check_request, check_tokens
+from rill.inference.requests import check_adapter, check_pictures, check_request, check_tokens
+from rill.models.pictures import rope_positions
 from rill.types import TokenIds
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ class Admission:
         tokenizer: PreTrainedTokenizerBase | None,
         max_context: int,
         seed: int,
+        picture_id: int | None = None,
     ) -> None:
+        """`picture_id`: the placeholder of pictures; None: the model reads none."""
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._seed = seed
+        self._picture_id = picture_id
         self._counter = itertools.count()
-        self.vocab_size = int(model.config.vocab_size)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._eos_ids = _eos_ids(model, tokenizer)
         self._decode = None if tokenizer is None else plain_decode(tokenizer)
         self._guides = None if tokenizer is None else Guides(tokenizer, self._eos_ids, self.vocab_size)
@@ -72,6 +76,7 @@ class Admission:
             max_tokens=min(len(tokens) + params.max_new_tokens, self._max_context),
             tokens=tokens,
             num_prompt=len(tokens),
+            rope=rope_positions(len(tokens), request.pictures) if request.pictures else None,
         )
 
     def scored_sequence(
@@ -113,8 +118,14 @@ class Admission:
 
     def _check(self, request: Request) -> None:
         check_request(
-            request, max_context=self._max_context, vocab_size=self.vocab_size, adapters=self.adapters
+            request,
+            max_context=self._max_context,
+            vocab_size=self.vocab_size,
+            adapters=self.adapters,
+            takes_pictures=self._picture_id is not None,
         )
+        if self._picture_id is not None:
+            check_pictures(request, self._picture_id)
         if request.sampling.stop and self._tokenizer is None:
             raise RequestError(
                 f"request {request.id}: stop strings need a tokenizer, and this engine was given none"
@@ -126,7 +137,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
     found: set[int] = set()
     generation = model.generation_config
     for value in (
-        model.config.eos_token_id,
+        model.config.get_text_config().to_dict().get("eos_token_id"),
         generation.eos_token_id if generation is not None else None,
         tokenizer.eos_token_id if tokenizer is not None else None,
     ):

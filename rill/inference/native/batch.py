@@ -20,6 +20,7 @@ from rill.inference.native.logit_edits import LogitEdits
 from rill.inference.native.sampler import SamplingBatch, uniforms
 from rill.inference.native.scheduler import Chunk, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence
+from rill.models.vision import PictureRows, PictureSpan
 from rill.types import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
@@ -45,6 +46,7 @@ class ScoredRows:
 class StepBatch:
     token_ids_N: Int64s
     positions_N: Int64s
+    """What tokens are turned by; behind a picture that is less than their index."""
     kv_slots_N: Int64s
     slots_B: Int32s
     query_starts_B1: Int32s
@@ -65,6 +67,8 @@ class StepBatch:
     block_size: int
     adapters: dict[str, Int64s]
     """Rows of the flat batch by adapter; empty when all use the base model."""
+    pictures: PictureRows | None = None
+    """Where a prompt has some; positions_N then holds for generated tokens alone."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +86,7 @@ class StepBatch:
     @property
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
-        return self.num_decodes == len(self.sampled) == self.num_seqs
+        return self.pictures is None and self.num_decodes == len(self.sampled) == self.num_seqs
 
     @property
     def max_query_len(self) -> int:
@@ -108,6 +112,7 @@ class BatchBuilder:
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._rope_shift = np.zeros(max_num_seqs, dtype=np.int64)
         self._updates: list[tuple[int, int, int]] = []
 
     def build(self, work: Work) -> list[StepBatch]:
@@ -121,15 +126,15 @@ class BatchBuilder:
         """A turn's later step: those that are left are the first rows, one position further each time."""
         num_left = int(np.count_nonzero(counts_B > step))
         slots_B, size = first.slots_B[:num_left], self.block_size
-        positions_B = first.positions_N[:num_left] + step
-        blocks_B = self._tables[slots_B, positions_B // size].astype(np.int64)
+        index_B = first.context_lens_B[:num_left].astype(np.int64) - 1 + step
+        blocks_B = self._tables[slots_B, index_B // size].astype(np.int64)
         return StepBatch(
             token_ids_N=np.full(num_left, IN_FLIGHT, dtype=np.int64),
-            positions_N=positions_B,
-            kv_slots_N=blocks_B * size + positions_B % size,
+            positions_N=first.positions_N[:num_left] + step,
+            kv_slots_N=blocks_B * size + index_B % size,
             slots_B=slots_B,
             query_starts_B1=first.query_starts_B1[: num_left + 1],
-            context_lens_B=(positions_B + 1).astype(np.int32),
+            context_lens_B=(index_B + 1).astype(np.int32),
             tables=self._tables,
             prefix_blocks=self._prefix_blocks,
             table_updates=[],
@@ -138,7 +143,7 @@ class BatchBuilder:
             sampled=work.decodes[:num_left],
             sampled_rows_S=first.sampled_rows_S[:num_left],
             sampled_slots_S=slots_B,
-            sampling=self._sampling(slots_B, positions_B + 1),
+            sampling=self._sampling(slots_B, index_B + 1),
             scored=[],
             adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
         )
@@ -162,25 +167,26 @@ class BatchBuilder:
         query_starts_B1 = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(lengths_B, out=query_starts_B1[1:])
 
-        row_N, positions_N = np.arange(len(seqs)), ends_B - lengths_B
+        row_N, index_N = np.arange(len(seqs)), ends_B - lengths_B
         if longer:
             row_N = np.repeat(row_N, lengths_B)
-            positions_N = np.arange(len(row_N)) - query_starts_B1[row_N] + positions_N[row_N]
+            index_N = np.arange(len(row_N)) - query_starts_B1[row_N] + index_N[row_N]
         size = self.block_size
-        blocks_N = self._tables[slots_B[row_N], positions_N // size].astype(np.int64)
+        blocks_N = self._tables[slots_B[row_N], index_N // size].astype(np.int64)
         is_sampled_B = np.ones(len(seqs), dtype=np.bool_)
         if chunks:
             is_sampled_B[begun] = [c.is_last and not c.seq.is_scored for c in chunks]
             shared_B = np.zeros(len(seqs), dtype=np.int64)  # what is generated never lies in a shared block
             shared_B[begun] = [c.seq.num_shared for c in chunks]
-            blocks_N[positions_N < shared_B[row_N]] = NULL_BLOCK
+            blocks_N[index_N < shared_B[row_N]] = NULL_BLOCK
         sampled = seqs if is_sampled_B.all() else [seqs[i] for i in np.flatnonzero(is_sampled_B)]
         sampled_slots_S = slots_B[is_sampled_B]
         updates, self._updates = self._updates, []
+        positions_N = index_N + self._rope_shift[slots_B[row_N]]
         return StepBatch(
             token_ids_N=_token_ids(decodes, ends_B, chunks),
             positions_N=positions_N,
-            kv_slots_N=blocks_N * size + positions_N % size,
+            kv_slots_N=blocks_N * size + index_N % size,
             slots_B=slots_B,
             query_starts_B1=query_starts_B1,
             context_lens_B=ends_B.astype(np.int32),
@@ -201,6 +207,7 @@ class BatchBuilder:
                 if c.seq.is_scored
             ],
             adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
+            pictures=_picture_rows(chunks, query_starts_B1[begun], positions_N),
         )
 
     def forget(self) -> None:
@@ -227,6 +234,7 @@ class BatchBuilder:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seeds[slot] = seq.seed
+        self._rope_shift[slot] = 0 if seq.rope is None else seq.rope[1]
 
     def _extend_table(self, seq: Sequence) -> None:
         slot, have, need = seq.slot, self._num_blocks[seq.slot], len(seq.block_ids)
@@ -279,6 +287,26 @@ def _scored_rows(chunk: Chunk, first_row: int) -> ScoredRows:
     targets = np.array(seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1], dtype=np.int64)
     rows = np.arange(first_row, first_row + len(targets), dtype=np.int64)
     return ScoredRows(chunk, rows, targets, seq.temperature, first_row + chunk.length - 1, seq.is_embedding)
+
+
+def _picture_rows(chunks: list[Chunk], first_rows: Int32s, positions_N: Int64s) -> PictureRows | None:
+    """None where no prompt in the batch has pictures."""
+    if all(chunk.seq.rope is None for chunk in chunks):
+        return None
+    spans: list[PictureSpan] = []
+    positions_3N = np.broadcast_to(positions_N, (3, len(positions_N))).copy()
+    for chunk, row in zip(chunks, first_rows.tolist(), strict=True):
+        if chunk.seq.rope is None:
+            continue
+        end = chunk.start + chunk.length
+        known = chunk.seq.rope[0][:, chunk.start : end]
+        positions_3N[:, row : row + known.shape[1]] = known
+        for picture in chunk.seq.request.pictures:
+            first, last = max(picture.start, chunk.start), min(picture.end, end)
+            if first < last:
+                at = first - picture.start
+                spans.append(PictureSpan(picture, row + first - chunk.start, at, last - first))
+    return PictureRows(spans, positions_3N)
 
 
 def _adapter_rows(seqs: list[Sequence], row_N: Int64s) -> dict[str, Int64s]:

@@ -5,7 +5,7 @@ the prefix cache under a key that chains everything they depend on:
 
     root   = digest(policy version, adapter, salt)
     key[0] = digest(root,   tokens of block 0)
-    key[i] = digest(key[i-1], tokens of block i)
+    key[i] = digest(key[i-1], tokens of block i, and the pictures that its placeholders stand for)
 
 so two sequences share a block exactly when all its tokens and all tokens before them were computed by the same
 weights. A block is in one of four states:
@@ -172,7 +172,10 @@ class BlockManager:
             start = len(keys) * size
             tokens = np.array(seq.tokens[start : num_full * size], dtype=np.int32).tobytes()
             for offset in range(0, len(tokens), size * 4):
-                parent = hashlib.blake2b(parent + tokens[offset : offset + size * 4], digest_size=16).digest()
+                content = tokens[offset : offset + size * 4]
+                if seq.request.pictures:
+                    content += _shown(seq, len(keys) * size, (len(keys) + 1) * size)
+                parent = hashlib.blake2b(parent + content, digest_size=16).digest()
                 keys.append(parent)
         return keys[:num_full]
 
@@ -199,3 +202,9 @@ class BlockManager:
                 f"block {block} is cached under a key that leads elsewhere"
             )
         assert len(self._cached) == sum(k is not None for k in self._key_of), "a cache key leads nowhere"
+
+
+def _shown(seq: Sequence, start: int, end: int) -> bytes:
+    """Which parts of which pictures lie in a block: placeholders alone look all the same."""
+    seen = [p for p in seq.request.pictures if p.start < end and p.end > start]
+    return "".join(f"{p.key}{p.start - start}:{p.rows}x{p.columns};" for p in seen).encode()

@@ -45,6 +45,7 @@ from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
+from rill.models.vision import VisualRows
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ class CudaRunner(ModelRunner):
         self._stream.wait_event(mark)
 
     def finish_update(self) -> None:
+        super().finish_update()
         # The sender may reuse or unmap its tensors as soon as the update returns.
         self._stream.synchronize()
 
@@ -239,7 +241,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def all_logits(self, batch: StepBatch) -> torch.Tensor:
         paged, ids, positions, *_ = self._upload_batch(batch)
-        return self._raw_logits(self._hidden(ids, positions, paged, None))
+        return self._raw_logits(self._hidden(ids, positions, paged, None, self.visual_rows(batch)))
 
     def use_modules(self) -> None:
         super().use_modules()
@@ -288,16 +290,17 @@ class CudaRunner(ModelRunner):
         positions_N: torch.Tensor,
         paged: PagedBatch,
         adapters_N: torch.Tensor | None,
+        visual: VisualRows | None = None,
     ) -> torch.Tensor:
         """Through the decoder, or without one through the modules."""
         if self.decoder is None:
-            hidden_NE = self.run_modules(paged, ids_N, positions_N)
+            hidden_NE = self.run_modules(paged, ids_N, positions_N, visual)
         else:
             rows = None
             if adapters_N is not None:
                 assert self._bank is not None
                 rows = self._bank.rows(adapters_N)
-            hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, adapters=rows)
+            hidden_NE = self.decoder(ids_N, positions_N, paged, self.cache, adapters=rows, visual=visual)
         self.keep_experts(paged.slots_N)
         return hidden_NE
 
@@ -305,12 +308,13 @@ class CudaRunner(ModelRunner):
         self, batch: StepBatch, is_fast: bool, numbers_N: Array | None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         paged, ids, positions, rows_S, columns = self._upload_batch(batch)
+        visual = self.visual_rows(batch)
         if is_fast:
             adapters_N = None if numbers_N is None else self._upload([numbers_N])[0]
-            hidden_NE = self._hidden(ids, positions, paged, adapters_N)
+            hidden_NE = self._hidden(ids, positions, paged, adapters_N, visual)
         else:
             with self.adapters.active(batch.adapters, self.device):
-                hidden_NE = self.run_modules(paged, ids, positions)
+                hidden_NE = self.run_modules(paged, ids, positions, visual)
             self.keep_experts(paged.slots_N)
         logits_SV = self._raw_logits(hidden_NE[rows_S]) if batch.sampled else hidden_NE[:0]
         return logits_SV, columns, [self._score(hidden_NE, scored) for scored in batch.scored]

@@ -138,7 +138,11 @@ class NativeEngine:
         )
         self._control = EngineControl(self._core)
         self._runner.allocate_cache(num_blocks)
-        self._admission = Admission(self._runner.model, tokenizer, self._max_context, config.seed)
+        vision = self._runner.vision
+        picture_id = None if vision is None else vision.token_id
+        self._admission = Admission(
+            self._runner.model, tokenizer, self._max_context, config.seed, picture_id=picture_id
+        )
         self._commands = CommandQueue(self._control.describe)
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         self._thread.start()
@@ -165,6 +169,8 @@ class NativeEngine:
             Feature.EMBED,
         }
         found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
+        if self._runner.vision is not None:
+            found.add(Feature.PICTURES)
         return frozenset(found)
 
     @property

@@ -23,17 +23,18 @@ from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import likeliest, sample
 from rill.models.decode.attention_paged import (
+    FlatKernels,
     KVCache,
     PagedBatch,
     PagedContext,
-    PagedKernels,
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
 from rill.models.decode.structure import LinearFn, read_structure
-from rill.models.eager import LogitRule, probe_model
+from rill.models.eager import LogitRule, decoder_of, probe_model
 from rill.models.ops.torch_kernels import TorchKernels
 from rill.models.routing import UNKNOWN, Routing
+from rill.models.vision import VisionTower, VisualRows
 from rill.types import Floats
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ModelRunner:
     is_overlapped = False
     """Whether launch() returns before the step is done, so that the next may be prepared meanwhile."""
     usual_num_slots = 256
+    batch_invariant = False
 
     def __init__(self, model: PreTrainedModel, *, device: torch.device, block_size: int) -> None:
         self.model = model
@@ -110,12 +112,14 @@ class ModelRunner:
             raise refusal(model, str(error)) from error
         self.device = device
         self.head: Any = model.get_output_embeddings()
-        self.backbone: Any = model.base_model
+        self.backbone: Any = decoder_of(model)
+        self.vision: VisionTower | None = None
+        """Looks at pictures, where the model can and the engine has their reader."""
         self.logit_rule = LogitRule.of(model.config)
         shapes = tuple((call.num_kv_heads, max(call.key_dim, call.value_dim)) for call in self.probe.calls)
         self.cache_shape = CacheShape(shapes, model.dtype, block_size)
         self.cache = KVCache()
-        self.kernels: PagedKernels = TorchKernels()
+        self.kernels: FlatKernels = TorchKernels()
         self.decoder: Decoder | None = None
         self.routing: Routing | None = None
         self._experts_SLK: torch.Tensor | None = None
@@ -141,6 +145,8 @@ class ModelRunner:
     def free_cache(self) -> None:
         self.cache.keys, self.cache.values = [], []
         self._experts_SLK = None
+        if self.vision is not None:
+            self.vision.forget()
 
     def free_bytes(self) -> int:
         """Memory that a KV cache could take now."""
@@ -175,6 +181,8 @@ class ModelRunner:
 
     def finish_update(self) -> None:
         """Called after parameters were overwritten, before the next step."""
+        if self.vision is not None:
+            self.vision.forget()
 
     @torch.inference_mode()
     def launch(self, steps: list[StepBatch]) -> PendingTurn:
@@ -234,10 +242,12 @@ class ModelRunner:
         paged = self.paged_batch(batch)
         ids = torch.from_numpy(batch.token_ids_N).to(self.device)
         positions = torch.from_numpy(batch.positions_N).to(self.device)
+        visual = self.visual_rows(batch)
         if self.decoder is not None and not batch.adapters:
-            hidden_NE = self.decoder(ids, positions, paged, self.cache)
+            hidden_NE = self.decoder(ids, positions, paged, self.cache, visual=visual)
         else:
-            hidden_NE = self.module_forward(batch, paged, ids, positions)
+            with self.adapters.active(batch.adapters, self.device):
+                hidden_NE = self.run_modules(paged, ids, positions, visual)
         self.keep_experts(paged.slots_N)
         return hidden_NE
 
@@ -258,19 +268,27 @@ class ModelRunner:
         """Never the decoder: what it computes is not what the modules do."""
         self.decoder = None
 
-    def module_forward(
-        self, batch: StepBatch, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor
-    ) -> torch.Tensor:
-        """Through the modules' own forward methods, with the batch's adapters."""
-        with self.adapters.active(batch.adapters, self.device):
-            return self.run_modules(paged, ids_N, positions_N)
+    def visual_rows(self, batch: StepBatch) -> VisualRows | None:
+        if batch.pictures is None:
+            return None
+        assert self.vision is not None, "admission refuses pictures where there is no tower"
+        return self.vision.rows(batch.pictures, one_by_one=self.batch_invariant)
 
-    def run_modules(self, paged: PagedBatch, ids_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    def run_modules(
+        self,
+        paged: PagedBatch,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        visual: VisualRows | None = None,
+    ) -> torch.Tensor:
+        """Through the modules' own forward methods."""
         # A batch of its own: a captured step reads the caller's slots anew each time it is replayed.
         widened = replace(paged, slots_N=paged.slots_N.long())
         with paged_context(PagedContext(widened, self.cache, self.kernels)):
-            ids, positions = ids_N.long(), positions_N.long()
-            out = self.backbone(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+            inputs = {"input_ids": ids_N.long()[None], "position_ids": positions_N.long()[None]}
+            if visual is not None:
+                inputs = visual.decoder_inputs(self.model.get_input_embeddings()(ids_N.long()))
+            out = self.backbone(**inputs, use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state
         return hidden[0]
 

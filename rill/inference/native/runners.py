@@ -12,7 +12,10 @@ from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.self_check import check_runner
 from rill.models.decode.attention_paged import register_paged_attention
-from rill.models.loading import DTYPES, check_interface, load_model
+from rill.models.eager import has_tower
+from rill.models.loading import DTYPES, attention_of_parts, check_interface, load_model
+from rill.models.pictures import load_pictures
+from rill.models.vision import VisionTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -62,6 +65,10 @@ def build_runner(
         )
     if config.routed_experts:
         runner.record_experts()
+    if has_tower(own):
+        reader = load_pictures(config.model)
+        assert reader is not None
+        runner.vision = VisionTower(own, reader)
     check_runner(runner, max_len)
     return runner
 
@@ -84,7 +91,9 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """A second module tree over the same parameters, with another attention: neither disturbs the other."""
     with torch.device("meta"):
         config = copy.deepcopy(model.config)  # the attention's name is kept in it
-        twin: PreTrainedModel = type(model)._from_config(config, attn_implementation=attention)
+        twin: PreTrainedModel = type(model)._from_config(
+            config, attn_implementation=attention_of_parts(config, attention)
+        )
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""

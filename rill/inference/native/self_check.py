@@ -2,14 +2,15 @@
 
     tokens   t t t t t │ t t t t t │ t │ t       a prompt, its second part, then one token at a time: every kind of step
 
-Once at the beginning of a sequence and once at the end of the longest one, where some models scale by position. The
-decoder that differs gives way to the modules; modules that differ are refused. Called by runners.py at load, with a
-small cache of its own.
+Once at the beginning of a sequence and once at the end of the longest one, where some models scale by position; with a
+picture across the first cut, where the model reads pictures. The decoder that differs gives way to the modules; modules
+that differ are refused. Called by runners.py at load, with a small cache of its own.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from rill.inference.native.batch import Int32s, Int64s, StepBatch
 from rill.inference.native.model_runner import ModelRunner, refusal
 from rill.inference.native.sampler import SamplingBatch
 from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits
+from rill.models.pictures import rope_positions
+from rill.models.vision import CheckPicture, PictureRows, PictureSpan, check_picture
+from rill.types import Picture
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +35,18 @@ def check_runner(runner: ModelRunner, max_len: int) -> None:
     ids = check_tokens(model)[:, :max_len]
     numbers = ids[0].cpu().numpy().astype(np.int64)
     firsts = sorted({0, max_len - len(numbers)})
-    wanted = [eager_logits(model, ids, first) for first in firsts]
-    if not all(torch.isfinite(w).all() for w in wanted):
+    cases: list[tuple[Int64s, int | CheckPicture, torch.Tensor]] = [
+        (numbers, first, eager_logits(model, ids, first)) for first in firsts
+    ]
+    if runner.vision is not None and len(numbers) == CUTS[-1]:
+        shown = check_picture(model, ids)
+        logits = eager_logits(model, shown.ids_1T, shown=shown.arguments)
+        cases.append((shown.ids_1T[0].cpu().numpy().astype(np.int64), shown, logits))
+    if not all(torch.isfinite(logits).all() for *_, logits in cases):
         return  # weights that are no numbers, which the first request will say; nothing can be compared
 
     def largest() -> float:
-        pairs = zip(firsts, wanted, strict=True)
-        return max(difference(_logits(runner, numbers, first), logits) for first, logits in pairs)
+        return max(difference(_logits(runner, ids, place), logits) for ids, place, logits in cases)
 
     limit = TOLERANCES[model.dtype]
     if runner.decoder is not None:
@@ -54,17 +63,25 @@ def check_runner(runner: ModelRunner, max_len: int) -> None:
 
 
 @torch.inference_mode()
-def _logits(runner: ModelRunner, ids: Int64s, first: int) -> torch.Tensor:
+def _logits(runner: ModelRunner, ids: Int64s, place: int | CheckPicture) -> torch.Tensor:
+    """`place`: where the first token stands, or the picture that is among them."""
+    first = place if isinstance(place, int) else 0
+    if isinstance(place, CheckPicture):
+        assert runner.vision is not None
+        runner.vision.remember(place.picture.key, place.arguments["pixel_values"], place.grid)
     size = runner.cache_shape.block_size
     num_blocks = -(-len(ids) // size)
     runner.allocate_cache(num_blocks + 1)
     table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # block 0 is a bin
     try:
-        parts = [
-            runner.all_logits(_batch(ids, begin, end, first, table, size)).float()
+        steps = [
+            _batch(ids, begin, end, first, table, size)
             for begin, end in zip(CUTS, CUTS[1:], strict=False)
             if end <= len(ids)
         ]
+        if isinstance(place, CheckPicture):
+            steps = [_with_picture(step, place.picture, len(ids)) for step in steps]
+        parts = [runner.all_logits(step).float() for step in steps]
     finally:
         runner.free_cache()
     return torch.cat(parts)
@@ -102,3 +119,11 @@ def _batch(
         block_size=size,
         adapters={},
     )  # fmt: skip
+
+
+def _with_picture(step: StepBatch, picture: Picture, length: int) -> StepBatch:
+    begin, end = int(step.positions_N[0]), int(step.positions_N[-1]) + 1
+    positions_3T, _ = rope_positions(length, [picture])
+    first, last = max(picture.start, begin), min(picture.end, end)
+    spans = [PictureSpan(picture, first - begin, first - picture.start, last - first)] if first < last else []
+    return replace(step, pictures=PictureRows(spans, positions_3T[:, begin:end].copy()))

@@ -21,6 +21,7 @@ import numpy as np
 from rill.inference.base import Completion, Delta, Request, TopTokens
 from rill.inference.native.detokenizer import StopMatcher
 from rill.inference.native.logit_edits import SequenceEdits
+from rill.models.pictures import Positions
 from rill.types import Floats, StopReason
 
 
@@ -54,6 +55,9 @@ class Sequence:
     """What its parameters change in single logits."""
     max_tokens: int = 0
     """Prompt and completion together never exceed this."""
+    rope: tuple[Positions, int] | None = None
+    """Of a prompt with pictures: where its tokens stand, [3, num_prompt], and how far later ones are from their
+    index."""
 
     tokens: list[int] = field(default_factory=list)
     num_prompt: int = 0

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rill import __version__
-from rill.inference.base import Engine
+from rill.inference.base import Engine, Feature
 from rill.inference.server import (
     routes_admin,
     routes_chat,
@@ -31,6 +31,7 @@ from rill.inference.server.reasoning import is_taught
 from rill.inference.server.state import ServerState
 from rill.inference.server.text import TextCodec
 from rill.inference.server.tool_calls import SYNTAXES, detect_syntax
+from rill.models.pictures import load_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         metrics = Metrics()
-        codec = TextCodec(tokenizer, chat_template=chat_template)
+        sees = model is not None and Feature.PICTURES in engine.features
+        pictures = load_pictures(model) if sees and model is not None else None
+        codec = TextCodec(tokenizer, chat_template=chat_template, pictures=pictures)
         named = SYNTAXES.get(config.tool_syntax)
         app.state.server = ServerState(
             engine=engine,

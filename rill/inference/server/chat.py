@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rill.data.pictures import read_parts, template_parts
+from rill.errors import DataError
 from rill.inference.server.errors import bad_request
 from rill.inference.server.schemas import ChatBody, ChatMessage, ChatTemplateBody, NamedTool, Tool
 from rill.inference.server.text import ToolSchemas
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    return [_template_message(message) for message in messages]
+def template_messages(messages: list[ChatMessage]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The messages, and the pictures in them."""
+    files: list[bytes] = []
+    return [_template_message(message, files) for message in messages], files
 
 
 def template_tools(tools: list[Tool] | None) -> ToolSchemas | None:
@@ -51,8 +55,8 @@ def forced_tool(body: ChatBody) -> tuple[bool, str | None]:
     return body.tool_choice == "required", None
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": _content_text(message)}
+def _template_message(message: ChatMessage, files: list[bytes]) -> dict[str, Any]:
+    out: dict[str, Any] = {"role": message.role, "content": _content(message, files)}
     if message.name is not None:
         out["name"] = message.name
     if message.reasoning_content is not None:
@@ -71,17 +75,16 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     return out
 
 
-def _content_text(message: ChatMessage) -> str:
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            raise bad_request(
-                f"content parts of type {part.type[:64]!r} are not supported", "messages", "unsupported"
-            )
-    return "".join(part.text or "" for part in message.content)
+def _content(message: ChatMessage, files: list[bytes]) -> str | list[dict[str, str]]:
+    """Text, or with pictures the parts of it; what is neither is refused."""
+    if not isinstance(message.content, list):
+        return message.content or ""
+    try:
+        content, pictures = read_parts([part.model_dump(exclude_none=True) for part in message.content])
+    except DataError as error:
+        raise bad_request(str(error), "messages", "unsupported") from error
+    files += pictures
+    return template_parts(content) if pictures else content
 
 
 def _arguments(arguments: str | dict[str, Any]) -> Any:

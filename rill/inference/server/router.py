@@ -50,6 +50,7 @@ class Router(ReplicaSet):
                 max_context=self.max_context,
                 vocab_size=self.vocab_size,
                 adapters=self.adapters,
+                takes_pictures=Feature.PICTURES in self.features,
             )
         flights = [Flight(request, on_delta) for request in requests]
         with self.lock:

@@ -34,6 +34,7 @@ from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
 from rill.inference.server.tool_calls import CallDelta, ParsedCall, ToolCallStream, forced_call
+from rill.types import Picture
 
 routes = APIRouter()
 
@@ -43,10 +44,11 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     state = state_of(request)
     caller = state.keys.check_client(request)
     _refuse(body)
-    prompt = await state.codec.encode_chat(
-        template_messages(body.messages), template_tools(body.tools), template_options(body)
+    messages, files = template_messages(body.messages)
+    prompt, pictures = await state.codec.encode_chat(
+        messages, template_tools(body.tools), template_options(body), files
     )
-    return await _respond(state, caller, body, prompt, request)
+    return await _respond(state, caller, body, prompt, request, pictures)
 
 
 @routes.post("/v1/chat/completions/tokens")
@@ -64,9 +66,14 @@ def _refuse(body: ChatBody) -> None:
 
 
 async def _respond(
-    state: ServerState, caller: str, body: ChatBody, prompt: list[int], request: Request
+    state: ServerState,
+    caller: str,
+    body: ChatBody,
+    prompt: list[int],
+    request: Request,
+    pictures: tuple[Picture, ...] = (),
 ) -> Response:
-    answer = _Answer(state, body, prompt)
+    answer = _Answer(state, body, prompt, pictures)
     return await respond(
         state,
         caller,
@@ -130,8 +137,10 @@ class _Sample:
 class _Answer:
     """Builds the answer to one request, whole or in events."""
 
-    def __init__(self, state: ServerState, body: ChatBody, prompt: list[int]) -> None:
-        self._state, self._body, self._prompt = state, body, prompt
+    def __init__(
+        self, state: ServerState, body: ChatBody, prompt: list[int], pictures: tuple[Picture, ...]
+    ) -> None:
+        self._state, self._body, self._prompt, self._pictures = state, body, prompt, pictures
         self._has_tools = wants_tool_calls(body)
         self._id = new_id("chatcmpl")
         self.name = body.request_id or self._id
@@ -153,6 +162,7 @@ class _Answer:
             config=self._state.config,
             num_top=num_top_logprobs(body.top_logprobs, self._state.engine, "top_logprobs"),
             guide=self._forced_call(),
+            pictures=self._pictures,
         )
 
     def _forced_call(self) -> Guide | None:

@@ -90,8 +90,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        tokens = await state.codec.encode_chat(
-            template_messages(chat.messages), template_tools(chat.tools), template_options(chat)
+        messages, files = template_messages(chat.messages)
+        tokens, _ = await state.codec.encode_chat(
+            messages, template_tools(chat.tools), template_options(chat), files
         )
     answer: dict[str, Any] = {
         "count": len(tokens),

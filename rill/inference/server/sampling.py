@@ -13,7 +13,7 @@ from rill.inference.base import AdapterEngine, Engine, Feature, Guide, GuideKind
 from rill.inference.server.config import ServerConfig
 from rill.inference.server.errors import ApiError, bad_request
 from rill.inference.server.schemas import GenerationBody, SamplingBody
-from rill.types import SamplingParams
+from rill.types import Picture, SamplingParams
 
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
@@ -139,6 +139,7 @@ def build_requests(
     priority: int | None = None,
     num_top: int = 0,
     guide: Guide | None = None,
+    pictures: tuple[Picture, ...] = (),
 ) -> list[Request]:
     """n requests for each prompt, prompt by prompt. With a seed, sample i uses seed + i."""
     adapter = resolve_model(body.model if model is None else model, engine, config)
@@ -164,6 +165,7 @@ def build_requests(
                     priority=body.priority if priority is None else priority,
                     guide=guide,
                     num_top_logprobs=num_top,
+                    pictures=pictures,
                 )
             )
     return requests

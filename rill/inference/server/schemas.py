@@ -122,13 +122,20 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+class ImageUrl(BaseModel):
+    """Other fields, such as `detail`, change nothing here: the model's own processor says how large pictures are."""
+
+    url: str
+
+
 class ContentPart(BaseModel):
-    """Of other types than text there are many, with fields of their own; chat.py refuses them by their type."""
+    """Of other types than these there are many, with fields of their own; chat.py refuses them by their type."""
 
     model_config = ConfigDict(strict=True)
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class ChatMessage(Body):

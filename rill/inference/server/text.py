@@ -14,14 +14,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 
 from rill.data.tool_calls import held_back
+from rill.errors import DataError
 from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL, plain_decode
 from rill.inference.server.errors import bad_request
+from rill.types import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rill.models.pictures import PictureReader
 
 _INLINE_CHARS = 8192
 """Texts up to this long are encoded on the event loop: a thread switch would cost more."""
@@ -33,8 +38,16 @@ ToolSchemas = list[dict[Any, Any] | Callable[..., Any]]
 class TextCodec:
     """The tokenizer as the server uses it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        pictures: PictureReader | None = None,
+    ) -> None:
+        """`pictures`: of a model that reads them. None: they are refused."""
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._chat_template = chat_template
         self._lock = threading.Lock()
         self._long_lock = threading.Lock()
@@ -67,9 +80,13 @@ class TextCodec:
         return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: ToolSchemas | None, options: dict[str, Any]
-    ) -> list[int]:
-        """The prompt of a conversation. The template writes its own special tokens."""
+        self,
+        messages: list[dict[str, Any]],
+        tools: ToolSchemas | None,
+        options: dict[str, Any],
+        files: Sequence[bytes] = (),
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        """The prompt of a conversation with these pictures. The template writes its own special tokens."""
         if not self.has_chat_template:
             raise bad_request(
                 "this model's tokenizer has no chat template: use /v1/completions", param="messages"
@@ -78,7 +95,23 @@ class TextCodec:
             text = self._render(messages, tools, options)
         else:
             text = await asyncio.to_thread(self._render, messages, tools, options)
-        return await self.encode(text, add_special_tokens=False)
+        if files:
+            return await self._encode_pictures(text, files)
+        return await self.encode(text, add_special_tokens=False), ()
+
+    async def _encode_pictures(
+        self, text: str, files: Sequence[bytes]
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        reader = self._pictures
+        if reader is None:
+            raise bad_request("this model reads no pictures", "messages", "unsupported")
+        placeholder = self.token_texts([reader.token_id])[0]
+        try:
+            written = await asyncio.to_thread(reader.written, text, placeholder, files)
+            ids = await self.encode(written, add_special_tokens=False)
+            return ids, await asyncio.to_thread(reader.placed, files, np.asarray(ids))
+        except DataError as error:
+            raise bad_request(str(error), "messages") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         with self._lock:

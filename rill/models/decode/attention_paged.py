@@ -8,7 +8,7 @@ keys and values into their slots and attends each sequence to its own blocks:
         model(input_ids=ids_1N, position_ids=positions_1N, use_cache=False)
 
 All of a layer's writes come before its reads, so sequences of one batch may share blocks that the batch itself
-writes. The arithmetic is behind `PagedKernels` (rill.models.ops).
+writes. The arithmetic is behind `FlatKernels` (rill.models.ops).
 
 Axes: N token of the flat batch, B sequence, H query head, K key/value head, D head dimension, S block slot,
 M block-table column.
@@ -55,27 +55,9 @@ class KVCache:
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-class PagedKernels(Protocol):
-    """What a device must provide. Keys and values of a layer have one width."""
-
-    def attend(
-        self,
-        query_NHD: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PagedBatch,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[N, H, D]. window 0, softcap 0 and sinks None are off. A sink is a score that has no value."""
-        ...
-
-
 class FlatKernels(Protocol):
-    """PagedKernels over a kernel that reads queries out of wider rows."""
+    """What a device must provide. Keys and values of a layer have one width; window 0, softcap 0 and sinks None are
+    off. A sink is a score that has no value."""
 
     @abstractmethod
     def attend_flat(
@@ -106,6 +88,7 @@ class FlatKernels(Protocol):
         softcap: float,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """[N, H, D]."""
         query = query_NHD.contiguous()
         heads, dim = query.shape[1:]
         return self.attend_flat(
@@ -118,7 +101,7 @@ class FlatKernels(Protocol):
 class PagedContext:
     batch: PagedBatch
     cache: KVCache
-    kernels: PagedKernels
+    kernels: FlatKernels
 
 
 _ACTIVE = threading.local()

@@ -22,6 +22,7 @@ from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection,
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
+    from rill.models.vision import VisualRows
 
 
 class DecoderOps(FlatKernels, Protocol):
@@ -110,8 +111,10 @@ class Decoder:
         *,
         stages: Stages | None = None,
         adapters: AdapterRows | None = None,
+        visual: VisualRows | None = None,
     ) -> torch.Tensor:
-        """Last hidden states [N, E], after the final norm; `adapters`: each row's, beside the projections."""
+        """Last hidden states [N, E], after the final norm; `adapters`: each row's, beside the projections; `visual`:
+        what rows hold in place of tokens, and where all of them stand in place of positions_N."""
         if adapters is not None:
             stages = KernelStages(self.ops, self._linear, adapters)
         stages = stages or self._stages
@@ -119,10 +122,17 @@ class Decoder:
         hidden = structure.embed(ids_N)
         if structure.embed_scale != 1.0:
             hidden = hidden * structure.embed_scale
+        ropes, deep = structure.ropes, 0
+        if visual is not None:
+            hidden = hidden.index_copy(0, visual.rows_P, visual.features_DPE[0])
+            # A table with a row for each token, in place of one for each position.
+            ropes = [structure.turned_by(visual.positions_3N)]
+            positions_N = torch.arange(len(ids_N), dtype=positions_N.dtype, device=positions_N.device)
+            deep = len(visual.features_DPE) - 1
         x = self._normed(hidden, layers[0].before_attention)
         for layer in layers:
             call, keys, values = layer.call, cache.keys[layer.index], cache.values[layer.index]
-            rope = structure.ropes[layer.rope]
+            rope = ropes[layer.rope]
             query = stages.queries(x, layer, rope, positions_N, batch.slots_N, keys, values)
             attended = self.ops.attend_flat(
                 query, query.shape[1], call.num_heads, keys, values, batch,
@@ -130,12 +140,17 @@ class Decoder:
             ).view(len(ids_N), -1)  # fmt: skip
             scale = layer.residual_scale
             x = stages.join(attended, layer.out, hidden, layer.after_attention, layer.before_mlp, scale)
-            following = self._following(layer)
+            is_deepened = layer.index < deep
+            following = None if is_deepened else self._following(layer)
             if isinstance(layer.mlp, MLP):
                 inner = stages.gated(x, layer.mlp)
                 x = stages.join(inner, layer.mlp.down, hidden, layer.after_mlp, following, scale)
             else:
                 x = stages.join(_called(layer.mlp, x), None, hidden, layer.after_mlp, following, scale)
+            if is_deepened:
+                assert visual is not None
+                hidden.index_add_(0, visual.rows_P, visual.features_DPE[layer.index + 1])
+                x = self._normed(hidden, self._following(layer))
         return x
 
     def _normed(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rill.models.eager import AttentionCall, Probe, decoder_blocks
+from rill.models.eager import AttentionCall, Probe, decoder_blocks, decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,6 +108,12 @@ class Structure:
     final_norm: Norm
     ropes: list[tuple[torch.Tensor, torch.Tensor]]
     """Cosines and sines [max_len, D] in the model's precision."""
+    rotary: nn.Module
+
+    def turned_by(self, positions_3N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [N, D] of tokens that stand in time, height and width."""
+        cos, sin = self.rotary(self.final_norm.weight, positions_3N[:, None])
+        return cos[0].contiguous(), sin[0].contiguous()
 
     @property
     def is_dense(self) -> bool:
@@ -118,7 +124,7 @@ class Structure:
 @torch.no_grad()
 def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len: int) -> Structure | None:
     """None when the model has anything that the decoder does not compute. `fuse`: parameters may be moved."""
-    backbone: Any = model.base_model
+    backbone: Any = decoder_of(model)
     blocks = decoder_blocks(model)
     final_norm = _norm(getattr(backbone, "norm", None))
     embed = model.get_input_embeddings()
@@ -132,7 +138,7 @@ def read_structure(model: PreTrainedModel, probe: Probe, *, fuse: bool, max_len:
         if layer is None:
             return None
         layers.append(layer)
-    return Structure(embed, scale, layers, final_norm, tables.made)
+    return Structure(embed, scale, layers, final_norm, tables.made, backbone.rotary_emb)
 
 
 def _layer(index: int, block: Any, call: AttentionCall, tables: _RopeTables, *, fuse: bool) -> Layer | None:
@@ -255,6 +261,10 @@ class _RopeTables:
         if kind == "off":
             return like.new_ones(self._max_len, dim), like.new_zeros(self._max_len, dim)
         positions = torch.arange(self._max_len, device=like.device)[None]
+        if hasattr(
+            self._module, "mrope_section"
+        ):  # letters stand at the same place in time, height and width
+            positions = positions.expand(3, 1, -1)
         cos, sin = self._module(like, positions, kind) if kind else self._module(like, positions)
         return cos[0], sin[0]
 

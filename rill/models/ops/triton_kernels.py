@@ -226,7 +226,7 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 class TritonKernels(FlatKernels):
-    """DecoderOps and PagedKernels on CUDA."""
+    """DecoderOps on CUDA."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, max_num_seqs: int, device: torch.device
