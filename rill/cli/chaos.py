@@ -28,7 +28,11 @@ import psutil
 import typer
 
 from rill.cli.console import complain, say
+from rill.envs.events import BEGUN
 from rill.errors import UserError
+from rill.journal.reader import LogReader, segments
+from rill.journal.records import Event, Segment
+from rill.journal.token_log import FOLDER
 from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
 
@@ -41,6 +45,8 @@ SMALL_DISK_BYTES = 1 << 30
 """Only a file system of at most this size is filled."""
 WHILE_IT_RECOVERS = 0.1
 """How likely a fault is while no step was taken since the last: without an end to them the run would never move."""
+CALM_AFTER = 0.75
+"""Of its time a run is hurt no more, so that it can end."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
 EXACT = "rollout.engine.batch_invariant=true"
 
@@ -175,6 +181,8 @@ class Harness:
         done: list[Fault] = []
         while time.monotonic() - started_s < timeout_s:
             wait_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
+            if time.monotonic() - started_s > CALM_AFTER * timeout_s:
+                num_faults = len(done)
             if len(done) >= num_faults:
                 wait_s = 1.0
             try:
@@ -257,10 +265,12 @@ def what_held(calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
     left = [p.pid for p in psutil.wait_procs(process.everybody.values(), timeout=30)[1]]
     is_exact = loop["max_lag"] == 0 and not loop["overprovision"]
     same = _weights(hurt) == _weights(calm)
+    log = LogReader(hurt.path)
+    log.read_all()
     return {
         "it finishes": hurt.state().status is RunStatus.FINISHED or hurt.state().status.value,
-        "every group is trained on once": _first(_batches(hurt, loop["steps"], loop["prompts_per_step"])),
-        "every token trained on has its record": _first(_records(hurt, group_size)),
+        "every group is trained on once": _first(_batches(log, loop["steps"], loop["prompts_per_step"])),
+        "every token trained on has its record": _first(_records(log, group_size)),
         "no tool ran twice": _first(_tools(hurt)),
         "the weights are the same to the last bit": (same or "they differ")
         if is_exact
@@ -273,12 +283,8 @@ def _first(problems: Iterator[str]) -> bool | str:
     return next(problems, True)
 
 
-def _batches(run: Run, num_steps: int, size: int) -> Iterator[str]:
-    from rill.journal.reader import LogReader
-
-    reader = LogReader(run.path)
-    reader.read_all()
-    batches = reader.batches()
+def _batches(log: LogReader, num_steps: int, size: int) -> Iterator[str]:
+    batches = log.batches()
     if sorted(batches) != list(range(num_steps)):
         yield f"{len(batches)} of {num_steps} batches"
     seen: dict[int, int] = {}
@@ -291,14 +297,10 @@ def _batches(run: Run, num_steps: int, size: int) -> Iterator[str]:
             seen[index] = step
 
 
-def _records(run: Run, group_size: int) -> Iterator[str]:
-    from rill.journal.reader import LogReader
-
-    reader = LogReader(run.path)
-    reader.read_all()
-    yield from reader.damages()
-    finished = {name.partition("#")[0] for name, sequence in reader.sequences() if sequence.is_finished}
-    for indices in reader.batches().values():
+def _records(log: LogReader, group_size: int) -> Iterator[str]:
+    yield from log.damages()
+    finished = {name.partition("#")[0] for name, sequence in log.sequences() if sequence.is_finished}
+    for indices in log.batches().values():
         for index in indices:
             for number in range(group_size):
                 if f"g{index:08d}/{number}" not in finished:
@@ -306,11 +308,6 @@ def _records(run: Run, group_size: int) -> Iterator[str]:
 
 
 def _tools(run: Run) -> Iterator[str]:
-    from rill.envs.events import BEGUN
-    from rill.journal.reader import segments
-    from rill.journal.records import Event, Segment
-    from rill.journal.token_log import FOLDER
-
     results: set[tuple[str, str]] = set()
     for path in segments(run.path / FOLDER):
         for record in Segment(path).read():
