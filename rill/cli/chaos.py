@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,8 @@ import psutil
 import typer
 
 from rill.cli.console import complain, say
+from rill.config.files import load_recipe
+from rill.config.resolve import resolve
 from rill.envs.events import BEGUN
 from rill.errors import UserError
 from rill.journal.reader import LogReader, segments
@@ -35,6 +36,8 @@ from rill.journal.records import Event, Segment
 from rill.journal.token_log import FOLDER
 from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
+from rill.workflows import recipe_schema
+from rill.workflows.rl_config import RLConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -91,7 +94,13 @@ def chaos(
         if kind not in KINDS:
             raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
     changes = [*(overrides or []), *SETTINGS]
-    if not any(change.startswith("rollout.engine") for change in changes):
+    values = load_recipe(recipe, overrides or [])
+    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    if not isinstance(config, RLConfig):
+        raise UserError(
+            f"{recipe} keeps no token log, by which a run is checked: choose a recipe of RL on tokens"
+        )
+    if config.rollout.engine.type == "native":
         changes.append(EXACT)
     say("the undisturbed run")
     calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
@@ -100,7 +109,7 @@ def chaos(
     say(f"the same run, hurt up to {faults} times")
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
     done = Harness(hurt, random.Random(seed), chosen, every_s).run(faults, timeout_s)
-    held = what_held(calm.run(), hurt.run(), hurt)
+    held = what_held(config, calm.run(), hurt.run(), hurt)
     report = {"seed": seed, "faults": [asdict(fault) for fault in done], "held": held}
     write_atomically(hurt.run().path / CHAOS_FILE, json.dumps(report, indent=1))
     counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
@@ -258,19 +267,18 @@ class Harness:
         psutil.wait_procs(self._hurt.everybody.values(), timeout=60)
 
 
-def what_held(calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
+def what_held(config: RLConfig, calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
     """Every promise: True, or what was found instead."""
-    config = tomllib.loads(hurt.config_path.read_text(encoding="utf-8"))
-    loop, group_size = config["loop"], config["rollout"]["group_size"]
+    loop = config.loop
     left = [p.pid for p in psutil.wait_procs(process.everybody.values(), timeout=30)[1]]
-    is_exact = loop["max_lag"] == 0 and not loop["overprovision"]
+    is_exact = loop.max_lag == 0 and not loop.overprovision
     same = _weights(hurt) == _weights(calm)
     log = LogReader(hurt.path)
     log.read_all()
     return {
         "it finishes": hurt.state().status is RunStatus.FINISHED or hurt.state().status.value,
-        "every group is trained on once": _first(_batches(log, loop["steps"], loop["prompts_per_step"])),
-        "every token trained on has its record": _first(_records(log, group_size)),
+        "every group is trained on once": _first(_batches(log, loop.steps, loop.prompts_per_step)),
+        "every token trained on has its record": _first(_records(log, config.rollout.group_size)),
         "no tool ran twice": _first(_tools(hurt)),
         "the weights are the same to the last bit": (same or "they differ")
         if is_exact

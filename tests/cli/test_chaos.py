@@ -64,6 +64,8 @@ def test_a_group_in_two_batches_a_missing_answer_and_a_tool_run_twice_are_named(
 def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["chaos", RECIPE, "--kinds", "flood", "--root", str(tmp_path)])
     assert result.exit_code == 2 and "kill, stop, slow" in result.output and not list(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["chaos", "tests/e2e/tiny_sft.toml", "--root", str(tmp_path)])
+    assert result.exit_code == 2 and "keeps no token log" in result.output and not list(tmp_path.iterdir())
 
 
 def hurt(folder: Path, *arguments: str) -> tuple[str, dict[str, object]]:
