@@ -169,8 +169,8 @@ class Broker:
         channel.passing.discard(client)
         name = name_of(client)
         if name not in channel.consumer_epoch:
-            first_seen = self._machine.membership.first_seen.get(group_of(client), 0)
-            channel.consumer_epoch[name] = channel.epochs_drained_before(first_seen)
+            seen_at = self._machine.membership.seen_at(name)
+            channel.consumer_epoch[name] = channel.epochs_drained_before(seen_at)
         channel.takes.append(TakeWait(client, seq, take, channel.granularity, self._machine.now_s))
         self.grants.serve(channel)
         return DEFERRED
