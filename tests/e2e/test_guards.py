@@ -55,7 +55,8 @@ def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Pat
         tmp_path,
         "hanging",
         "rollout.env.reward.function=tests.e2e.faults:hanging",
-        "rollout.env.scoring.timeout_s=2",
+        "rollout.env.scoring.timeout_s=1",
+        "eval.num_prompts=0",
         "loop.checkpoint_every=0",
     )
     findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
