@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +27,17 @@ import psutil
 import typer
 
 from rill.cli.console import complain, say
+from rill.config.files import load_recipe
+from rill.config.resolve import resolve
+from rill.envs.events import BEGUN
 from rill.errors import UserError
+from rill.journal.reader import LogReader, segments
+from rill.journal.records import Event, Segment
+from rill.journal.token_log import FOLDER
 from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
+from rill.workflows import recipe_schema
+from rill.workflows.rl_config import RLConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -41,6 +48,8 @@ SMALL_DISK_BYTES = 1 << 30
 """Only a file system of at most this size is filled."""
 WHILE_IT_RECOVERS = 0.1
 """How likely a fault is while no step was taken since the last: without an end to them the run would never move."""
+CALM_AFTER = 0.75
+"""Of its time a run is hurt no more, so that it can end."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
 EXACT = "rollout.engine.batch_invariant=true"
 
@@ -85,7 +94,13 @@ def chaos(
         if kind not in KINDS:
             raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
     changes = [*(overrides or []), *SETTINGS]
-    if not any(change.startswith("rollout.engine") for change in changes):
+    values = load_recipe(recipe, overrides or [])
+    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    if not isinstance(config, RLConfig):
+        raise UserError(
+            f"{recipe} keeps no token log, by which a run is checked: choose a recipe of RL on tokens"
+        )
+    if config.rollout.engine.type == "native":
         changes.append(EXACT)
     say("the undisturbed run")
     calm = Trained(recipe, changes, root, f"chaos-{seed}-calm")
@@ -94,7 +109,7 @@ def chaos(
     say(f"the same run, hurt up to {faults} times")
     hurt = Trained(recipe, changes, root, f"chaos-{seed}-hurt")
     done = Harness(hurt, random.Random(seed), chosen, every_s).run(faults, timeout_s)
-    held = what_held(calm.run(), hurt.run(), hurt)
+    held = what_held(config, calm.run(), hurt.run(), hurt)
     report = {"seed": seed, "faults": [asdict(fault) for fault in done], "held": held}
     write_atomically(hurt.run().path / CHAOS_FILE, json.dumps(report, indent=1))
     counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
@@ -146,7 +161,8 @@ class Trained:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     self.everybody[process.pid] = process
-                    found[process.name()] = process
+                    name = "hub" if "rill.runtime.hub.server" in process.cmdline() else process.name()
+                    found[name] = process
         return dict(sorted(found.items()))
 
     def _start(self, arguments: list[str]) -> None:
@@ -174,6 +190,8 @@ class Harness:
         done: list[Fault] = []
         while time.monotonic() - started_s < timeout_s:
             wait_s = min(self._rng.expovariate(1 / self._every_s), 5 * self._every_s)
+            if time.monotonic() - started_s > CALM_AFTER * timeout_s:
+                num_faults = len(done)
             if len(done) >= num_faults:
                 wait_s = 1.0
             try:
@@ -249,17 +267,18 @@ class Harness:
         psutil.wait_procs(self._hurt.everybody.values(), timeout=60)
 
 
-def what_held(calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
+def what_held(config: RLConfig, calm: Run, hurt: Run, process: Trained) -> dict[str, Any]:
     """Every promise: True, or what was found instead."""
-    config = tomllib.loads(hurt.config_path.read_text(encoding="utf-8"))
-    loop, group_size = config["loop"], config["rollout"]["group_size"]
+    loop = config.loop
     left = [p.pid for p in psutil.wait_procs(process.everybody.values(), timeout=30)[1]]
-    is_exact = loop["max_lag"] == 0 and not loop["overprovision"]
+    is_exact = loop.max_lag == 0 and not loop.overprovision
     same = _weights(hurt) == _weights(calm)
+    log = LogReader(hurt.path)
+    log.read_all()
     return {
         "it finishes": hurt.state().status is RunStatus.FINISHED or hurt.state().status.value,
-        "every group is trained on once": _first(_batches(hurt, loop["steps"], loop["prompts_per_step"])),
-        "every token trained on has its record": _first(_records(hurt, group_size)),
+        "every group is trained on once": _first(_batches(log, loop.steps, loop.prompts_per_step)),
+        "every token trained on has its record": _first(_records(log, config.rollout.group_size)),
         "no tool ran twice": _first(_tools(hurt)),
         "the weights are the same to the last bit": (same or "they differ")
         if is_exact
@@ -272,12 +291,8 @@ def _first(problems: Iterator[str]) -> bool | str:
     return next(problems, True)
 
 
-def _batches(run: Run, num_steps: int, size: int) -> Iterator[str]:
-    from rill.journal.reader import LogReader
-
-    reader = LogReader(run.path)
-    reader.read_all()
-    batches = reader.batches()
+def _batches(log: LogReader, num_steps: int, size: int) -> Iterator[str]:
+    batches = log.batches()
     if sorted(batches) != list(range(num_steps)):
         yield f"{len(batches)} of {num_steps} batches"
     seen: dict[int, int] = {}
@@ -290,14 +305,10 @@ def _batches(run: Run, num_steps: int, size: int) -> Iterator[str]:
             seen[index] = step
 
 
-def _records(run: Run, group_size: int) -> Iterator[str]:
-    from rill.journal.reader import LogReader
-
-    reader = LogReader(run.path)
-    reader.read_all()
-    yield from reader.damages()
-    finished = {name.partition("#")[0] for name, sequence in reader.sequences() if sequence.is_finished}
-    for indices in reader.batches().values():
+def _records(log: LogReader, group_size: int) -> Iterator[str]:
+    yield from log.damages()
+    finished = {name.partition("#")[0] for name, sequence in log.sequences() if sequence.is_finished}
+    for indices in log.batches().values():
         for index in indices:
             for number in range(group_size):
                 if f"g{index:08d}/{number}" not in finished:
@@ -305,11 +316,6 @@ def _records(run: Run, group_size: int) -> Iterator[str]:
 
 
 def _tools(run: Run) -> Iterator[str]:
-    from rill.envs.events import BEGUN
-    from rill.journal.reader import segments
-    from rill.journal.records import Event, Segment
-    from rill.journal.token_log import FOLDER
-
     results: set[tuple[str, str]] = set()
     for path in segments(run.path / FOLDER):
         for record in Segment(path).read():

@@ -16,11 +16,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -56,8 +55,7 @@ class State(StrEnum):
     BROKEN = "broken"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report."""
 
     what: str
@@ -98,7 +96,7 @@ def doctor(
         return
     findings = list(examine(deep=deep))
     if as_json:
-        say_json([asdict(finding) for finding in findings])
+        say_json([finding._asdict() for finding in findings])
     else:
         rows = [[f.what, f.state.value, f.found, f.advice] for f in findings]
         say_table(["what", "state", "found", "what to do"], rows, styles=_STYLES)
@@ -112,7 +110,7 @@ def _doctor_run(run: Run, as_json: bool) -> None:
 
     found = diagnose(run)
     if as_json:
-        say_json([{**asdict(each), "severity": each.severity.name.lower()} for each in found])
+        say_json([{**each._asdict(), "severity": each.severity.name.lower()} for each in found])
     else:
         say(f"{run.path}: {run.state().status.value}")
         for each in found:
@@ -146,8 +144,8 @@ def _python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform != "linux":
         advice = "runs need Linux (a container or a virtual machine will do); looking at runs works here"
-        return Finding(what="python", state=State.WARNING, found=found, advice=advice)
-    return Finding(what="python", state=State.OK, found=found)
+        return Finding("python", State.WARNING, found, advice)
+    return Finding("python", State.OK, found)
 
 
 def _libraries() -> Iterator[Finding]:
@@ -155,29 +153,27 @@ def _libraries() -> Iterator[Finding]:
     try:
         required = metadata.requires("rill") or []
     except metadata.PackageNotFoundError:
-        yield Finding(
-            what="rill", state=State.BROKEN, found="not installed", advice="pip install -e . in the checkout"
-        )
+        yield Finding("rill", State.BROKEN, "not installed", "pip install -e . in the checkout")
         return
-    yield Finding(what="rill", state=State.OK, found=metadata.version("rill"))
+    yield Finding("rill", State.OK, metadata.version("rill"))
     for requirement in required:
         if "extra ==" in requirement:
             continue
         name = requirement.split(";")[0].strip().rstrip("0123456789.,<>=!~ ")
         try:
-            yield Finding(what=name, state=State.OK, found=metadata.version(name))
+            yield Finding(name, State.OK, metadata.version(name))
         except metadata.PackageNotFoundError:
             advice = f'pip install "{requirement}"'
-            yield Finding(what=name, state=State.BROKEN, found="not installed", advice=advice)
+            yield Finding(name, State.BROKEN, "not installed", advice)
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding(what="cpu", state=State.OK, found=f"{_num_cores()} cores")
+    yield Finding("cpu", State.OK, f"{_num_cores()} cores")
     try:
         import torch
     except (ImportError, OSError) as error:
         advice = "reinstall torch: pip install --force-reinstall torch"
-        yield Finding(what="torch", state=State.BROKEN, found=str(error).splitlines()[0], advice=advice)
+        yield Finding("torch", State.BROKEN, str(error).splitlines()[0], advice)
         return
     if not torch.cuda.is_available():
         has_driver = Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
@@ -186,7 +182,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
-        yield Finding(what=f"cuda:{index}", state=State.OK, found=found)
+        yield Finding(f"cuda:{index}", State.OK, found)
 
 
 def _num_cores() -> int:
@@ -196,14 +192,12 @@ def _num_cores() -> int:
 
 def _no_cuda(*, has_driver: bool, has_cuda_build: bool) -> Finding:
     if not has_driver:
-        return Finding(
-            what="cuda", state=State.ABSENT, found="no NVIDIA driver", advice="small models train on the CPU"
-        )
+        return Finding("cuda", State.ABSENT, "no NVIDIA driver", "small models train on the CPU")
     if has_cuda_build:
         advice = "torch is built for CUDA but sees no device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
-        return Finding(what="cuda", state=State.WARNING, found="no device", advice=advice)
+        return Finding("cuda", State.WARNING, "no device", advice)
     advice = "this torch is built for CPUs: install a CUDA build of it to use the GPU"
-    return Finding(what="cuda", state=State.WARNING, found="a driver, but no CUDA in torch", advice=advice)
+    return Finding("cuda", State.WARNING, "a driver, but no CUDA in torch", advice)
 
 
 def _memory() -> Finding:
@@ -212,36 +206,36 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     found = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     if memory.available < 2 * _GIB:
-        return Finding(what="memory", state=State.WARNING, found=found, advice="the demo needs about 2 GiB")
-    return Finding(what="memory", state=State.OK, found=found)
+        return Finding("memory", State.WARNING, found, "the demo needs about 2 GiB")
+    return Finding("memory", State.OK, found)
 
 
 def _shared_memory(folder: Path) -> Finding:
     """Tensors pass between processes of one machine through it."""
     if not folder.is_dir():
-        return Finding(what="shared memory", state=State.WARNING, found=f"no {folder}")
+        return Finding("shared memory", State.WARNING, f"no {folder}")
     free_bytes = shutil.disk_usage(folder).free
     found = f"{free_bytes / _GIB:.1f} GiB free in {folder}"
     if free_bytes < _GIB:
         advice = "tensors travel through it: in Docker, run with --shm-size=8g or --ipc=host"
-        return Finding(what="shared memory", state=State.WARNING, found=found, advice=advice)
-    return Finding(what="shared memory", state=State.OK, found=found)
+        return Finding("shared memory", State.WARNING, found, advice)
+    return Finding("shared memory", State.OK, found)
 
 
 def _open_files() -> Finding:
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < 4096 and limit < hard_limit:
         advice = f"large clusters open many sockets: ulimit -n {min(hard_limit, 65536)}"
-        return Finding(what="open files", state=State.WARNING, found=f"at most {limit}", advice=advice)
-    return Finding(what="open files", state=State.OK, found=f"at most {limit}")
+        return Finding("open files", State.WARNING, f"at most {limit}", advice)
+    return Finding("open files", State.OK, f"at most {limit}")
 
 
 def _disk(folder: Path) -> Finding:
     free_bytes = shutil.disk_usage(folder).free
     found = f"{free_bytes / _GIB:.0f} GiB free here"
     if free_bytes < 5 * _GIB:
-        return Finding(what="disk", state=State.WARNING, found=found, advice="checkpoints may not fit")
-    return Finding(what="disk", state=State.OK, found=found)
+        return Finding("disk", State.WARNING, found, "checkpoints may not fit")
+    return Finding("disk", State.OK, found)
 
 
 def _compiler() -> Finding:
@@ -250,15 +244,15 @@ def _compiler() -> Finding:
     if found is None:
         line = install_line(apt="g++", dnf="gcc-c++", pacman="gcc", apk="g++", brew="gcc")
         advice = f"on the CPU models run through plain torch, slower; for rill's kernels: {line}"
-        return Finding(what="compiler", state=State.WARNING, found="no C++ compiler on PATH", advice=advice)
-    return Finding(what="compiler", state=State.OK, found=found)
+        return Finding("compiler", State.WARNING, "no C++ compiler on PATH", advice)
+    return Finding("compiler", State.OK, found)
 
 
 def _headers() -> Finding:
     """Triton compiles a small C file against them when a GPU is first used."""
     folder = sysconfig.get_paths()["include"]
     if (Path(folder) / "Python.h").is_file():
-        return Finding(what="python headers", state=State.OK, found=folder)
+        return Finding("python headers", State.OK, folder)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     line = install_line(
         apt=f"python{version}-dev",
@@ -268,10 +262,10 @@ def _headers() -> Finding:
         brew="python",
     )
     return Finding(
-        what="python headers",
-        state=State.WARNING,
-        found=f"no {folder}/Python.h",
-        advice=f"Triton's kernels on a GPU need them: {line}",
+        "python headers",
+        State.WARNING,
+        f"no {folder}/Python.h",
+        f"Triton's kernels on a GPU need them: {line}",
     )
 
 
@@ -295,25 +289,23 @@ def _sandbox() -> Finding:
         if shutil.which("bwrap") is None:
             names = dict.fromkeys(("apt", "dnf", "pacman", "apk"), "bubblewrap")
             advice = f"code rewards and sandboxed tools refuse to run here: {install_line(**names)}"
-        return Finding(what="sandbox", state=State.WARNING, found="none", advice=advice)
-    return Finding(what="sandbox", state=State.OK, found="bubblewrap")
+        return Finding("sandbox", State.WARNING, "none", advice)
+    return Finding("sandbox", State.OK, "bubblewrap")
 
 
 def _extra(module: str, *, deep: bool, run: Callable[[str], str] | None = None) -> Finding:
     package, extra, purpose = EXTRAS[module]
     install = f'for {purpose}: pip install "rill[{extra}]"'
     if importlib.util.find_spec(module) is None:
-        return Finding(what=package, state=State.ABSENT, found="not installed", advice=install)
+        return Finding(package, State.ABSENT, "not installed", install)
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         version = "unknown version"
     failure = (run or _import_failure)(module) if deep else ""
     if failure:
-        return Finding(
-            what=package, state=State.WARNING, found=f"{version}, does not import: {failure}", advice=install
-        )
-    return Finding(what=package, state=State.OK, found=f"{version}{', imports' if deep else ''}")
+        return Finding(package, State.WARNING, f"{version}, does not import: {failure}", install)
+    return Finding(package, State.OK, f"{version}{', imports' if deep else ''}")
 
 
 def _import_failure(module: str) -> str:

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("rill.cli.report:app", "Write a run's curves, timeline and rollouts as one HTML page"),
     "dashboard": ("rill.cli.dashboard:app", "Look at runs in a browser: curves, timeline, rollouts, guards"),
     "runs": ("rill.cli.runs:app", "List runs with their status, steps and reward; look into one"),
+    "engine": ("rill.cli.engine:app", "Let engines join or leave a run that is running"),
     "chaos": ("rill.cli.chaos:app", "Hurt a run at random and check that nothing is lost"),
     "serve": ("rill.cli.serve:app", "Serve a model over the OpenAI API"),
     "chat": ("rill.cli.chat:app", "Chat with a run's model, or any other, in the terminal"),

@@ -10,9 +10,9 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
+from typing import NamedTuple
 
 from rill.journal.checkpoints import DAMAGED, newest_size, step_of, whole_checkpoints
 from rill.journal.reader import LogReader
@@ -33,8 +33,7 @@ class Severity(IntEnum):
     BROKEN = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     severity: Severity
     what: str
     since: str
@@ -65,16 +64,14 @@ def _status(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
             f"it failed: {state.message.splitlines()[0] if state.message else 'no reason was written down'}"
         )
         advice = f"mend what the message names (all of it: {run.log_path}), then {run.resume_command}"
-        yield Diagnosis(severity=Severity.BROKEN, what=what, since=last, advice=advice)
+        yield Diagnosis(Severity.BROKEN, what, last, advice)
     elif state.status is RunStatus.INTERRUPTED:
         advice = f"nothing that was sampled is lost: {run.resume_command}"
         what = f"it is not running: {state.message}"
-        yield Diagnosis(severity=Severity.WARNING, what=what, since=last, advice=advice)
+        yield Diagnosis(Severity.WARNING, what, last, advice)
     elif state.status is RunStatus.UNKNOWN:
         advice = f"{run.resume_command} writes it anew"
-        yield Diagnosis(
-            severity=Severity.WARNING, what=state.message, since=_at(state.changed_s), advice=advice
-        )
+        yield Diagnosis(Severity.WARNING, state.message, _at(state.changed_s), advice)
 
 
 def _silence(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
@@ -93,7 +90,7 @@ def _silence(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
         else f"look at {run.log_path} and at `rill runs trace`"
     )
     what = f"it runs and is silent: no step for {silent_s:.0f} s, a step usually takes {usual_s:.1f} s"
-    yield Diagnosis(severity=Severity.BROKEN, what=what, since=_at(last_s), advice=advice)
+    yield Diagnosis(Severity.BROKEN, what, _at(last_s), advice)
 
 
 def _guards(run: Run) -> Iterator[Diagnosis]:
@@ -105,10 +102,10 @@ def _guards(run: Run) -> Iterator[Diagnosis]:
         newest, times = findings[-1], f", {len(findings)} times" if len(findings) > 1 else ""
         severity = Severity.BROKEN if newest["action"] == "stop" else Severity.WARNING
         yield Diagnosis(
-            severity=severity,
-            what=f"guard {name}: {newest['seen']}",
-            since=f"step {findings[0]['step']}{times}",
-            advice=str(newest["meaning"]),
+            severity,
+            f"guard {name}: {newest['seen']}",
+            f"step {findings[0]['step']}{times}",
+            str(newest["meaning"]),
         )
 
 
@@ -124,10 +121,10 @@ def _losses(run: Run) -> Iterator[Diagnosis]:
         return
     for name, times in lost.items():
         yield Diagnosis(
-            severity=Severity.NOTE if len(times) == 1 else Severity.WARNING,
-            what=f"{name} was lost {len(times)} time{'' if len(times) == 1 else 's'} and started again",
-            since=times[0],
-            advice="its own log in logs/ has its last words; the kernel's (`dmesg`) says whether memory ran out",
+            Severity.NOTE if len(times) == 1 else Severity.WARNING,
+            f"{name} was lost {len(times)} time{'' if len(times) == 1 else 's'} and started again",
+            times[0],
+            "its own log in logs/ has its last words; the kernel's (`dmesg`) says whether memory ran out",
         )
 
 
@@ -136,10 +133,10 @@ def _failures(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
     if failing and (error := newest_failure(run)):
         share = failing[-1].values["rollout/errors"]
         yield Diagnosis(
-            severity=Severity.WARNING,
-            what=f"{share:.0%} of the episodes fail, for example: {error.splitlines()[0]}",
-            since=f"step {failing[0].step}",
-            advice="they are left out of training; `rill runs rollouts RUN --failed` shows them",
+            Severity.WARNING,
+            f"{share:.0%} of the episodes fail, for example: {error.splitlines()[0]}",
+            f"step {failing[0].step}",
+            "they are left out of training; `rill runs rollouts RUN --failed` shows them",
         )
 
 
@@ -148,13 +145,13 @@ def _checkpoints(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
     for folder in sorted(run.checkpoints_dir.glob(f"step-*/{DAMAGED}")):
         what = f"the checkpoint of step {step_of(folder.parent)} is damaged and was passed over"
         advice = "`rill runs verify RUN` checks all of them; look at the disk (SMART, dmesg)"
-        yield Diagnosis(severity=Severity.WARNING, what=what, since="", advice=advice)
+        yield Diagnosis(Severity.WARNING, what, "", advice)
     step = rows[-1].step if rows else 0
     done = step_of(whole[-1]) if whole else 0
     if run.state().status is not RunStatus.FINISHED and step - done >= 50:
         what = f"{step - done} steps would be taken again after a failure: the newest checkpoint is of step {done}"
         advice = "their tokens are in the token log, their gradients are not: set loop.checkpoint_every"
-        yield Diagnosis(severity=Severity.NOTE, what=what, since=f"step {done}", advice=advice)
+        yield Diagnosis(Severity.NOTE, what, f"step {done}", advice)
 
 
 def _token_log(run: Run) -> Iterator[Diagnosis]:
@@ -162,13 +159,13 @@ def _token_log(run: Run) -> Iterator[Diagnosis]:
     reader.read_all()
     for damage in reader.damages():
         advice = "what follows the damage in that file is sampled again; look at the disk (SMART, dmesg)"
-        yield Diagnosis(severity=Severity.WARNING, what=f"token log {damage}", since="", advice=advice)
+        yield Diagnosis(Severity.WARNING, f"token log {damage}", "", advice)
     begun = [sequence for _, sequence in reader.sequences() if not sequence.is_finished]
     if begun and run.state().status is not RunStatus.RUNNING:
         num_tokens = sum(len(sequence.token_ids) for sequence in begun)
         what = f"{len(begun)} answers were under way, with {num_tokens} tokens in the token log"
         advice = f"they go on behind those tokens: {run.resume_command}"
-        yield Diagnosis(severity=Severity.NOTE, what=what, since="", advice=advice)
+        yield Diagnosis(Severity.NOTE, what, "", advice)
 
 
 def _disk(run: Run) -> Iterator[Diagnosis]:
@@ -176,7 +173,7 @@ def _disk(run: Run) -> Iterator[Diagnosis]:
     if free_bytes < 1.5 * max(size, 64 << 20):
         what = f"{free_bytes / 1e6:,.0f} MB are free on the disk of {run.path}, a checkpoint takes {size / 1e6:,.0f} MB"
         advice = "make room, or lower loop.keep_checkpoints: the run pauses when the next one does not fit"
-        yield Diagnosis(severity=Severity.BROKEN, what=what, since="now", advice=advice)
+        yield Diagnosis(Severity.BROKEN, what, "now", advice)
 
 
 def _at(time_s: float) -> str:

@@ -101,6 +101,11 @@ class WorkerGroup(Generic[W_co]):
         """The ids of its members now. An id is never given to another rank, so there may be gaps."""
         return self._selected or self._members.ranks(self.name)
 
+    @property
+    def devices(self) -> dict[int, tuple[int, ...]]:
+        """The ids of the devices of each rank."""
+        return self._owner.devices_of(self.name)
+
     def on(self, *ranks: int) -> WorkerGroup[W_co]:
         """Some of the ranks, for calls to them alone."""
         self._check_ranks(ranks, self.ranks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,7 @@ def _read_process(path: Path) -> Iterator[Event]:
 
 def _ended_at(still_open: dict[tuple[str, str, int], Event], last_ns: int) -> Iterator[Event]:
     for event in still_open.values():
-        yield Event(
-            kind="open",
-            process=event.process,
-            name=event.name,
-            at_ns=event.at_ns,
-            duration_ns=max(0, last_ns - event.at_ns),
-            lane=event.lane,
-            attributes=event.attributes,
-        )
+        yield replace(event, duration_ns=max(0, last_ns - event.at_ns))
 
 
 def _chrome_records(pid: int, process: str, events: list[Event]) -> Iterator[dict[str, Any]]:

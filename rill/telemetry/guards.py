@@ -269,7 +269,7 @@ def default_guards(*, max_lag: int, mismatch_limit: float) -> list[Guard]:
             is_off=lambda value: value > mismatch_limit * (1 + 10 * max_lag),
             expected=f"at most {mismatch_limit * (1 + 10 * max_lag):.3g} nats",
             meaning="Engine and trainer disagree about the same tokens: stale weights, another temperature or "
-            "precision, or a template that differs. The canary after each sync tells which side moved.",
+            "precision, a mask that leaks, another template. The canary after each sync tells which side moved.",
             patience=2,
         ),
         *WATCHED,

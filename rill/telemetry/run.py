@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -97,16 +97,7 @@ class Run:
         run.checkpoints_dir.mkdir()
         run.trace_dir.mkdir()
         run.config_path.write_text(config_toml, encoding="utf-8")
-        now_s = time.time()
-        run._save_state(
-            RunState(
-                status=RunStatus.RUNNING,
-                created_s=now_s,
-                changed_s=now_s,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-            )
-        )
+        run._save_state(RunStatus.RUNNING, created_s=time.time())
         run._add_start(argv)
         return run
 
@@ -190,12 +181,8 @@ class Run:
         # Locks are not reliably seen from other machines; there the saved status has to be believed.
         is_here = state.host == socket.gethostname()
         if state.status is RunStatus.RUNNING and is_here and not self._is_held():
-            return RunState(
-                **{
-                    **asdict(state),
-                    "status": RunStatus.INTERRUPTED,
-                    "message": "its process ended without saying why",
-                }
+            return replace(
+                state, status=RunStatus.INTERRUPTED, message="its process ended without saying why"
             )
         return state
 
@@ -208,16 +195,7 @@ class Run:
         return found if isinstance(found, list) else []
 
     def set_status(self, status: RunStatus, message: str = "") -> None:
-        self._save_state(
-            RunState(
-                status=status,
-                message=message,
-                created_s=self._saved_state().created_s,
-                changed_s=time.time(),
-                pid=os.getpid(),
-                host=socket.gethostname(),
-            )
-        )
+        self._save_state(status, message, created_s=self._saved_state().created_s)
 
     @contextmanager
     def running(self) -> Iterator[Run]:
@@ -291,7 +269,15 @@ class Run:
                 host="an unknown host",
             )
 
-    def _save_state(self, state: RunState) -> None:
+    def _save_state(self, status: RunStatus, message: str = "", *, created_s: float) -> None:
+        state = RunState(
+            status=status,
+            message=message,
+            created_s=created_s,
+            changed_s=time.time(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
         write_atomically(self.status_path, json.dumps(asdict(state), indent=2) + "\n")
 
     def _add_start(self, argv: Sequence[str] | None) -> None:

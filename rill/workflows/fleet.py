@@ -13,17 +13,21 @@ All recovery is here, in `_bring_back`, on the driver's thread:
 
 What it held goes back to its channel when it dies, so nothing else has to be told. Each rank has `loop.max_relaunches`
 tries. An exception inside a call is a bug or bad data and ends the run.
+
+Engines that join go the same way, from `add` on; one that leaves, or was told to by a SIGTERM, has put down what it
+sampled and is not started again, unless it is the last.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rill.errors import PeerDiedError, RillError, RunError, WorkerError, boundary
+from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
 from rill.runtime.channel import Channel
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle, Outcome
@@ -32,11 +36,14 @@ from rill.types import PolicyVersion
 from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
-from rill.workflows.rollout import RolloutWorker
+from rill.workflows.elastic import Door
+from rill.workflows.rollout import LEFT_CODE, RolloutWorker
 
 log = logging.getLogger(__name__)
 
 EPOCH_POLL_S = 1.0
+NOTICE_S = 30.0
+"""What an engine that leaves has to put down what it sampled."""
 
 
 class Engines:
@@ -56,15 +63,21 @@ class Crew:
         self, group: WorkerGroup[Any], call: Callable[[Sequence[int]], Handle], max_relaunches: int
     ) -> None:
         self.group = group
-        self.names = [f"{group.name}[{rank}]" for rank in range(group.size)]
-        self.num_relaunches = [0] * group.size
+        self.num_relaunches: Counter[int] = Counter()
+        """By rank."""
         self._call = call
         self._max_relaunches = max_relaunches
-        self._calls: list[RankCall | None] = [None] * group.size
+        self._calls: dict[int, RankCall] = {}
+        """Of the ranks that work on the epoch."""
 
-    def open_epoch(self) -> None:
-        """Let every rank take what lies in the channel until its epoch ends."""
-        self._begin(list(range(self.group.size)))
+    def name(self, rank: int) -> str:
+        return f"{self.group.name}[{rank}]"
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Let these ranks take what lies in the channel until its epoch ends."""
+        handle = self._call(ranks)
+        for index, rank in enumerate(ranks):
+            self._calls[rank] = RankCall(handle, index)
 
     def tend(self, bring_back: Callable[[int, str], None]) -> None:
         """Bring back ranks that are gone. Raises what ended a rank in any other way."""
@@ -74,15 +87,15 @@ class Crew:
             elif outcome.error is not None:
                 raise outcome.error
             else:
-                self._calls[rank] = None
+                del self._calls[rank]
 
     def unfinished(self) -> Handle | None:
         """A call that still works on the epoch."""
-        return next((call.handle for call in self._calls if call is not None), None)
+        return next((call.handle for call in self._calls.values()), None)
 
     def relaunch(self, rank: int, reason: str, timeout_s: float) -> None:
         """In a new process. `recall` lets it go on."""
-        name, count = self.names[rank], self.num_relaunches[rank]
+        name, count = self.name(rank), self.num_relaunches[rank]
         if count >= self._max_relaunches:
             raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
         self.num_relaunches[rank] += 1
@@ -90,20 +103,20 @@ class Crew:
         self.group.relaunch(rank, timeout_s=timeout_s)
 
     def recall(self, rank: int) -> None:
-        if self._calls[rank] is not None:
-            self._begin([rank])
-        log.warning("%s is back in service", self.names[rank])
+        if rank in self._calls:
+            self.begin([rank])
+        log.warning("%s is back in service", self.name(rank))
 
-    def _begin(self, ranks: Sequence[int]) -> None:
-        handle = self._call(ranks)
-        for index, rank in enumerate(ranks):
-            self._calls[rank] = RankCall(handle, index)
+    def see_off(self, rank: int) -> None:
+        """Out of the group; what it held is somebody else's."""
+        self._calls.pop(rank, None)
+        self.group.remove(rank, notice_s=NOTICE_S)
 
     def _ended(self) -> Iterator[tuple[int, Outcome]]:
         """Ranks whose call is over, with what became of it."""
-        answers = {id(call.handle): call.handle.so_far() for call in self._calls if call is not None}
-        for rank, call in enumerate(list(self._calls)):
-            if call is not None and (outcome := answers[id(call.handle)][call.index]) is not None:
+        answers = {id(call.handle): call.handle.so_far() for call in self._calls.values()}
+        for rank, call in list(self._calls.items()):
+            if (outcome := answers[id(call.handle)][call.index]) is not None:
                 yield rank, outcome
 
 
@@ -126,7 +139,10 @@ class Fleet:
         actor: WorkerGroup[PublishingWorker],
         sync: SyncConfig,
         loop: LoopConfig,
+        door: Door | None = None,
     ) -> None:
+        """`door`: where engines may join and leave."""
+        self._door = door
         self._engines = engines
         self._rollout: WorkerGroup[RolloutWorker] = engines.group
         self._crews = [engines] if environments is None else [environments, engines]
@@ -147,9 +163,11 @@ class Fleet:
     def open_epoch(self) -> None:
         self._is_open = True
         for crew in self._crews:
-            crew.open_epoch()
+            crew.begin(crew.group.ranks)
 
     def tend(self) -> None:
+        if self._is_open and self._loop.max_lag > 0:
+            self.attend()
         for crew in self._crews:
             crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
 
@@ -172,6 +190,45 @@ class Fleet:
                 call.ended(EPOCH_POLL_S)
                 self.tend()
 
+    # --- engines that come and go -------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """Let in and see off engines that people have asked for. Between two epochs, or in one that only the driver
+        ends: an engine takes part in the epochs that end after it was there."""
+        if self._door is not None:
+            self._door.attend(self.join, self.leave)
+
+    def join(self, devices: str) -> str:
+        """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""
+        assert self._door is not None, "who joins comes through the door"
+        ranks = self._rollout.add(placement=self._door.berth(devices), timeout_s=self._loop.step_timeout_s)
+        try:
+            for rank in ranks:
+                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+        except RillError:
+            self._rollout.remove(*ranks)
+            raise
+        if self._is_open:
+            self._engines.begin(ranks)
+        self._door.changed()
+        names = ", ".join(map(self._engines.name, ranks))
+        log.warning("%s joined", names)
+        return f"{names} joined: {self._rollout.size} engines"
+
+    def leave(self, rank: int) -> str:
+        """UserError: there is no such engine, or no other."""
+        self._rollout.on(rank)
+        if self._rollout.size == 1:
+            raise UserError(f"{self._engines.name(rank)} is the only engine: let another join first")
+        self._see_off(rank, "it was asked to")
+        return f"{self._engines.name(rank)} left: {self._rollout.size} engines"
+
+    def _see_off(self, rank: int, reason: str) -> None:
+        self._engines.see_off(rank)
+        if self._door is not None:
+            self._door.changed()
+        log.warning("%s left: %s; others go on with what it held", self._engines.name(rank), reason)
+
     # --- weights ------------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
@@ -184,8 +241,10 @@ class Fleet:
         self._manifest = None
         for name, reason in synced.failed.items():
             log.warning("engine %s is out of service: %s", name, reason)
-            self._bring_back(self._engines, self._engines.names.index(name), reason)
-        relaunches = sum(sum(crew.num_relaunches) for crew in self._crews)
+            ranks = {self._engines.name(rank): rank for rank in self._rollout.ranks}
+            if name in ranks:
+                self._bring_back(self._engines, ranks[name], reason)
+        relaunches = sum(crew.num_relaunches.total() for crew in self._crews)
         return {**synced.metrics, "sync/relaunches": float(relaunches)}
 
     def manifest(self) -> SealedManifest:
@@ -196,7 +255,10 @@ class Fleet:
 
     def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
         """Start a lost rank again; an engine with the weights that the others hold. See above."""
-        name, first_line = crew.names[rank], reason.splitlines()[0]
+        name, first_line = crew.name(rank), reason.splitlines()[0]
+        if crew is self._engines and f"exit code {LEFT_CODE}" in first_line and crew.group.size > 1:
+            self._see_off(rank, "it was told to go (SIGTERM)")
+            return
         with trace.span("relaunch", lane="loop", worker=name):
             crew.relaunch(rank, first_line, self._loop.step_timeout_s)
             if crew is self._engines:

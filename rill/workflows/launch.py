@@ -21,13 +21,14 @@ from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
-from rill.runtime.device.placement import resolve
+from rill.runtime.device.placement import resolve, seats_on_free_devices
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
+from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Seating
@@ -209,9 +210,10 @@ class Launcher:
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
         rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
+        door = Door(self.folder.path, self._berth, self._reseat)
         if env is None:
             crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
-            return Fleet(crew, None, None, actor, self.sync, loop)
+            return Fleet(crew, None, None, actor, self.sync, loop, door)
         self._num_fleets += 1  # after a move there is another, with channels of its own
         nth = f"#{self._num_fleets}" if self._num_fleets > 1 else ""
         requests = self.channel(f"requests{nth}", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
@@ -222,7 +224,34 @@ class Launcher:
             lambda ranks: env.on(*ranks).run(flows, requests, answers),
             loop.max_relaunches,
         )
-        return Fleet(crew, environments, requests, actor, self.sync, loop)
+        return Fleet(crew, environments, requests, actor, self.sync, loop, door)
+
+    def _berth(self, devices: str) -> str:
+        """Where engines may join: on devices that engines have, or nobody. PlanError: not there."""
+        engines, seating = self.groups["rollout"], self.seating
+        if self.sync.transport.type not in MOVABLE:
+            raise PlanError(
+                f"weights travel by {self.sync.transport.type}, which was set up for the engines that there were at "
+                "launch: engines join where sync.transport = 'shm' or 'tcp'"
+            )
+        if not devices:
+            like = resolve(self.config.placement.rollout, self.cluster.devices)[0]
+            held = {number for name in seating.names for number in seating.ids(name)}
+            (seat,) = seats_on_free_devices(engines.name, 1, like, self.cluster.devices, held)
+            return ",".join(str(device.id) for device in seat.devices) + ":0"
+        for name in set(seating.names) - {engines.name}:
+            taken = sorted((seating.ids_of(devices) - seating.ids(engines.name)) & seating.ids(name))
+            if taken and not self.config.cluster.colocate:
+                raise PlanError(
+                    f"device {taken[0]} is {name}'s, and engines did not share it at launch: name devices that engines "
+                    "have or nobody has"
+                )
+        return devices
+
+    def _reseat(self) -> None:
+        """After engines came or went."""
+        ids = {number for devices in self.groups["rollout"].devices.values() for number in devices}
+        self.seating.seat("rollout", ",".join(map(str, sorted(ids))))
 
     def channel(
         self, name: str, *, timeout_s: float | None = None, capacity_items: int | None = None

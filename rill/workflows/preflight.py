@@ -125,7 +125,25 @@ def _tokenizer(model: ModelConfig, *, is_local: bool) -> tuple[PreTrainedTokeniz
         if is_local:
             raise
         return None, [f"the model is not seen from here, so nothing was tried ahead: {error}"]
-    return tokenizer, []
+    return tokenizer, _foreign(model, tokenizer)
+
+
+def _foreign(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A model reads and writes with the tokenizer in its folder; another of the same size gives no error, ever."""
+    if not (model.path and model.tokenizer):
+        return []
+    try:
+        own = load_tokenizer(model.model_copy(update={"tokenizer": None})).get_vocab()
+    except ModelError:
+        return []
+    given = tokenizer.get_vocab()
+    num_other = sum(own.get(token) != number for token, number in given.items())
+    if not num_other:
+        return []
+    return [
+        f"model.tokenizer is not the tokenizer of {model.path}: {num_other} of its {len(given)} tokens have other ids "
+        "there, so the model will read and write other text than it learnt"
+    ]
 
 
 # --- lengths and letters -----------------------------------------------------------------------------------

@@ -6,15 +6,22 @@
 Either lasts for an epoch of its channel and holds the devices meanwhile. Two threads: the event loop of the call, and
 the engine's own. Calls marked concurrent (`update`, `stop`) come in beside them. New weights reach the engine between
 two of its steps, and sequences that were running continue under them.
+
+An engine that has to go (a SIGTERM: its machine is wanted for something else; or `remove` with notice) ends every
+sequence where it is, writes the tokens to the token log and ends its process: others go on behind them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from rill.config import PartConfig
 from rill.errors import RequestError
@@ -25,6 +32,7 @@ from rill.journal.token_log import TokenLog
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
+from rill.telemetry import trace
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
@@ -35,6 +43,9 @@ from rill.workflows.records import Flows
 LOCK_S = 0.0005
 """After so long a busy thread gives up the interpreter's lock. Python's own 5 ms are two steps of a GPU's engine, which
 asks for the lock in every step: while a batch of answers is being scored it would stand still."""
+LEFT_CODE = 128 + signal.SIGTERM
+"""How the process of an engine that was told to go exits."""
+EVERY_EPOCH = 1 << 62
 
 
 class RolloutWorker(Worker):
@@ -64,6 +75,10 @@ class RolloutWorker(Worker):
             delay_s = settings.journal.delay_s
             self.logged = LoggedEngine(self.gate, self.journal, delay_s=delay_s, decode=tokenizer.decode)
         self._updating = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the call that lasts for an epoch."""
+        # In a thread: what the signal interrupts may hold a lock that `notice` needs.
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self.notice, args=(0.0,)).start())
 
     def close(self) -> None:
         if self.episodes is not None:
@@ -94,12 +109,35 @@ class RolloutWorker(Worker):
             False: PolicyClient(self.gate, seed=self.seed + 1, decode=decode),
         }
         with self.device_lock(flows.tasks, flows.samples):
-            return asyncio.run(self.episodes.run(flows, policies))
+            return asyncio.run(self._epoch(self.episodes.run(flows, policies)))
 
     def serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the requests ends and all are answered; returns how many there were."""
         with self.device_lock(requests, *answers):
-            return asyncio.run(self._serve(requests, answers))
+            return asyncio.run(self._epoch(self._serve(requests, answers)))
+
+    def notice(self, notice_s: float) -> None:
+        """Put down what was sampled and end this process. On the event loop, where there is one: until the end nobody
+        acts on answers that were cut off here."""
+        loop = self._loop
+        if loop is None:
+            self._go()
+        else:
+            loop.call_soon_threadsafe(self._go)
+
+    def _go(self) -> None:
+        self.gate.stop(EVERY_EPOCH)
+        if self.journal is not None:
+            self.journal.close()
+        trace.flush()
+        os._exit(LEFT_CODE)
+
+    async def _epoch(self, work: Coroutine[Any, Any, int]) -> int:
+        self._loop = asyncio.get_running_loop()
+        try:
+            return await work
+        finally:
+            self._loop = None
 
     @concurrent
     def stop(self, epoch: int) -> None:

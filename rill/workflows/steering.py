@@ -51,6 +51,7 @@ class Steering:
             return
         if report.step and report.step & (report.step - 1) == 0:
             self.record()
+        self.loop.flow.fleet.attend()
         if self.pilot is not None:
             self.pilot.after_step(self, report)
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rill.cli.chaos import CHAOS_FILE, _batches, _first, _records, _tools
 from rill.cli.main import app
+from rill.journal.reader import LogReader
 from rill.journal.records import Finished
 from rill.journal.token_log import JournalConfig, TokenLog
 from rill.telemetry.run import Run
@@ -35,14 +36,24 @@ def finished_run(folder: Path, batches: dict[int, list[int]], *, without: str = 
     return run
 
 
+def log_of(run: Run) -> LogReader:
+    reader = LogReader(run.path)
+    reader.read_all()
+    return reader
+
+
 def test_a_group_in_two_batches_a_missing_answer_and_a_tool_run_twice_are_named(tmp_path: Path) -> None:
     good = finished_run(tmp_path / "good", {0: [0, 1], 1: [2, 3]})
-    assert [_first(_batches(good, 2, 2)), _first(_records(good, 2)), _first(_tools(good))] == [True] * 3
+    assert [
+        _first(_batches(log_of(good), 2, 2)),
+        _first(_records(log_of(good), 2)),
+        _first(_tools(good)),
+    ] == [True] * 3
     twice = finished_run(tmp_path / "twice", {0: [0, 1], 1: [1, 3]})
-    assert _first(_batches(twice, 2, 2)) == "group 1 is in the batches of steps 0 and 1"
-    assert _first(_batches(good, 3, 2)) == "2 of 3 batches"
+    assert _first(_batches(log_of(twice), 2, 2)) == "group 1 is in the batches of steps 0 and 1"
+    assert _first(_batches(log_of(good), 3, 2)) == "2 of 3 batches"
     lost = finished_run(tmp_path / "lost", {0: [0, 1]}, without="g00000001/1")
-    assert _first(_records(lost, 2)) == "answer g00000001/1 was trained on and is not in the log"
+    assert _first(_records(log_of(lost), 2)) == "answer g00000001/1 was trained on and is not in the log"
     log = TokenLog(good.path, "env-0", JournalConfig())
     for value in ("begun", {"result": "paid"}, {"result": "paid again"}):
         log.event("g00000001/0", "tool/policy/1/1", value)
@@ -53,6 +64,8 @@ def test_a_group_in_two_batches_a_missing_answer_and_a_tool_run_twice_are_named(
 def test_a_kind_of_fault_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["chaos", RECIPE, "--kinds", "flood", "--root", str(tmp_path)])
     assert result.exit_code == 2 and "kill, stop, slow" in result.output and not list(tmp_path.iterdir())
+    result = CliRunner().invoke(app, ["chaos", "tests/e2e/tiny_sft.toml", "--root", str(tmp_path)])
+    assert result.exit_code == 2 and "keeps no token log" in result.output and not list(tmp_path.iterdir())
 
 
 def hurt(folder: Path, *arguments: str) -> tuple[str, dict[str, object]]:

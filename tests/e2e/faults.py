@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from rill.algorithms import Algorithm
 from rill.envs.agent import Agents
 from rill.envs.single_turn import SingleTurn
+from rill.models.train.packed_layout import PackedLayout, Segment
+from rill.training import packing
 from rill.types import Group, Prompt, Trajectory
+from rill.workflows.actor import ActorWorker
 from rill.workflows.episodes import FinishedGroup
 from rill.workflows.grpo import GRPO, finish_group
 from rill.workflows.language import launch_actor, launch_rollout
@@ -53,6 +57,33 @@ def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | Non
     return FinishedGroup(
         verdict, [replace(s, trajectory=replace(s.trajectory, group_id="g99")) for s in samples]
     )
+
+
+class LeakingActor(ActorWorker):
+    """A trainer whose tokens see the sequences that lie before them in the row, once its start was checked."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        layout = packing.build_layout
+
+        def leaking(segments: Sequence[Segment], **how: Any) -> PackedLayout:
+            return layout([replace(each, prefix_end=each.start) for each in segments], **how)
+
+        packing.build_layout = leaking
+
+
+class LeakingLauncher(Launcher):
+    def __call__(self, worker: Any, name: str, **settings: Any) -> Any:
+        return super().__call__(LeakingActor if worker is ActorWorker else worker, name, **settings)
+
+
+class Leaking(GRPO):
+    class Config(GRPO.Config):
+        workflow: Literal["tests.e2e.faults:Leaking"] = "tests.e2e.faults:Leaking"  # type: ignore[assignment]
+
+    def groups(self, launch: Launcher) -> None:
+        launch.__class__ = LeakingLauncher
+        super().groups(launch)
 
 
 class Shuffled(GRPO):

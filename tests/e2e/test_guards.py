@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rill.dashboard import indexer
-from rill.errors import GuardError, StuckError
+from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import RunStatus
 from tests.e2e.tiny import as_command
@@ -55,7 +55,8 @@ def test_a_hanging_reward_is_counted_and_named_and_the_run_goes_on(tmp_path: Pat
         tmp_path,
         "hanging",
         "rollout.env.reward.function=tests.e2e.faults:hanging",
-        "rollout.env.scoring.timeout_s=0.2",
+        "rollout.env.scoring.timeout_s=1",
+        "eval.num_prompts=0",
         "loop.checkpoint_every=0",
     )
     findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
@@ -77,3 +78,17 @@ def test_a_part_that_is_stuck_ends_the_run_with_who_waits_for_whom(tmp_path: Pat
 def test_samples_under_another_groups_id_end_the_run_at_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(GuardError, match="step 1: misplaced samples: groups/misplaced is 16"):
         as_command(tmp_path, "shuffled", "workflow=tests.e2e.faults:Shuffled")
+
+
+@pytest.mark.slow
+def test_an_attention_mask_that_leaks_is_named_by_the_canary_and_without_it_by_a_guard(
+    tmp_path: Path,
+) -> None:
+    leaking = "workflow=tests.e2e.faults:Leaking"
+    with pytest.raises(
+        RunError, match="answers with other weights: log-probabilities of 62 fixed tokens differ"
+    ):
+        as_command(tmp_path, "proven", leaking, "loop.max_relaunches=1")
+    run = as_command(tmp_path, "unproven", leaking, "sync.canary=false")
+    findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
+    assert findings["mismatch"]["step"] == 2 and "a mask that leaks" in findings["mismatch"]["meaning"]

@@ -180,6 +180,19 @@ def test_a_group_that_is_launched_later_begins_with_the_running_epoch(hub: FakeH
     assert ask_take(hub, "late[0]#0") is None
 
 
+def test_a_rank_that_is_added_to_its_group_begins_with_the_running_epoch(hub: FakeHub) -> None:
+    roster = {"group": "a", "version": 1, "ranks": [0, 1], "launches": [0, 0], "roster": b""}
+    hub.send(DRIVER, "registry.group", roster)
+    hub.call(DRIVER, "broker.end", "c")
+    hub.join("a[2]#0", group="a", rank=2, world_size=3)
+    assert ask_take(hub, "a[2]#0") is None
+    hub.call(DRIVER, "broker.end", "c")
+    for rank, ends in ((A1, 2), ("a[2]#1", 1)):  # started again, it goes on where it was
+        hub.join(rank, group="a", rank=int(rank[2]), world_size=3)
+        assert [ask_take(hub, rank).kind for _ in range(ends)] == [GrantKind.EPOCH_END] * ends
+        assert ask_take(hub, rank) is None
+
+
 def test_items_put_after_an_end_wait_for_the_next_epoch(hub: FakeHub) -> None:
     send_put(hub, 1)
     hub.call(DRIVER, "broker.end", "c")

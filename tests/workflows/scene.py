@@ -313,7 +313,7 @@ class Scene:
         return counts
 
     def relaunches(self) -> list[int]:
-        return self.fleet._engines.num_relaunches
+        return [self.fleet._engines.num_relaunches[rank] for rank in self.rollout.ranks]
 
     def trained(self) -> list[TrainedBatch]:
         found = []

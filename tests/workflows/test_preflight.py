@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
@@ -103,6 +105,26 @@ def test_an_answer_that_the_tokenizer_cannot_write_is_told(tmp_path: Path) -> No
         preflight(tiny(*rows(tmp_path, '{"question": "1", "answer": "漢"}\n')))
     [note] = preflight(tiny(*rows(tmp_path, '{"question": "漢", "answer": "1"}\n')))
     assert "does not know all characters" in note
+
+
+def test_a_tokenizer_that_is_not_the_models_own_is_told(tmp_path: Path) -> None:
+    from rill.models.loading import load_model, load_tokenizer
+
+    own, other = load_tokenizer(tiny().model), load_tokenizer(tiny().model)  # type: ignore[attr-defined]
+    load_model(tiny().model, dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
+    own.save_pretrained(tmp_path / "model")
+    vocabulary = other.backend_tokenizer.to_str()
+    first, last = sorted(own.get_vocab(), key=own.get_vocab().__getitem__)[-2:]
+    swapped = json.loads(vocabulary)
+    ids = swapped["model"]["vocab"]
+    ids[first], ids[last] = ids[last], ids[first]
+    (tmp_path / "other").mkdir()
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(swapped), encoding="utf-8")
+    model = f"model.path={tmp_path / 'model'}"
+    assert preflight(tiny(model, f"model.tokenizer={tmp_path / 'model'}")) == []
+    [note] = preflight(tiny(model, f"model.tokenizer={tmp_path / 'other'}"))
+    assert "2 of its" in note and "other text than it learnt" in note
 
 
 def test_a_prompt_that_leaves_no_room_is_a_note(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
+from rill.workflows.elastic import Door
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -30,7 +31,11 @@ SLOW = {"tick_s": 0.01, "max_delay_ticks": 10}
 
 
 def kill_at_step(
-    scene: Scene, rank: int, step: int, group: WorkerGroup[Any] | None = None
+    scene: Scene,
+    rank: int,
+    step: int,
+    group: WorkerGroup[Any] | None = None,
+    number: int = signal.SIGKILL,
 ) -> threading.Thread:
     """Kill an engine, or a rank of `group`, while the batch of `step` is being made: once a token of it is logged."""
 
@@ -42,7 +47,7 @@ def kill_at_step(
         deadline_s = time.monotonic() + DEADLINE_S
         while not is_speaking(scene, of_engine) and time.monotonic() < deadline_s:
             time.sleep(0.002)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -95,10 +100,10 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
     """Between the end of generate() and the batch lies a moment; here every step meets it."""
     scene = Scene(tmp_path, cluster, name="moment", steps=3)
     engines, calls = scene.fleet._engines, []
-    tend, begin = scene.fleet.tend, engines._begin
+    tend, begin = scene.fleet.tend, engines.begin
 
     def once_they_have_ended() -> None:
-        while not all(engines._calls[0].handle.so_far()):  # type: ignore[union-attr]
+        while not all(engines._calls[0].handle.so_far()):
             time.sleep(0.002)
         tend()
 
@@ -107,7 +112,7 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
         begin(ranks)
 
     monkeypatch.setattr(scene.fleet, "tend", once_they_have_ended)
-    monkeypatch.setattr(engines, "_begin", counted)
+    monkeypatch.setattr(engines, "begin", counted)
     monkeypatch.setattr("rill.workflows.loop.TEND_S", 0.0)
     scene.run()
     check_once(scene, 3, 3)
@@ -150,6 +155,37 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     assert max(record["versions"][-1] for record in back) > 3, "with newer weights than those at the kill"
     trained = {s.trajectory.episode_id for batch in scene.trained() for s in batch.samples}
     assert any(record["id"].partition("#")[0] in trained for record in back), "what it said was trained on"
+    scene.close()
+
+
+def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_what_it_was_saying(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(
+        tmp_path,
+        cluster,
+        name="told",
+        engines="0-1",
+        steps=8,
+        prompts_per_step=3,
+        max_new_tokens=30,
+        max_lag=2,
+        order="admission",
+        engine=SLOW,
+    )
+    scene.fleet._door = Door(tmp_path, berth=str, changed=lambda: None)
+    scene.loop._observers = [lambda report: scene.fleet.join("0") if report.step == 1 else None]
+    telling = kill_at_step(scene, 1, 3, number=signal.SIGTERM)
+    with caplog.at_level(logging.WARNING, "rill"):
+        scene.run()
+    telling.join()
+    check_conserved(scene)
+    check_once(scene, 8, 3)
+    assert (scene.rollout.ranks, scene.relaunches()) == ((0, 2), [0, 0]), "it is not started again"
+    speakers = {part["engine"] for parts in scene.said().values() for part in parts}
+    assert {address.pid for address in scene.rollout.addresses()} <= speakers, "who joined takes part"
+    assert "rollout-told[1] left" in caplog.text
+    assert num_continued(scene) > 0, "behind its tokens"
     scene.close()
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from rill.config import PartConfig
 from rill.errors import EngineError, PeerDiedError, StuckError
-from rill.inference.base import Completion, Delta, EngineStats, NamedTensors, Request
+from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
 from rill.inference.flight import Flight
 from rill.inference.replica import ReplicaEngine
 from rill.inference.requests import check_ids, check_request, wait_for_all

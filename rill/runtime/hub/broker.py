@@ -160,8 +160,8 @@ class Broker:
         channel.passing.discard(client)
         name = name_of(client)
         if name not in channel.consumer_epoch:
-            first_seen = self._machine.membership.first_seen.get(group_of(client), 0)
-            channel.consumer_epoch[name] = channel.epochs_drained_before(first_seen)
+            seen_at = self._machine.membership.seen_at(name)
+            channel.consumer_epoch[name] = channel.epochs_drained_before(seen_at)
         keys = None if take.keys is None else [as_key(key) for key in take.keys]
         channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
         self._serve(channel)

@@ -26,7 +26,7 @@ class Membership:
         self.members: dict[str, dict[str, Any]] = {}
         """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
         self.first_seen: dict[str, int] = {}
-        """group -> number of the event at which its first process joined."""
+        """group -> number of the event at which its first process joined; and so for a rank that was added later."""
         self._seats: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}
         """group -> rank -> launch and devices, as its ranks told; a rank's seat outlives its process, for the next."""
         self._deaths: dict[str, dict[str, Any]] = {}
@@ -40,6 +40,10 @@ class Membership:
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
         return frozenset(self._groups[group]["ranks"]) if group in self._groups else frozenset((0,))
+
+    def seen_at(self, name: str) -> int:
+        """The event from which on a rank counts: when its group was there, or when it was added to it."""
+        return self.first_seen.get(name, self.first_seen.get(group_of(name), 0))
 
     def world_size(self, group: str) -> int:
         """How many ranks a group has now."""
@@ -86,6 +90,9 @@ class Membership:
             machine.push(client, "peer_died", note)
         self.members[client] = dict(info)
         self.first_seen.setdefault(group_of(client), machine.num_events)
+        word = self._groups.get(group_of(client), {})
+        if "roster" in word and name_of(client) not in {f"{word['group']}[{rank}]" for rank in word["ranks"]}:
+            self.first_seen.setdefault(name_of(client), machine.num_events)
 
     def on_register(self, client: str, seq: int, info: dict[str, Any]) -> bool:
         """What a process tells about itself. A `world_size` counts where the driver has said nothing of the group."""

@@ -65,8 +65,9 @@ class BrokerView:
             return Role(False, False, False, False)
         producers = {group_of(producer) for producer in channel.producers}
         consumers = [consumer for consumer in channel.consumer_epoch if group_of(consumer) == group]
-        begins = channel.epochs_drained_before(self._machine.membership.first_seen.get(group, 0))
-        is_behind = any(channel.consumer_epoch.get(rank, begins) < channel.epoch for rank in asking)
+        seen_at = self._machine.membership.seen_at
+        begins = {rank: channel.epochs_drained_before(seen_at(rank)) for rank in asking}
+        is_behind = any(channel.consumer_epoch.get(rank, begins[rank]) < channel.epoch for rank in asking)
         has_data = channel.num_queued > 0 or channel.is_closed or is_behind
         return Role(group in producers, bool(consumers), bool(producers - {group}), has_data)
 

@@ -101,6 +101,10 @@ class Supervisor:
     def ranks(self, name: str) -> tuple[int, ...]:
         return tuple(self._group(name).members)
 
+    def devices_of(self, name: str) -> dict[int, tuple[int, ...]]:
+        members = list(self._group(name).members.items())
+        return {rank: tuple(device.id for device in member.seat.devices) for rank, member in members}
+
     def lost(self, name: str) -> list[int]:
         return [rank for rank, member in list(self._group(name).members.items()) if member.is_lost]
 
