@@ -83,21 +83,21 @@ def test_the_program_in_the_readme_runs(tmp_path: Path) -> None:
 
 def test_the_task_of_the_ten_minutes_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/ten_minutes.md").read_text(encoding="utf-8")
-    [script] = re.findall(r"python -c '\n(.*?)' > digits.jsonl", page, re.DOTALL)
+    [script] = re.findall(r"python -c '\n(.*?)' > largest.jsonl", page, re.DOTALL)
     rows = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    (tmp_path / "digits.jsonl").write_text(rows.stdout)
+    (tmp_path / "largest.jsonl").write_text(rows.stdout)
     [reward] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_reward.py").write_text(reward)
     (tmp_path / "recipes").mkdir()
     [recipe] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "recipes" / "digits.toml").write_text(recipe)
+    (tmp_path / "recipes" / "largest.toml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("RILL_CACHE", str(tmp_path / "cache"))
-    result = CliRunner().invoke(app, ["config", "check", "digits"])
-    assert result.output == "recipes/digits.toml: valid\n"
+    result = CliRunner().invoke(app, ["config", "check", "largest"])
+    assert result.output == "recipes/largest.toml: valid\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -259,7 +259,8 @@ class PromptEncoder:
             return tail
 
         if self._constants is None or any(
-            m.tool_calls or not m.content.strip() or self._constants.search(m.content) for m in new
+            m.tool_calls or m.pictures or not m.content.strip() or self._constants.search(m.content)
+            for m in new
         ):
             return rendered(new)
         calls = tuple(call["function"]["name"] for call in said.tool_calls)

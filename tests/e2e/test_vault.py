@@ -52,8 +52,6 @@ def test_a_tool_that_is_needed_is_learnt_by_step_50(tmp_path: Path, seed: int) -
     rewards = [values["reward/mean"] for values in rows if "reward/mean" in values]
     held_out = [values["eval/accuracy"] for values in rows if "eval/accuracy" in values]
     assert held_out[0] < 0.1 and held_out[-1] >= 0.95, held_out
-    assert sum(rewards[-3:]) / 3 >= 0.8 > 0.3 > rewards[0], rewards[
-        ::10
-    ]  # at temperature 1: some still guess
+    assert sum(rewards[-3:]) / 3 >= 0.95, rewards[::10]
     calls = [values["rollout/tool_calls"] for values in rows if "rollout/tool_calls" in values]
     assert calls[-1] > 1.5 > calls[0]

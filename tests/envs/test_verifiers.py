@@ -164,7 +164,7 @@ async def test_the_vault_as_a_package_of_verifiers_has_the_tokens_of_the_built_i
     examples = Path(__file__).parents[2] / "examples"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{examples}" exec "{CLASSIC}" "$@"\n')
     wrapper.chmod(0o755)
-    task = tasks_of(str(wrapper), "own_verifiers", limit=1)[0]
+    task = tasks_of(str(wrapper), "vault_for_verifiers", limit=1)[0]
     question = task.messages[-1].content
 
     def solver(seen: str) -> str:
@@ -172,7 +172,7 @@ async def test_the_vault_as_a_package_of_verifiers_has_the_tokens_of_the_built_i
         return f"={found[-1]}" if len(found) == 2 else f"><get>{found[-1] if found else question[4:6]}</get>"
 
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    env = environment("verifiers", python=str(wrapper), id="own_verifiers", chat_template=template)
+    env = environment("verifiers", python=str(wrapper), id="vault_for_verifiers", chat_template=template)
     policy, own = Scripted(solver), Scripted(solver)
     episode = await play(env, policy, task)
     assert episode.rewards == {"policy": 1.0}, episode.error

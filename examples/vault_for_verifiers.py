@@ -3,7 +3,7 @@
     [data]                                          [rollout.env]
     type = "verifiers"                              type = "verifiers"
     python = "~/vf/bin/python"                      python = "~/vf/bin/python"
-    id = "own_verifiers"                            id = "own_verifiers"
+    id = "vault_for_verifiers"                            id = "vault_for_verifiers"
 
 with this file where that Python finds it, `rollout.sampling.stop = ["</get>"]` and the chat template of own_agent.py.
 The model reads what it reads in the recipe, token by token.
