@@ -69,6 +69,8 @@ class Edge:
             for peer in peers:
                 peer.put(chunk)
             waiting.append(Part(chunk, keys, taken, world))
+            if chunk.is_last and self.is_whole:
+                world.barrier()  # else one waits in a collective for others, holding devices that their shares need
             if chunk.is_last or not self.is_whole:
                 yield from self._traced(worker, waiting)
                 waiting = []

@@ -137,6 +137,26 @@ def test_coming_again_without_contention_moves_nothing() -> None:
     assert not turns.is_asked_to_offload("a[0]")
 
 
+def test_a_rank_may_come_again_as_often_as_its_peers_although_another_group_waits() -> None:
+    """The peer may stand in a collective: it lets go of the devices when this one has joined it."""
+    turns = Turns(a=[[0], [1]], b=[[0]])
+    turns.ask("a[0]")
+    turns.ask("a[1]")
+    turns.leave("a[0]")
+    turns.ask("a[0]")
+    assert turns.is_in("a[0]"), "nobody else wants the devices"
+    turns.ask("b[0]")
+    turns.leave("a[1]")
+    turns.ask("a[1]")
+    assert turns.is_in("a[1]") and not turns.is_in("b[0]")
+    turns.leave("a[0]")
+    turns.ask("a[0]")
+    assert not turns.is_in("a[0]"), "a third time is after the other group's turn"
+    turns.leave("a[1]")
+    turns.offload("a[0]")
+    assert turns.is_in("b[0]")
+
+
 def test_waiting_groups_take_turns_in_the_order_they_came() -> None:
     turns = Turns(a=[[0]], b=[[0]], c=[[0]])
     for worker in ("a[0]", "b[0]", "c[0]"):

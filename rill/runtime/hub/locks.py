@@ -17,6 +17,7 @@ so a late answer never hides memory that is there. A dead process holds nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,8 @@ class Turn:
     asked: dict[str, tuple[int, float]] = field(default_factory=dict)
     """client -> (seq, since): waiting to be let in."""
     inside: set[str] = field(default_factory=set)
-    entered: set[str] = field(default_factory=set)
-    """Names of the ranks that have been in."""
+    entered: Counter[str] = field(default_factory=Counter)
+    """How often each rank has been in, by name."""
     linger_until_s: float | None = None
     """All who came have left; until then the turn waits for ranks that have not come yet."""
     lending: set[str] = field(default_factory=set)
@@ -103,14 +104,15 @@ class LockService:
         """The group's turn that this rank can join: one that waits, or one that others of the group are in.
 
         A rank that lent its part may go back into a turn that others of its group have kept; one that left it may
-        come again while no other group waits for the devices.
+        come again while no other group waits for the devices, and as often as any of its group has: that one may
+        stand in a collective and wait for it.
         """
         for turn in self._turns:
             if turn.group != group:
                 continue
             if turn.inside and (is_resumed or not (turn.lending or self._is_wanted(turn))):
                 return turn
-            if name_of(client) not in turn.entered and not turn.lending:
+            if turn.entered[name_of(client)] < max(turn.entered.values(), default=1) and not turn.lending:
                 return turn
         return None
 
@@ -186,7 +188,7 @@ class LockService:
             turn.asked.pop(client, None)
             self._leave(turn, client)
             self._end_if_empty(turn)
-            turn.entered.discard(name_of(client))  # relaunched, it joins its group's turn again
+            turn.entered.pop(name_of(client), None)  # relaunched, it joins its group's turn again
         self.advance()
 
     # --- whose turn it is ---------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class LockService:
     def _let_in(self, turn: Turn) -> None:
         for client, (seq, _) in turn.asked.items():
             turn.inside.add(client)
-            turn.entered.add(name_of(client))
+            turn.entered[name_of(client)] += 1
             turn.linger_until_s = None
             self._evicting.pop(client, None)
             self._resident[client] = self._machine.membership.devices_of_client(client) or turn.devices
