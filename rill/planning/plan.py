@@ -89,9 +89,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         others: Sequence[tuple[Mode, Found | str]] = (),
         basis: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
+        tried_s: float | None = None,
     ) -> Plan:
-        tree = price(problem, found.tree).tree  # the search drops the memory column where it does not matter
-        found = Found(step_s=found.step_s, tree=tree)
+        priced = price(problem, found.tree)  # the search drops the memory column where it does not matter
+        found = priced if tried_s is None else Found(step_s=tried_s, tree=priced.tree)
         ids = _assigned(problem, found.tree)
         workers = _placed(problem, found.tree, ids, basis or {})
         busy = sum(placed.seconds for placed in workers.values())
@@ -201,17 +202,21 @@ def choose(
     best: dict[Mode, Found | str] = (
         best_of_modes(problem) if mode is Mode.AUTO else {mode: search(problem, mode)}
     )
-    known = {}
+    known: dict[Mode, Found] = {}
+    tried_s: dict[Mode, float] = {}
     for one, found in best.items():
         if not isinstance(found, str):
-            seconds = (tried or {}).get(Plan.of(problem, found).signature)
-            known[one] = (found if seconds is None else Found(step_s=seconds, tree=found.tree), found.step_s)
-    winner = min(known, key=lambda one: known[one][0].step_s)
-    found, predicted_s = known[winner]
-    if found.step_s != predicted_s:
+            known[one] = found
+            if (seconds := (tried or {}).get(Plan.of(problem, found).signature)) is not None:
+                tried_s[one], known[one] = seconds, Found(step_s=seconds, tree=found.tree)
+    winner = min(known, key=lambda one: known[one].step_s)
+    found = known[winner]
+    if winner in tried_s:
+        predicted_s = price(problem, found.tree).step_s
         notes = [*notes, f"tried: {found.step_s:.3g} s a step, where {predicted_s:.3g} s was predicted"]
-    others = [(one, known[one][0] if one in known else str(best[one])) for one in best if one is not winner]
-    return Plan.of(problem, found, others=others, basis=basis, notes=notes), found
+    others = [(one, known.get(one, str(best[one]))) for one in best if one is not winner]
+    made = Plan.of(problem, found, others=others, basis=basis, notes=notes, tried_s=tried_s.get(winner))
+    return made, found
 
 
 # --- device ids -------------------------------------------------------------------------------------------

@@ -352,16 +352,16 @@ class Occupier(Worker):
 
 
 def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cluster: Cluster) -> None:
-    scene = Scene(tmp_path, cluster, name="in-line", sync_timeout_s=0.3)
+    scene = Scene(tmp_path, cluster, name="in-line", sync_timeout_s=3.0)
     marker = tmp_path / "held"
     other = Occupier.launch(cluster, name="other-in-line", placement="0", threads=1, marker=str(marker))
     scene.fleet.publish(PolicyVersion(1))
-    held = other.hold(2.0)
+    held = other.hold(6.0)
     while not marker.exists():
         time.sleep(0.01)
     synced = scene.actor.publish(PolicyVersion(2)).wait(timeout_s=DEADLINE_S)[0]
     assert synced is not None and synced.failed == {}
-    assert synced.metrics["sync/update_s"] > 1.0, "it waited for its device"
+    assert synced.metrics["sync/update_s"] > 3.0, "it waited for its device"
     held.wait(timeout_s=DEADLINE_S)
     other.close()
     scene.close()
