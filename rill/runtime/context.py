@@ -144,7 +144,7 @@ class RuntimeContext:
             doors += reversed(self.doors)
             self.channels.clear()
             self.doors.clear()
-        for door in (*doors, self.mailbox):
+        for door in (*doors, self.mailbox, self.calls):
             door.close()
 
 

@@ -20,6 +20,8 @@ from rill.runtime import context as runtime_context
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
+from rill.runtime.handle import Handle
+from rill.runtime.process import agent_client, supervisor
 from rill.runtime.process.agent_protocol import Exited
 from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
 from tests.runtime.leftovers import becomes_true, is_running, marked_processes, nothing_left
@@ -82,6 +84,23 @@ def test_the_death_of_the_agent_fails_its_workers_and_they_can_be_relaunched() -
         assert becomes_true(lambda: not is_running(pid))
         group.relaunch(0)
         assert group.plus(1).wait(20) == [1]
+
+
+def test_a_call_in_flight_ends_with_its_cluster_even_where_no_agent_tells_of_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.5)
+    monkeypatch.setattr(agent_client, "CLOSE_WAIT_S", 0.5)
+    with Cluster(devices="cpu:1") as cluster:
+        group = Echo.launch(cluster, name="echo", threads=1)
+        waiting, calls = group.sleep(60), cluster.context.calls
+        os.kill(cluster._nodes["node0"].agent_pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    with pytest.raises(PeerDiedError, match="the cluster was closed"):
+        waiting.wait(5)
+    late = Handle("echo.plus", waiting.targets)  # a thread that made its call while the cluster closed
+    calls.call(late, "plus", [])
+    with pytest.raises(PeerDiedError, match="the cluster was closed"):
+        late.wait(5)
 
 
 def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(

@@ -111,6 +111,7 @@ class Calls:
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
         self._dead: dict[str, str] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
         mailbox.on(REPLY, self._on_reply)
 
@@ -119,6 +120,9 @@ class Calls:
         call_id, caller, identity = next(self._ids), self._caller, self._identity
         with self._lock:  # who dies from now on finds the handle
             self._pending[call_id] = handle
+        if self._is_closed:
+            self._give_up()
+            return
         dead = self._dead
         for index, target in enumerate(handle.targets):
             if dead and target.identity in dead:
@@ -141,6 +145,21 @@ class Calls:
                     error = PeerDiedError(f"{target.name} died during a call: {reason}")
                     handle.fill(index, Reply.lost(error))
             self._drop_if_done(call_id, handle)
+
+    def close(self) -> None:
+        """Fail every call that still waits, and every later one: nobody hears answers any more."""
+        with self._lock:
+            self._is_closed = True
+        self._give_up()
+
+    def _give_up(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        for handle in pending.values():
+            for index, target in enumerate(handle.targets):
+                handle.fill(
+                    index, Reply.lost(PeerDiedError(f"{target.name} is gone: the cluster was closed"))
+                )
 
     def _on_reply(self, frames: Frames) -> None:
         answer = _decode_answer(frames[0])
