@@ -19,13 +19,7 @@ from rill.planning.search import Found, Tree
 
 def price(problem: Problem, tree: Tree) -> Found:
     """The tree with the problem's times and memory, and the step. PlanError where it does not fit."""
-    has_stream = any(
-        is_stream(seat_of(problem, seat)[0], stage.chunk, problem.graph.batch)
-        for stage in tree.stages()
-        for seat in stage.seats
-    )
-    paces = problem.paces if has_stream else (1.0,)
-    priced = min((_price(problem, tree, pace)[0] for pace in paces), key=lambda t: _step_s(problem, t))
+    priced = min((way for way, _ in _ways(problem, tree)), key=lambda way: _step_s(problem, way))
     for count, pool in zip(priced.devices, problem.pools):
         if count > pool.count:
             raise PlanError(
@@ -80,26 +74,38 @@ def swaps_in_cycle(problem: Problem, tree: Tree) -> float:
     return rounds * sum(option.swap_s for _, _, option, _ in seats) if memory > 1.0 else 0.0
 
 
-def _price(problem: Problem, tree: Tree, pace: float) -> tuple[Tree, float]:
-    """The tree with its figures, and its swap seconds."""
+def _ways(problem: Problem, tree: Tree) -> list[tuple[Tree, float]]:
+    """The tree with its figures, and its swap seconds: one for each pace of its streams, without those that another
+    beats."""
     if tree.op is Op.STAGE:
-        return _stage(problem, tree, pace)
-    priced = [_price(problem, half, pace) for half in tree.halves]
-    if tree.op is Op.FINER:
-        inner, swap = priced[0]
-        k = tree.chunk // inner.chunk
-        latency = inner.latency_s + (k - 1) * inner.interval_s
-        made = replace(
-            inner,
-            op=Op.FINER,
-            chunk=tree.chunk,
-            halves=(inner,),
-            seats=(),
-            latency_s=latency,
-            interval_s=k * inner.interval_s,
-        )
-        return made, swap
-    (s, swap_s), (t, swap_t) = priced
+        costs = [seat_of(problem, seat)[0] for seat in tree.seats]
+        streams = any(is_stream(cost, tree.chunk, problem.graph.batch) for cost in costs)
+        found = [_stage(problem, tree, pace) for pace in (problem.paces if streams else (1.0,))]
+    elif tree.op is Op.FINER:
+        found = [(_finer(tree, inner), swap) for inner, swap in _ways(problem, tree.halves[0])]
+    else:
+        first, second = (_ways(problem, half) for half in tree.halves)
+        found = [_pair(problem, tree, s, t) for s in first for t in second]
+    kept: list[tuple[Tree, float]] = []
+    for way, swap in sorted(found, key=lambda each: (each[0].latency_s, each[0].interval_s)):
+        if not kept or way.interval_s < kept[-1][0].interval_s:
+            kept.append((way, swap))
+    return kept
+
+
+def _finer(tree: Tree, inner: Tree) -> Tree:
+    k = tree.chunk // inner.chunk
+    latency = inner.latency_s + (k - 1) * inner.interval_s
+    return replace(
+        inner, op=Op.FINER, chunk=tree.chunk, halves=(inner,), seats=(), latency_s=latency,
+        interval_s=k * inner.interval_s,
+    )  # fmt: skip
+
+
+def _pair(
+    problem: Problem, tree: Tree, first: tuple[Tree, float], second: tuple[Tree, float]
+) -> tuple[Tree, float]:
+    (s, swap_s), (t, swap_t) = first, second
     sizes, weights = problem.graph.between(problem.graph.mask(s.nodes), problem.graph.mask(t.nodes))
     transfers = [size * tree.chunk / problem.link_bytes_per_s for size in sizes]
     apart, local = weights / problem.link_bytes_per_s, weights / problem.local_bytes_per_s
