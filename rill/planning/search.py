@@ -27,6 +27,7 @@ tests/planning/test_search.py holds it against brute force. Called by `rill plan
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -64,7 +65,6 @@ _LEFT_OUT: dict[Op, tuple[Op, ...]] = {
 
 _SHARES, _SPLITS, _BOTH = 1, 2, 3
 _SLACK = 1 + 1e-9
-_MANY_PAIRS = 2048
 _ROUGH = (1, 2, 3, 4, 6, 8, 16, 64)
 """The first pass gives a stage only these parts of all devices, and looks at every third chunk size; what it finds
 bounds the second, which looks at all."""
@@ -205,6 +205,27 @@ class _Least:
     """Of all chunks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The least in each column of a frontier, and of devices times seconds: no row is better in anything."""
+
+    latency_s: float = 0.0
+    interval_s: float = 0.0
+    swap_s: float = 0.0
+    devices: float = 0.0
+    device_latency_s: float = 0.0
+    device_interval_s: float = 0.0
+
+    @classmethod
+    def of(cls, ways: Frontier) -> _Best:
+        if not len(ways):
+            return cls()
+        devices = ways.devices.sum(axis=1)
+        columns = (ways.latency, ways.interval, ways.table[:, SWAP], devices)
+        products = (devices * ways.latency, devices * ways.interval)
+        return cls(*(float(column.min()) for column in (*columns, *products)))
+
+
 class _Search:
     """One pass over all parts and chunk sizes, with a bound on the step and on the choices looked at of a stage."""
 
@@ -216,7 +237,7 @@ class _Search:
         self._is_rough = is_rough
         self._levels = problem.levels[::3] if is_rough else problem.levels
         self._memo: dict[tuple[int, int], Frontier] = {}
-        self._operands: dict[tuple[int, int, Op, bool], Frontier] = {}
+        self._operands: dict[tuple[int, int, Op, bool], tuple[Frontier, _Best]] = {}
         self._chains: dict[int, tuple[float, float, float, float]] = {}
         self._between: dict[tuple[int, int], tuple[list[float], float]] = {}
         self._known_cuts: dict[int, list[int]] = {}
@@ -298,20 +319,18 @@ class _Search:
     def _product(
         self, op: Op, first: int, second: int, chunk: int, added_s: float, slowest_s: float
     ) -> Frontier:
-        left, right = self._operand(first, chunk, op, is_left=True), self._operand(second, chunk, op)
+        left, left_best = self._operand(first, chunk, op, is_left=True)
+        right, right_best = self._operand(second, chunk, op)
+        limits, part = self.problem.limits, first | second
+        is_whole = op in _SHARE or (chunk == self.graph.batch and self.problem.lag == 0)
+        """Nothing follows a whole batch in a synchronous step: a pipeline is as long as its latency."""
         if not len(left) or not len(right):
             return right.rows(slice(0))
-        limits, part = self.problem.limits, first | second
+        if self._is_hopeless(op, part, chunk, left_best, right_best, added_s, slowest_s, is_whole):
+            return right.rows(slice(0))
 
         def combine(s: Floats, t: Floats) -> tuple[Floats, Ints, Ints]:
-            """Rows first that lead below the bound with the best of each column of the other side, then pairs of them
-            that do; only those become rows."""
-            s_rows, t_rows = np.arange(len(s)), np.arange(len(t))
-            if len(s) * len(t) > _MANY_PAIRS:
-                s_rows = np.flatnonzero(pairs(s, t.min(axis=0)[None])[0][:, 0])
-                if len(s_rows):
-                    t_rows = np.flatnonzero(pairs(s[s_rows].min(axis=0)[None], t)[0][0])
-                s, t = s[s_rows], t[t_rows]
+            """Pairs that lead below the bound become rows."""
             possible, latency, interval, devices = pairs(s, t)
             a, b = np.nonzero(possible)
             table = np.maximum(s[a], t[b])
@@ -326,7 +345,7 @@ class _Search:
             if self.mode is Mode.HYBRID:
                 bits = s[a, MIX].astype(np.int64) | t[b, MIX].astype(np.int64)
                 table[:, MIX] = bits | (_SPLITS if op in _SPLIT else _SHARES)
-            return table, s_rows[a], t_rows[b]
+            return table, a, b
 
         def pairs(s: Floats, t: Floats) -> tuple[Bools, Floats, Floats, list[Floats]]:
             """Of every pair: whether it is possible, its times, and its devices of each kind."""
@@ -334,8 +353,8 @@ class _Search:
             latency = join.outer(s[:, LATENCY], t[:, LATENCY]) + added_s
             if op is Op.TURNS:
                 latency += np.add.outer(s[:, SWAP], t[:, SWAP])
-            if op in _SHARE or (chunk == self.graph.batch and self.problem.lag == 0):
-                interval = latency  # nothing follows a whole batch in a synchronous step
+            if is_whole:
+                interval = latency
             else:
                 interval = np.maximum(np.maximum.outer(s[:, INTERVAL], t[:, INTERVAL]), slowest_s)
             together = np.add if op in _SPLIT else np.maximum
@@ -349,11 +368,14 @@ class _Search:
 
         return product(Source(op, left, right, (first, second), chunk), combine)
 
-    def _operand(self, part: int, chunk: int, op: Op, is_left: bool = False) -> Frontier:
+    def _operand(self, part: int, chunk: int, op: Op, is_left: bool = False) -> tuple[Frontier, _Best]:
         key = (part, chunk, op, is_left)
         if key not in self._operands:
-            ways = self._operand(part, chunk, op) if is_left else self.frontier(part, chunk)
-            self._operands[key] = ways.without(*_LEFT_OUT[op]) if is_left else ways.best_for(op)
+            if is_left:
+                ways = self._operand(part, chunk, op)[0].without(*_LEFT_OUT[op])
+            else:
+                ways = self.frontier(part, chunk).best_for(op)
+            self._operands[key] = ways, _Best.of(ways)
         return self._operands[key]
 
     def _finer(self, part: int, chunk: int) -> Iterator[Frontier]:
@@ -373,6 +395,34 @@ class _Search:
                 yield made.rows(self._is_below(part, chunk, table))
 
     # --- what cannot lead to a step below the bound ---
+
+    def _is_hopeless(
+        self,
+        op: Op,
+        part: int,
+        chunk: int,
+        s: _Best,
+        t: _Best,
+        added_s: float,
+        slowest_s: float,
+        is_whole: bool,
+    ) -> bool:
+        """Whether no pair of two frontiers can stay below the bound, by the best of each alone: most combinations end
+        here. In a pipeline (a + b)(c + d) >= (√ac + √bd)² says more of devices times seconds than their minima do."""
+        if not np.isfinite(self.bound_s):
+            return False
+        latency_s = max(s.latency_s, t.latency_s) if op is Op.PARALLEL else s.latency_s + t.latency_s
+        latency_s += added_s + (s.swap_s + t.swap_s if op is Op.TURNS else 0.0)
+        interval_s = latency_s if is_whole else max(s.interval_s, t.interval_s, slowest_s)
+        devices = s.devices + t.devices if op in _SPLIT else max(s.devices, t.devices)
+        if not self._below_bound(part, chunk, np.float64(latency_s), np.float64(interval_s), devices):
+            return True
+        if op is not Op.SERIES or self.problem.lag:
+            return False
+        k = self.graph.batch / chunk
+        first = (math.sqrt(s.device_latency_s) + math.sqrt(t.device_latency_s)) ** 2
+        later = first if is_whole else s.device_interval_s + t.device_interval_s
+        return first + (k - 1) * later > self.bound_s * self.problem.num_devices - self._outside(part)[0]
 
     def _is_below(self, part: int, chunk: int, table: Floats) -> Bools:
         devices = table[:, DEVICES:].sum(axis=1)
