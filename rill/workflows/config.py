@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -114,6 +115,11 @@ class LoopConfig(Config):
     max_relaunches: int = Field(3, ge=0)
     """Times that each engine may be started again after its process died or it could not take new weights. 0: the
     first such failure ends the run."""
+
+    @property
+    def num_extra(self) -> int:
+        """Groups begun beyond a batch."""
+        return math.ceil(self.overprovision * self.prompts_per_step)
 
     @property
     def largest_lag(self) -> int:

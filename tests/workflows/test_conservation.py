@@ -75,9 +75,11 @@ def lags(trained: list[TrainedBatch]) -> list[int]:
     [
         ("synchronous", {"max_lag": 0, "drop_equal": True}),
         ("ahead", {"max_lag": 2, "order": "admission", "drop_equal": True, "engines": "0-1"}),
-        ("first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}),
+        pytest.param(
+            "first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}, marks=pytest.mark.slow
+        ),
         ("streamed", {"max_lag": 0, "granularity": 3, "drop_equal": True}),
-        ("apart", {"max_lag": 0, "env_workers": 2, "engines": "0-1"}),
+        pytest.param("apart", {"max_lag": 0, "env_workers": 2, "engines": "0-1"}, marks=pytest.mark.slow),
         ("apart-ahead", {"max_lag": 1, "order": "admission", "env_workers": 1, "granularity": 1}),
     ],
 )

@@ -87,8 +87,11 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
 
 @pytest.mark.parametrize(
     ("engines", "env_workers"),
-    [("0", 0), ("0-1", 0), ("0-1", 2)],
-    ids=["one engine", "two engines", "environments apart"],
+    [
+        pytest.param("0", 0, id="one engine"),
+        pytest.param("0-1", 0, id="two engines", marks=pytest.mark.slow),
+        pytest.param("0-1", 2, id="environments apart", marks=pytest.mark.slow),
+    ],
 )
 def test_slow_groups_are_stopped_and_no_token_is_lost(
     tmp_path: Path, cluster: Cluster, engines: str, env_workers: int

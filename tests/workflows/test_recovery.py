@@ -94,6 +94,7 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     scene.close()
 
 
+@pytest.mark.slow
 def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_called_again(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
     scene.close()
 
 
+@pytest.mark.slow
 def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -158,6 +160,7 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_what_it_was_saying(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +206,7 @@ def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     scene.close()
 
 
-@pytest.mark.parametrize("victim", ["env", "engine"])
+@pytest.mark.parametrize("victim", ["env", pytest.param("engine", marks=pytest.mark.slow)])
 def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
     tmp_path: Path, cluster: Cluster, victim: str
 ) -> None:
@@ -310,6 +313,7 @@ def test_an_engine_that_says_it_updated_and_did_not_is_named_by_the_canary(
     scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,6 +327,7 @@ def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_other_serves(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

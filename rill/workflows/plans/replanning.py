@@ -24,15 +24,16 @@ from rill.planning.search import Tree
 from rill.planning.traced import StepTimes, whole_calls, work_of_step
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import (
+from rill.workflows.plans.recipe import (
     FOLDED,
     PLAN_TOML,
     PROFILE_TOML,
+    edges_of,
     identity_of,
     leave_in,
+    placement_of,
     problem_of,
     rewrite_config,
-    values_of,
 )
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
@@ -65,8 +66,7 @@ class Replanner:
         if config.loop.max_lag > 0 or not all(file.exists() for file in files):
             return None
         made = cls(config, Plan.load(files[0]), Profile.load(files[1]))
-        given = {f"placement.{name}": placed for name, placed in config.placement}
-        if any(given.get(key, value) != value for key, value in values_of(made.plan).items()):
+        if any(getattr(config.placement, n, ids) != ids for n, ids in placement_of(made.plan).items()):
             log.warning("the recipe places groups elsewhere than %s: the plan is not followed", files[0])
             return None
         return made
@@ -125,13 +125,10 @@ class Replanner:
         found = decision.found
         assert found is not None, "a switch has a plan"
         plan = Plan.of(decision.problem, found, basis=self.profile.basis(), notes=self.plan.notes)
-        values = values_of(plan)
-        placement = {key.partition(".")[2]: v for key, v in values.items() if key.startswith("placement.")}
         self._before_s = statistics.median(self._steps_s[-self.policy.window :])
         try:
-            took_s = steering.switch(
-                placement, self.config.flow.model_copy(update={"edges": values["flow.edges"]})
-            )
+            flow = self.config.flow.model_copy(update={"edges": edges_of(plan)})
+            took_s = steering.switch(placement_of(plan), flow)
         except (RunError, PlanError) as error:
             log.warning("replanning: the switch failed, the run goes on as before: %s", error)
             self._since_switch = 0
