@@ -24,7 +24,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
@@ -53,6 +52,13 @@ class Engines(NamedTuple):
 
     group: WorkerGroup[Any]
     env: WorkerGroup[Any] | None = None
+
+
+class RankCall(NamedTuple):
+    """One rank's part in a call."""
+
+    handle: Handle
+    index: int
 
 
 class Crew:
@@ -118,14 +124,6 @@ class Crew:
         for rank, call in list(self._calls.items()):
             if (outcome := answers[id(call.handle)][call.index]) is not None:
                 yield rank, outcome
-
-
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """One rank's part in a call."""
-
-    handle: Handle
-    index: int
 
 
 class Fleet:

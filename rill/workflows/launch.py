@@ -25,7 +25,7 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
-from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, OnlineConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
@@ -70,7 +70,9 @@ class Launcher:
                 f"placed on devices {sorted(both)}: place them apart (cluster.devices=2 placement.rollout=0 "
                 "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
             )
-        self.evals = checked_evals(config)
+        self.evals = config.eval.all_sets(config.data)
+        for chosen in self.evals.values():  # one that cannot be read is an error here, and not after an hour
+            read_prompts(chosen)
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
@@ -294,11 +296,3 @@ def routed(
 def threads_of(config: ClusterConfig, num_devices: int) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
     return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
-
-
-def checked_evals(config: OnlineConfig) -> Mapping[str, EvalSetConfig]:
-    """The evaluation sets; one that cannot be read is an error here, and not after an hour."""
-    sets = config.eval.all_sets(config.data)
-    for chosen in sets.values():
-        read_prompts(chosen)
-    return sets
