@@ -151,6 +151,16 @@ class EvalSamplingConfig(Config):
     max_new_tokens: int = Field(0, ge=0)
     """0: as in training."""
 
+    def params(self, training: SamplingConfig) -> SamplingParams:
+        """How it samples, where training samples so."""
+        limit = self.max_new_tokens or training.max_new_tokens
+        return training.params(temperature=self.temperature, top_p=self.top_p, max_new_tokens=limit)
+
+    def own_set(self, data: PartConfig, split: Split) -> list[EvalSetConfig]:
+        """The evaluation on the training data, unless there is none."""
+        own = self.model_dump(include=set(EvalSamplingConfig.model_fields))
+        return [EvalSetConfig(name=HELD_OUT, data=data, split=split, **own)] if self.num_prompts else []
+
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
@@ -182,9 +192,7 @@ class EvalConfig(EvalSamplingConfig):
 
     def all_sets(self, data: PartConfig) -> dict[str, EvalSetConfig]:
         """By name; that of the training data's held-out side is HELD_OUT."""
-        own = {**self.model_dump(include=set(EvalSamplingConfig.model_fields)), "split": Split.HELD_OUT}
-        held_out = {HELD_OUT: EvalSetConfig(name=HELD_OUT, data=data, **own)} if self.num_prompts else {}
-        return {**held_out, **{each.name: each for each in self.sets}}
+        return {each.name: each for each in (*self.own_set(data, Split.HELD_OUT), *self.sets)}
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

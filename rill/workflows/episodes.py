@@ -212,9 +212,7 @@ class Episodes:
                 if chosen.env is None
                 else open_environment(chosen.env, self.tokenizer, self._pictures)
             )
-        limit = chosen.max_new_tokens or sampling.max_new_tokens
-        params = sampling.params(temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit)
-        return self._environments[purpose], params
+        return self._environments[purpose], chosen.params(sampling)
 
     def _outcome(self, task: Task, **known: Any) -> Outcome:
         return Outcome(index=task.index, purpose=task.purpose, **known)
