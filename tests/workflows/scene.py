@@ -13,7 +13,7 @@ import pickle
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -121,6 +121,9 @@ class TrainedBatch(NamedTuple):
 class Scene:
     """One run. Its groups are launched on the given cluster under names of their own."""
 
+    alive: ClassVar[list[Scene]] = []
+    """What a test has left to be closed (the `cluster` fixture does)."""
+
     def __init__(
         self,
         folder: Path,
@@ -222,6 +225,7 @@ class Scene:
                 cluster, name=f"env-{name}", placement=[0] * env_workers, threads=1, settings=settings
             )
         self.engines = Engines(self.rollout, self.env)
+        Scene.alive.append(self)
         self.fleet = Fleet(self.engines, self.flows, channels, self.actor, sync, config)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder

@@ -99,7 +99,6 @@ def test_what_the_engine_said_is_what_the_loss_gets_once(
         assert dropped > 0, "the scene was meant to drop groups and sample others"
     if settings["max_lag"] == 0 or settings.get("order") == "admission":
         assert max(lags(scene.trained())) <= settings["max_lag"]  # type: ignore[operator]
-    scene.close()
 
 
 def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
@@ -128,7 +127,6 @@ def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
     ]
     assert mixed, "no sequence lived through an update: the scene is too quick"
     assert max(lags(scene.trained())) <= 2
-    scene.close()
 
 
 def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, cluster: Cluster) -> None:
@@ -150,4 +148,3 @@ def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, clu
         for sample in batch.samples:
             t = sample.trajectory
             assert len(np.unique(t.versions[t.loss_mask])) == 1
-    scene.close()

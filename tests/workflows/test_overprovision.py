@@ -82,7 +82,6 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
     lags = [report.metrics.get("lag/max", 0.0) for report in scene.reports]
     if order == "admission" or max_lag == 0:
         assert max(lags) <= scene.loop.config.largest_lag
-    scene.close()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,6 @@ def test_slow_groups_are_stopped_and_no_token_is_lost(
     assert check_parts(scene) > 0, "the scene was meant to cut answers in two"
     assert sum(report.metrics.get("groups/resumed", 0.0) for report in scene.reports) > 0
     assert max(report.metrics.get("lag/max", 0.0) for report in scene.reports) >= 1
-    scene.close()
 
 
 def test_a_run_that_stops_goes_on_with_what_was_stopped(tmp_path: Path, cluster: Cluster) -> None:
@@ -129,7 +127,6 @@ def test_a_run_that_stops_goes_on_with_what_was_stopped(tmp_path: Path, cluster:
     again.run()
     check_once(again, 5, 3)
     assert kept > 0 and check_parts(again) > 0
-    again.close()
 
 
 def test_it_is_refused_where_engines_run_ahead_anyway() -> None:
