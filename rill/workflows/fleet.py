@@ -58,7 +58,7 @@ class RankCall(NamedTuple):
     """One rank's part in a call."""
 
     handle: Handle
-    index: int
+    place: int
 
 
 class Crew:
@@ -122,7 +122,7 @@ class Crew:
         """Ranks whose call is over, with what became of it."""
         answers = {id(call.handle): call.handle.so_far() for call in self._calls.values()}
         for rank, call in list(self._calls.items()):
-            if (outcome := answers[id(call.handle)][call.index]) is not None:
+            if (outcome := answers[id(call.handle)][call.place]) is not None:
                 yield rank, outcome
 
 
