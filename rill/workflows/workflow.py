@@ -112,7 +112,7 @@ class Workflow(ABC):
             compacts=not config.journal.keep,
         )
         if pilot is None and isinstance(config, RLConfig):
-            pilot = Replanner.of(config, self.folder)
+            pilot = Replanner.of(config, self.folder, launch.cluster.devices)
         with checkpoints:
             loop = Loop(
                 config.loop,

@@ -227,7 +227,7 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
     leave_in(run.path, plan, problem=problem, found=found, profile=wrong)
     noted = Noted([])
     logging.getLogger("rill.workflows.plans.replanning").addFilter(noted)
-    pilot = Replanner.of(followed, run)
+    pilot = Replanner.of(followed, run, devices_of(followed))
     assert pilot is not None
     pilot.policy = Policy(window=3, cooldown=2)
     reports: list[StepReport] = []
