@@ -34,7 +34,7 @@ import torch
 from rill.config import PartConfig
 from rill.data.loader import LoaderConfig
 from rill.journal.checkpoints import RunCheckpoints
-from rill.runtime.channel import Channel
+from rill.journal.token_log import JournalConfig
 from rill.runtime.cluster import Cluster
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import Run
@@ -47,10 +47,10 @@ from rill.weights.shm import ShmTransport
 from rill.workflows.config import FlowConfig, LoopConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
-from rill.workflows.fleet import Crew, Engines, Fleet
-from rill.workflows.flow import Flow, Seating
+from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.flow import Flow
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Flows, Outcome, sample_key
+from rill.workflows.records import Channels, Flows, Outcome, sample_key
 
 TIMEOUT_S = 600.0
 GROUP_SIZE = 8
@@ -202,31 +202,22 @@ def null_run(
         work_s=work_s,
     )
     prompts = PromptPlan(data=Questions.Config(), loader=LoaderConfig())
+    run = Run.create(tag, root=root)
     controller = Controller.launch(
         cluster, name=f"controller-{tag}", placement="0", threads=1, prompts=prompts, config=config,
-        group_size=GROUP_SIZE, evals={},
+        group_size=GROUP_SIZE, evals={}, run_dir=str(run.path), journal=JournalConfig(enabled=False),
     )  # fmt: skip
 
-    def channel(name: str, **options: Any) -> Channel:
-        return Channel.create(cluster, f"{name}-{tag}", **options)
-
-    flows = Flows(
-        tasks=channel("tasks", capacity_items=1_000_000, timeout_s=1e9),
-        samples=channel("samples"),
-        outcomes=channel("outcomes", timeout_s=1e9),
-    )
-    crew = Crew(rollout, lambda chosen: rollout.on(*chosen).generate(flows), 0)
-    fleet = Fleet(crew, None, None, actor, SyncConfig(), config)  # type: ignore[arg-type]
-    seating = Seating(cluster, colocate=True)
-    seating.seat(rollout.name, "0")
-    seating.seat(actor.name, "1")
+    channels = Channels(cluster, TIMEOUT_S, f"-{tag}")
+    flows, engines = Flows.of(channels), Engines(rollout)
+    fleet = Fleet(engines, flows, channels, actor, SyncConfig(), config)  # type: ignore[arg-type]
     stopwatch = Stopwatch()
 
     def step(flow: Flow) -> None:
-        flow.update(actor, flow.select(flow.sample(Engines(rollout))))  # type: ignore[arg-type]
+        flow.update(actor, flow.select(flow.sample(engines)))
 
-    flow = Flow(FlowConfig(), config, controller, fleet, seating, flows, channel)
-    checkpoints = RunCheckpoints(Run.create(tag, root=root), {}, 1, TIMEOUT_S)
+    flow = Flow(FlowConfig(), config, controller, fleet, lambda *_: False, flows, channels)
+    checkpoints = RunCheckpoints(run, {}, 1, TIMEOUT_S)
     controller.start(flows).wait(timeout_s=TIMEOUT_S)
     Loop(config, flow, step, controller, checkpoints, [stopwatch]).run()
     for group in (rollout, actor, controller):

@@ -30,8 +30,8 @@ from rill.planning.simulator import simulate
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import devices_of, problem_of, put_into
-from rill.workflows.profiling import measure
+from rill.workflows.plans.profiling import measure
+from rill.workflows.plans.recipe import devices_of, problem_of, put_into
 from rill.workflows.rl_config import RLConfig
 
 SKIP = 3

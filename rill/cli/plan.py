@@ -184,8 +184,8 @@ def of_recipe(
     is_quiet: bool = False,
 ) -> Question:
     """Of a recipe: with the given profile, else that of its run, else what is stored or measured now."""
-    from rill.workflows.planned import devices_of, devices_on_paper, identity_of, problem_of, profile_of
-    from rill.workflows.profiling import find_profile
+    from rill.workflows.plans.profiling import find_profile
+    from rill.workflows.plans.recipe import devices_of, devices_on_paper, identity_of, problem_of, profile_of
 
     config = rl_config(values)
     asked = devices_on_paper(num_devices) if num_devices is not None else None
@@ -210,7 +210,7 @@ def of_recipe(
 
 def choose(plan: str, values: RecipeValues, *, root: Path) -> Chosen:
     """Write a plan into a recipe's values: of a file, or the best of a mode; why is said."""
-    from rill.workflows.planned import check_follows, put_into, words
+    from rill.workflows.plans.recipe import check_follows, put_into, words
 
     config = rl_config(values)
     if plan in tuple(Mode):
@@ -241,7 +241,7 @@ class Chosen:
 
     def leave_in(self, folder: Path) -> None:
         """Its files, beside the run's others: with the profile it rests on, the run replans."""
-        from rill.workflows.planned import leave_in
+        from rill.workflows.plans.recipe import leave_in
 
         problem = self.question.problem if self.question else None
         profile = self.question.profile if self.question else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from rill.algorithms.preferences.base import PreferenceBatch, PreferenceLoss
 from rill.algorithms.preferences.bradley_terry import BradleyTerryConfig, bradley_terry_loss
 from rill.algorithms.preferences.dpo import DPO
 from rill.config import OneOf, PartConfig
+from rill.data.pairs import Answer, PreferencePair
 from rill.errors import ConfigError, InvalidSampleError
 from rill.models.loading import DTYPES
 from rill.training.batching import MicroBatch, Tally
@@ -32,44 +33,7 @@ from rill.training.packing import PackSequence
 from rill.training.parallel import Rendezvous
 from rill.training.score import ScoreModel, sequence_scores
 from rill.training.trainer import Trainer
-from rill.types import Bits, Floats, Picture, TokenIds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A whole sequence, prompt included."""
-
-    token_ids: TokenIds
-    loss_mask: Bits
-    """True on the answer's own tokens."""
-    ref_logprobs: Floats | None = None
-    """The reference's, aligned with token_ids. None: the trainer asks its reference."""
-    pictures: tuple[Picture, ...] = ()
-    """In the prompt."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first of its own."""
-        return int(self.loss_mask.argmax())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferencePair:
-    """One of the two may be None where a loss takes answers one by one (KTO)."""
-
-    id: str
-    chosen: Answer | None
-    rejected: Answer | None
-    margin: float = 0.0
-    """How much better the chosen one was rated, in reward units. 0: not known."""
-
-    @property
-    def answers(self) -> tuple[Answer, ...]:
-        return tuple(a for a in (self.chosen, self.rejected) if a is not None)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self.answers)
+from rill.types import Floats, TokenIds
 
 
 class PairTrainer(Trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -116,6 +117,11 @@ class LoopConfig(Config):
     first such failure ends the run."""
 
     @property
+    def num_extra(self) -> int:
+        """Groups begun beyond a batch."""
+        return math.ceil(self.overprovision * self.prompts_per_step)
+
+    @property
     def largest_lag(self) -> int:
         """Versions that a token may be behind when it is trained on, where nothing is out of order."""
         return self.max_lag + (self.max_resumes if self.overprovision else 0)
@@ -144,6 +150,16 @@ class EvalSamplingConfig(Config):
     """1: off."""
     max_new_tokens: int = Field(0, ge=0)
     """0: as in training."""
+
+    def params(self, training: SamplingConfig) -> SamplingParams:
+        """How it samples, where training samples so."""
+        limit = self.max_new_tokens or training.max_new_tokens
+        return training.params(temperature=self.temperature, top_p=self.top_p, max_new_tokens=limit)
+
+    def own_set(self, data: PartConfig, split: Split) -> list[EvalSetConfig]:
+        """The evaluation on the training data, unless there is none."""
+        own = self.model_dump(include=set(EvalSamplingConfig.model_fields))
+        return [EvalSetConfig(name=HELD_OUT, data=data, split=split, **own)] if self.num_prompts else []
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
@@ -176,9 +192,7 @@ class EvalConfig(EvalSamplingConfig):
 
     def all_sets(self, data: PartConfig) -> dict[str, EvalSetConfig]:
         """By name; that of the training data's held-out side is HELD_OUT."""
-        own = {**self.model_dump(include=set(EvalSamplingConfig.model_fields)), "split": Split.HELD_OUT}
-        held_out = {HELD_OUT: EvalSetConfig(name=HELD_OUT, data=data, **own)} if self.num_prompts else {}
-        return {**held_out, **{each.name: each for each in self.sets}}
+        return {each.name: each for each in (*self.own_set(data, Split.HELD_OUT), *self.sets)}
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -21,7 +21,6 @@ import json
 import math
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ from rill.workflows.config import EvalSetConfig, LoopConfig
 from rill.workflows.edges import Edge
 from rill.workflows.evaluation import read_prompts, summarise_rewards, summarise_tasks
 from rill.workflows.records import TRAIN, Chunk, Flows, Outcome, Task
-from rill.workflows.staleness import Limits, Since, Staleness, State
+from rill.workflows.staleness import Staleness, State
 
 STATE_FILE, GROUPS_FILE = "state.json", "groups.pickle"
 
@@ -88,7 +87,7 @@ class Controller(Worker):
         self.run_dir = Path(run_dir)
         self.journal = TokenLog(self.run_dir, "controller", journal) if journal.enabled else None
         self.evals = {name: (chosen, read_prompts(chosen)) for name, chosen in evals.items()}
-        self.groups = Staleness(limits_of(config), prompts.open(), group_size=group_size)
+        self.groups = Staleness(config, prompts.open(), group_size=group_size)
         self._changed = threading.Condition()
         self._is_open = False
         self._epoch = 0
@@ -110,7 +109,7 @@ class Controller(Worker):
             reader = LogReader(self.run_dir)
             reader.read_all()
             self.groups.chosen_before = chosen_before(
-                reader.batches(), self.groups.version, self.groups.limits.batch
+                reader.batches(), self.groups.version, self.groups.batch_size
             )
         threading.Thread(target=self._run, name="controller", daemon=True).start()
 
@@ -138,9 +137,7 @@ class Controller(Worker):
             self.journal.event(CONTROLLER, f"{BATCH}/{step}", [outcome.index for outcome in batch])
         if self.config.max_lag == 0:
             self._end_epoch()
-        metrics = summarise(
-            batch, since, PolicyVersion(step + 1)
-        )  # version 0 is what engines load by themselves
+        metrics = {**summarise(batch, PolicyVersion(step + 1)), **since}
         if isinstance(self.groups.source, CurriculumSource):
             metrics |= self.groups.source.metrics()
         lengths = [length for outcome in batch for length in outcome.lengths]
@@ -162,8 +159,7 @@ class Controller(Worker):
     def resize(self, num_prompts: int) -> None:
         """Between two steps: the batches from now on. A profile looks at several."""
         with self._changed:
-            self.config = self.config.model_copy(update={"prompts_per_step": num_prompts})
-            self.groups.limits = limits_of(self.config)
+            self.groups.config = self.config.model_copy(update={"prompts_per_step": num_prompts})
 
     def finish(self) -> int:
         """Admit no more and let the episodes' loops end once they have finished what they hold; the epoch it was."""
@@ -266,7 +262,7 @@ class Controller(Worker):
 
     def _announce(self) -> None:
         """Chunks that are complete, in the order in which their groups joined the batch."""
-        size = self.groups.limits.batch
+        size = self.groups.batch_size
         for name, (edge, told) in self._edges.items():
             while len(self._batch) - told >= min(edge.granularity, size - told) > 0:
                 groups = self._batch[told : told + edge.granularity]
@@ -314,34 +310,17 @@ def check_some_succeeded(outcomes: Sequence[Outcome]) -> None:
         )
 
 
-def limits_of(config: LoopConfig) -> Limits:
-    batch, extra = config.prompts_per_step, math.ceil(config.overprovision * config.prompts_per_step)
-    return Limits(
-        batch=batch,
-        max_lag=config.max_lag,
-        max_concurrent=config.max_concurrent_prompts or (config.max_lag + 1) * batch + extra,
-        num_steps=config.steps,
-        extra=extra,
-        in_admission_order=config.order == "admission",
-        max_resumes=config.max_resumes,
-        max_dropped=config.max_refills * batch,
-    )
-
-
-def summarise(batch: Sequence[Outcome], since: Since, version: PolicyVersion) -> dict[str, float]:
+def summarise(batch: Sequence[Outcome], version: PolicyVersion) -> dict[str, float]:
     """Metrics of a batch trained from `version`; each group counts by its number of samples."""
-    metrics: dict[str, float] = {}
+    lags = [int(version) - int(o.oldest_version) for o in batch if o.oldest_version is not None] or [0]
+    metrics = {
+        "lag/mean": sum(lags) / len(lags),
+        "lag/max": float(max(lags)),
+        "groups/kept": float(len(batch)),
+    }
     for name in sorted({name for outcome in batch for name in outcome.metrics}):
         # A group without a reward has none; one without a failure has 0 of them.
         counted = [o for o in batch if name in o.metrics or not name.startswith("reward/")]
         rows = [(o.metrics.get(name, 0.0), len(o.lengths)) for o in counted]
         metrics[name] = sum(value * count for value, count in rows) / max(1, sum(count for _, count in rows))
-    lags = [int(version) - int(o.oldest_version) for o in batch if o.oldest_version is not None] or [0]
-    metrics["lag/mean"] = sum(lags) / len(lags)
-    metrics["lag/max"] = float(max(lags))
-    metrics["groups/kept"] = float(len(batch))
-    metrics["groups/dropped"] = float(len(since.dropped))
-    metrics["groups/resumed"] = float(since.num_stopped)
-    for reason, count in Counter(outcome.dropped for outcome in since.dropped).items():
-        metrics[f"groups/dropped_{reason}"] = float(count)
     return metrics

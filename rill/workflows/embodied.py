@@ -24,11 +24,11 @@ from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Observer
-from rill.workflows.robot_actor import RobotActor
-from rill.workflows.robot_config import RobotConfig
-from rill.workflows.robot_env import RobotEnvWorker
-from rill.workflows.robot_outcome import SuccessWatch
-from rill.workflows.robot_policy import RobotPolicyWorker, policy_of
+from rill.workflows.robots.actor import RobotActor
+from rill.workflows.robots.config import RobotConfig
+from rill.workflows.robots.env import RobotEnvWorker
+from rill.workflows.robots.outcome import SuccessWatch
+from rill.workflows.robots.policy import RobotPolicyWorker, policy_of
 from rill.workflows.workflow import Workflow
 
 
@@ -37,7 +37,7 @@ class Embodied(Workflow):
         workflow: Literal["embodied"] = "embodied"
 
     config: RobotConfig
-    preload = ("rill.workflows.robot_actor", "rill.workflows.robot_env", "rill.workflows.controller")
+    preload = ("rill.workflows.robots.actor", "rill.workflows.robots.env", "rill.workflows.controller")
 
     def __init__(self, config: RobotConfig, run: Run, observers: Sequence[Observer]) -> None:
         super().__init__(config, run, [SuccessWatch(observers)])

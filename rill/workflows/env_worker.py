@@ -47,11 +47,15 @@ class Refused(NamedTuple):
 class EnvWorker(Worker):
     def __init__(self, *, settings: EpisodeSettings) -> None:
         self.seed = settings.seed
-        self.episodes = Episodes(settings, f"{self.group_name}-{self.rank}")
+        name = f"{self.group_name}-{self.rank}"
+        self.journal = settings.open_journal(name)
+        self.episodes = Episodes(settings, name, self.journal)
         self._answers: Answers[Completion] | None = None
 
     def close(self) -> None:
         self.episodes.close()
+        if self.journal is not None:
+            self.journal.close()
 
     def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""

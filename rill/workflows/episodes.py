@@ -67,11 +67,16 @@ class EpisodeSettings(NamedTuple):
     run_dir: str
     journal: JournalConfig = JournalConfig()
 
+    def open_journal(self, process: str) -> TokenLog | None:
+        """The token log of a process; None where the recipe wants none."""
+        return TokenLog(Path(self.run_dir), process, self.journal) if self.journal.enabled else None
+
 
 class Episodes:
     """One process's environments."""
 
-    def __init__(self, settings: EpisodeSettings, process: str) -> None:
+    def __init__(self, settings: EpisodeSettings, process: str, journal: TokenLog | None) -> None:
+        """`journal`: the process's."""
         self._config = settings.rollout
         self._evals = settings.evals
         self._finish = settings.finish_group
@@ -84,13 +89,10 @@ class Episodes:
         }
         run_dir = Path(settings.run_dir)
         self._log = RolloutLog(run_dir, process, self.tokenizer, settings.rollout.log_groups)
-        self.journal = TokenLog(run_dir, process, settings.journal) if settings.journal.enabled else None
-        """Of this process; an engine in it writes to the same."""
+        self._journal = journal
         self._before = LogReader(run_dir, partial(needed_now, run_dir))
 
     def close(self) -> None:
-        if self.journal is not None:
-            self.journal.close()
         for environment in set(self._environments.values()):
             environment.close()
         self._log.close()
@@ -165,7 +167,7 @@ class Episodes:
         known = self._begin(task)
         for name in wanted:
             events = {**known.get(name, {}), **task.progress.events.get(name, {})}
-            logs[name] = EpisodeEvents(name, events, self.journal if task.purpose == TRAIN else None)
+            logs[name] = EpisodeEvents(name, events, self._journal if task.purpose == TRAIN else None)
         ended = await asyncio.gather(
             *(
                 run_episode(
@@ -189,9 +191,9 @@ class Episodes:
 
     def _begin(self, task: Task) -> Mapping[str, Mapping[str, Any]]:
         """Put down that this process has the group; what one before it, which is gone, has put down, by episode."""
-        if self.journal is None or task.purpose != TRAIN:
+        if self._journal is None or task.purpose != TRAIN:
             return {}
-        self.journal.event(task.id, "begun", task.prompt.id)
+        self._journal.event(task.id, "begun", task.prompt.id)
         if not self._before.has_left(task.id):
             return {}
         self._before.read_all()
@@ -210,9 +212,7 @@ class Episodes:
                 if chosen.env is None
                 else open_environment(chosen.env, self.tokenizer, self._pictures)
             )
-        limit = chosen.max_new_tokens or sampling.max_new_tokens
-        params = sampling.params(temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit)
-        return self._environments[purpose], params
+        return self._environments[purpose], chosen.params(sampling)
 
     def _outcome(self, task: Task, **known: Any) -> Outcome:
         return Outcome(index=task.index, purpose=task.purpose, **known)

@@ -24,8 +24,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rill.errors import PeerDiedError, RillError, RunError, UserError, WorkerError, boundary
 from rill.runtime.channel import Channel
@@ -37,6 +36,7 @@ from rill.weights import SealedManifest
 from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
 from rill.workflows.elastic import Door
+from rill.workflows.records import Channels, Flows
 from rill.workflows.rollout import LEFT_CODE, RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -46,13 +46,19 @@ NOTICE_S = 30.0
 """What an engine that leaves has to put down what it sampled."""
 
 
-class Engines:
+class Engines(NamedTuple):
     """The rollout group, with the environments in it or in a group beside it: a language model's engines, or a robot's
     policy and its simulators."""
 
-    def __init__(self, group: WorkerGroup[Any], env: WorkerGroup[Any] | None = None) -> None:
-        self.group = group
-        self.env = env
+    group: WorkerGroup[Any]
+    env: WorkerGroup[Any] | None = None
+
+
+class RankCall(NamedTuple):
+    """One rank's part in a call."""
+
+    handle: Handle
+    place: int
 
 
 class Crew:
@@ -116,16 +122,8 @@ class Crew:
         """Ranks whose call is over, with what became of it."""
         answers = {id(call.handle): call.handle.so_far() for call in self._calls.values()}
         for rank, call in list(self._calls.items()):
-            if (outcome := answers[id(call.handle)][call.index]) is not None:
+            if (outcome := answers[id(call.handle)][call.place]) is not None:
                 yield rank, outcome
-
-
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """One rank's part in a call."""
-
-    handle: Handle
-    index: int
 
 
 class Fleet:
@@ -133,40 +131,45 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Crew,
-        environments: Crew | None,
-        requests: Channel | None,
+        engines: Engines,
+        flows: Flows,
+        channels: Channels,
         actor: WorkerGroup[PublishingWorker],
         sync: SyncConfig,
         loop: LoopConfig,
         door: Door | None = None,
     ) -> None:
         """`door`: where engines may join and leave."""
-        self._door = door
-        self._engines = engines
         self._rollout: WorkerGroup[RolloutWorker] = engines.group
-        self._crews = [engines] if environments is None else [environments, engines]
-        self._requests = requests
         self._actor = actor
         self._config = sync
         self._loop = loop
-        self._is_open = False
+        self._door = door
+        self.is_open = False
+        """Between `open_epoch` and `end_epoch`."""
         self._manifest: SealedManifest | None = None
         """Of the newest weights, once somebody asked for it."""
+        self._requests: Channel | None = None
+        if engines.env is None:
+            self._engines = self._crew(self._rollout, "generate", flows)
+            self._crews = [self._engines]
+        else:
+            requests = self._requests = channels.bounded("requests")
+            answers = tuple(channels.endless(f"answers[{rank}]") for rank in range(engines.env.size))
+            self._engines = self._crew(self._rollout, "serve", requests, answers)
+            self._crews = [self._crew(engines.env, "run", flows, requests, answers), self._engines]
         answer(actor.on(0).meet(self._rollout, sync.timeout_s, loop.interrupt), sync.timeout_s)
 
-    @property
-    def is_open(self) -> bool:
-        """Between `open_epoch` and `end_epoch`."""
-        return self._is_open
+    def _crew(self, group: WorkerGroup[Any], method: str, *arguments: Any) -> Crew:
+        return Crew(group, lambda ranks: group.on(*ranks).call(method, *arguments), self._loop.max_relaunches)
 
     def open_epoch(self) -> None:
-        self._is_open = True
+        self.is_open = True
         for crew in self._crews:
             crew.begin(crew.group.ranks)
 
     def tend(self) -> None:
-        if self._is_open and self._loop.max_lag > 0:
+        if self.is_open and self._loop.max_lag > 0:
             self.attend()
         for crew in self._crews:
             crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
@@ -179,7 +182,7 @@ class Fleet:
 
     def end_epoch(self) -> None:
         """After the tasks channel was told that its epoch ends: wait until everybody has finished it."""
-        self._is_open = False
+        self.is_open = False
         for crew in self._crews:
             deadline_s = time.monotonic() + self._loop.step_timeout_s
             if crew is self._engines and self._requests is not None:
@@ -208,7 +211,7 @@ class Fleet:
         except RillError:
             self._rollout.remove(*ranks)
             raise
-        if self._is_open:
+        if self.is_open:
             self._engines.begin(ranks)
         self._door.changed()
         names = ", ".join(map(self._engines.name, ranks))

@@ -19,8 +19,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rill.runtime.channel import Channel
-from rill.runtime.cluster import Cluster
-from rill.runtime.device.placement import resolve
 from rill.runtime.group import WorkerGroup
 from rill.runtime.handle import Handle
 from rill.types import PolicyVersion
@@ -29,7 +27,7 @@ from rill.workflows.config import FlowConfig, LoopConfig
 from rill.workflows.controller import Batch, Controller
 from rill.workflows.edges import Edge
 from rill.workflows.fleet import Engines, Fleet, answer
-from rill.workflows.records import Flows
+from rill.workflows.records import Channels, Flows
 
 
 class TrainedStep(NamedTuple):
@@ -49,35 +47,6 @@ class Stream(NamedTuple):
     """Groups that they have passed."""
 
 
-class Seating:
-    """Which groups share devices and cannot be in memory together."""
-
-    def __init__(self, cluster: Cluster, *, colocate: bool) -> None:
-        self._cluster = cluster
-        self._colocate = colocate
-        self._devices: dict[str, frozenset[int]] = {}
-
-    def seat(self, group: str, placement: str) -> None:
-        self._devices[group] = self.ids_of(placement)
-
-    def ids(self, group: str) -> frozenset[int]:
-        return self._devices[group]
-
-    def ids_of(self, placement: str) -> frozenset[int]:
-        seats = resolve(placement, self._cluster.devices)
-        return frozenset(d.id for seat in seats for d in seat.devices)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._devices)
-
-    def take_turns(self, one: str, other: str) -> bool:
-        return not self._colocate and bool(self._devices[one] & self._devices[other])
-
-    def shared(self, one: str, other: str) -> list[int]:
-        return sorted(self._devices[one] & self._devices[other])
-
-
 class Flow:
     """One run's. `begin` and `end` are the loop's, the rest is for a workflow's `step`."""
 
@@ -87,24 +56,24 @@ class Flow:
         loop: LoopConfig,
         controller: WorkerGroup[Controller],
         fleet: Fleet,
-        seating: Seating,
+        take_turns: Callable[[str, str], bool],
         flows: Flows,
-        channel: Callable[[str], Channel],
+        channels: Channels,
     ) -> None:
+        """`take_turns`: whether two groups share devices and cannot be in memory together."""
         self.fleet = fleet
         self.version = PolicyVersion(0)
         """That the step starts from: 1 is the trainer's first; 0 is what engines load by themselves."""
         self.config = config
         self._loop = loop
         self._controller = controller
-        self._seating = seating
+        self._take_turns = take_turns
         self._flows = flows
-        self._channel = channel
+        self._channels = channels
         self._edges: dict[str, tuple[Edge, Channel]] = {}
         self._num_shares: dict[str, int] = {}
         self._lines: dict[str, tuple[WorkerGroup[Any], Stream]] = {}
         """What each edge was made for."""
-        self._num_wirings = 0
         self._selected: Handle | None = None
         self._trainer: WorkerGroup[Any]
         self._update: Handle | None = None
@@ -151,7 +120,6 @@ class Flow:
         """Between two steps: other chunks, or the same ones to groups that are on other devices now."""
         self.config = config
         self._num_shares.clear()
-        self._num_wirings += 1
         for name, (group, batch) in self._lines.items():
             self._edges[name] = (self._connected(name, group, batch), self._edges[name][1])
 
@@ -201,23 +169,21 @@ class Flow:
         name = f"{group.name}.{method}"
         if name not in self._edges:
             self._lines[name] = (group, batch)
-            self._edges[name] = (self._connected(name, group, batch), self._channel(f"{name} samples"))
+            self._edges[name] = (self._connected(name, group, batch), self._channels(f"{name} samples"))
         return self._edges[name]
 
     def _connected(self, name: str, group: WorkerGroup[Any], batch: Stream) -> Edge:
         """An edge that the controller knows of."""
-        nth = f"#{self._num_wirings}" if self._num_wirings else ""
-        if (
-            group.name not in self._num_shares
-        ):  # asked before its first line: later it may wait behind that one
+        if group.name not in self._num_shares:
+            # Asked before its first line: later it may wait behind that one.
             self._num_shares[group.name] = answer(group.on(0).num_shares(), self._loop.step_timeout_s)
         edge = Edge(
             name=name,
             samples=batch.samples,
-            announced=tuple(self._channel(f"{name}[{rank}]{nth}") for rank in range(group.size)),
+            announced=tuple(self._channels(f"{name}[{rank}]") for rank in range(group.size)),
             num_shares=self._num_shares[group.name],
             granularity=self.config.granularity_of(group.name, self._loop.prompts_per_step),
-            is_whole=any(self._seating.take_turns(group.name, other) for other in batch.upstream),
+            is_whole=any(self._take_turns(group.name, other) for other in batch.upstream),
         )
         answer(self._controller.connect(edge), self._loop.step_timeout_s)
         return edge

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from rill.errors import PeerDiedError, PlanError, RunError
 from rill.journal.checkpoints import whole_checkpoints
-from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
 from rill.runtime.device.device import Device
@@ -26,20 +25,18 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
-from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, OnlineConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
-from rill.workflows.fleet import Crew, Engines, Fleet
-from rill.workflows.flow import Seating
+from rill.workflows.fleet import Engines, Fleet
 from rill.workflows.loop import Observer, StepReport
-from rill.workflows.records import Flows
+from rill.workflows.records import Channels, Flows
 
 log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
-MAX_TASKS = 1_000_000
 PRELOAD = (
     "rill.workflows.rollout",
     "rill.workflows.actor",
@@ -48,9 +45,6 @@ PRELOAD = (
     "transformers",
 )
 """Imported once, by the process that workers are forked from: seconds for every worker after the first."""
-NEVER_S = 1e9
-"""Workers wait for tasks and the controller for outcomes as long as the run lasts; the loop holds the deadline of a
-step."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
 MOVABLE = ("shm", "tcp", "disk")
@@ -68,23 +62,29 @@ class Launcher:
         self.config = config
         self.folder = run
         self.cluster = cluster
-        self.evals = checked_evals(config)
+        both = self._ids_of(config.placement.rollout) & self._ids_of(config.placement.actor)
+        if config.loop.max_lag > 0 and both and not config.cluster.colocate:
+            # Engines that run ahead hold their devices for the whole run: a trainer there never gets a turn.
+            raise PlanError(
+                f"loop.max_lag = {config.loop.max_lag} lets engines go on while the trainer trains, but both are "
+                f"placed on devices {sorted(both)}: place them apart (cluster.devices=2 placement.rollout=0 "
+                "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
+            )
+        self.evals = config.eval.all_sets(config.data)
+        for chosen in self.evals.values():  # one that cannot be read is an error here, and not after an hour
+            read_prompts(chosen)
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """Those that [placement] places."""
         self.trained: dict[str, WorkerGroup[Any]] = {}
         """Groups that a checkpoint holds."""
-        self.seating = Seating(cluster, colocate=config.cluster.colocate)
-        # Bounded, so that nobody reads ahead: a task waits where any worker with room can take it.
-        self.flows = Flows(
-            tasks=self.channel("tasks", timeout_s=NEVER_S, capacity_items=MAX_TASKS),
-            samples=self.channel("samples"),
-            outcomes=self.channel("outcomes", timeout_s=NEVER_S),
-        )
+        self.devices: dict[str, frozenset[int]] = {}
+        """Ids of those that each placed group has."""
+        self.channels = Channels(cluster, config.loop.step_timeout_s)
+        self.flows = Flows.of(self.channels)
         self._observers = observers
         self._starting: list[WorkerGroup[Any]] = []
         self.is_ready = False
         """Whether everything that was started has been."""
-        self._num_fleets = 0
         self.is_resumed = bool(whole_checkpoints(run))
         self.was_warmed_up = False
         """Supervised steps were taken, which no checkpoint holds yet."""
@@ -101,7 +101,7 @@ class Launcher:
     ) -> WorkerGroup[W]:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
         placement = getattr(self.config.placement, name)
-        self.seating.seat(name, placement)
+        self.devices[name] = self._ids_of(placement)
         group = worker.launch_async(
             self.cluster, name=name, placement=placement, threads=self.threads, **init_kwargs
         )
@@ -120,7 +120,6 @@ class Launcher:
 
     def trainer(self, worker: type[W], engines: Engines, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start the group that learns the policy and brings it to the engines (`sync`: its end of the way there)."""
-        self._check_ahead()
         transport = seated(self.sync.transport, rank=0, num_receivers=engines.group.size)
         sync = self.sync.model_copy(update={"transport": transport})
         return self(worker, "actor", is_trained=True, sync=sync, **init_kwargs)
@@ -143,13 +142,13 @@ class Launcher:
         """Put groups on other devices, between two steps; the names of those that were started again, and why they are
         all where they were if one did not come up. They begin as at launch: what was trained has to be loaded."""
         here = [name for name in self.groups if name in placement]
-        moved = [name for name in here if self.seating.ids(name) != self.seating.ids_of(placement[name])]
+        moved = [name for name in here if self.devices[name] != self._ids_of(placement[name])]
         if moved and self.sync.transport.type not in MOVABLE:
             raise PlanError(
                 f"weights travel by {self.sync.transport.type}, which was set up for the devices that "
                 f"{', '.join(moved)} had at launch: groups stay, or set sync.transport = 'shm' or 'tcp'"
             )
-        before = {name: ",".join(map(str, sorted(self.seating.ids(name)))) for name in moved}
+        before = {name: ",".join(map(str, sorted(self.devices[name]))) for name in moved}
         for number, name in enumerate(moved):
             try:
                 self._move(name, placement[name])
@@ -174,6 +173,8 @@ class Launcher:
                 for rank in group.lost():
                     group.relaunch(rank, timeout_s=timeout_s)
                 group.ready(timeout_s)
+        if self.config.cluster.colocate:  # groups that fit on their devices together need no turns
+            self.cluster.coreside(*self.devices)
         self.is_ready = True
 
     def lost(self, timeout_s: float) -> list[str]:
@@ -188,7 +189,7 @@ class Launcher:
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
-        self.seating.seat(name, placement)
+        self.devices[name] = self._ids_of(placement)
 
     # --- the parts that every run has -----------------------------------------------------------------------
 
@@ -209,26 +210,12 @@ class Launcher:
         return group
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
-        rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
         door = Door(self.folder.path, self._berth, self._reseat)
-        if env is None:
-            crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
-            return Fleet(crew, None, None, actor, self.sync, loop, door)
-        self._num_fleets += 1  # after a move there is another, with channels of its own
-        nth = f"#{self._num_fleets}" if self._num_fleets > 1 else ""
-        requests = self.channel(f"requests{nth}", timeout_s=NEVER_S, capacity_items=MAX_TASKS)
-        answers = tuple(self.channel(f"answers[{rank}]{nth}", timeout_s=NEVER_S) for rank in range(env.size))
-        crew = Crew(rollout, lambda ranks: rollout.on(*ranks).serve(requests, answers), loop.max_relaunches)
-        environments = Crew(
-            env,
-            lambda ranks: env.on(*ranks).run(flows, requests, answers),
-            loop.max_relaunches,
-        )
-        return Fleet(crew, environments, requests, actor, self.sync, loop, door)
+        return Fleet(engines, self.flows, self.channels, actor, self.sync, self.config.loop, door)
 
     def _berth(self, devices: str) -> str:
         """Where engines may join: on devices that engines have, or nobody. PlanError: not there."""
-        engines, seating = self.groups["rollout"], self.seating
+        engines = self.groups["rollout"]
         if self.sync.transport.type not in MOVABLE:
             raise PlanError(
                 f"weights travel by {self.sync.transport.type}, which was set up for the engines that there were at "
@@ -236,11 +223,11 @@ class Launcher:
             )
         if not devices:
             like = resolve(self.config.placement.rollout, self.cluster.devices)[0]
-            held = {number for name in seating.names for number in seating.ids(name)}
+            held = frozenset[int]().union(*self.devices.values())
             (seat,) = seats_on_free_devices(engines.name, 1, like, self.cluster.devices, held)
             return ",".join(str(device.id) for device in seat.devices) + ":0"
-        for name in set(seating.names) - {engines.name}:
-            taken = sorted((seating.ids_of(devices) - seating.ids(engines.name)) & seating.ids(name))
+        for name in set(self.devices) - {engines.name}:
+            taken = sorted((self._ids_of(devices) - self.devices[engines.name]) & self.devices[name])
             if taken and not self.config.cluster.colocate:
                 raise PlanError(
                     f"device {taken[0]} is {name}'s, and engines did not share it at launch: name devices that engines "
@@ -250,26 +237,20 @@ class Launcher:
 
     def _reseat(self) -> None:
         """After engines came or went."""
-        ids = {number for devices in self.groups["rollout"].devices.values() for number in devices}
-        self.seating.seat("rollout", ",".join(map(str, sorted(ids))))
+        self.devices["rollout"] = frozenset[int]().union(*self.groups["rollout"].devices.values())
 
-    def channel(
-        self, name: str, *, timeout_s: float | None = None, capacity_items: int | None = None
-    ) -> Channel:
-        """Whoever waits for samples waits as long as a step may last."""
-        limit_s = self.config.loop.step_timeout_s if timeout_s is None else timeout_s
-        return Channel.create(self.cluster, name, timeout_s=limit_s, capacity_items=capacity_items)
-
-    def colocate(self) -> None:
-        """Groups that fit on their devices together need no turns, where the recipe says that they do."""
-        if self.config.cluster.colocate:
-            self.cluster.coreside(*self.seating.names)
+    def take_turns(self, one: str, other: str) -> bool:
+        """Whether two groups share devices and cannot be in memory together."""
+        return not self.config.cluster.colocate and bool(self.devices[one] & self.devices[other])
 
     # --- inside -------------------------------------------------------------------------------------------
 
     def _begin(self, group: WorkerGroup[Any]) -> None:
         self._starting.append(group)
         self.groups[group.name] = group
+
+    def _ids_of(self, placement: str) -> frozenset[int]:
+        return frozenset(d.id for seat in resolve(placement, self.cluster.devices) for d in seat.devices)
 
     @property
     def run_dir(self) -> str:
@@ -278,18 +259,6 @@ class Launcher:
     @property
     def threads(self) -> int:
         return threads_of(self.config.cluster, len(self.cluster.devices))
-
-    def _check_ahead(self) -> None:
-        """Engines that run ahead hold their devices for the whole run: a trainer that shares them never gets a turn."""
-        lag = self.config.loop.max_lag
-        for name in ("actor", "rollout"):
-            self.seating.seat(name, getattr(self.config.placement, name))
-        if lag > 0 and self.seating.take_turns("rollout", "actor"):
-            raise PlanError(
-                f"loop.max_lag = {lag} lets engines go on while the trainer trains, but both are placed on devices "
-                f"{self.seating.shared('rollout', 'actor')}: place them apart (cluster.devices=2 placement.rollout=0 "
-                "placement.actor=1), keep both in memory (cluster.colocate=true), or set loop.max_lag = 0"
-            )
 
 
 def open_cluster(config: ClusterConfig, run: Run, preload: Sequence[str] = PRELOAD) -> Cluster:
@@ -327,11 +296,3 @@ def routed(
 def threads_of(config: ClusterConfig, num_devices: int) -> int:
     """Threads of each worker: the cores divided among the device slots, since sharers of a slot take turns."""
     return config.threads or max(1, (os.cpu_count() or 1) // max(1, num_devices))
-
-
-def checked_evals(config: OnlineConfig) -> Mapping[str, EvalSetConfig]:
-    """The evaluation sets; one that cannot be read is an error here, and not after an hour."""
-    sets = config.eval.all_sets(config.data)
-    for chosen in sets.values():
-        read_prompts(chosen)
-    return sets

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,8 +21,6 @@ from rill.errors import CheckpointError
 from rill.runtime.channel import Channel
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry.run import write_atomically
-from rill.training.balance import CostModel
-from rill.training.parallel import World
 from rill.training.trainer import Trainer
 from rill.training.value import ValueTrainer
 from rill.types import PolicyVersion, Sample
@@ -32,28 +30,16 @@ from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge, Part, num_shares, put_all
 from rill.workflows.scorers import rendezvous_of, with_column
 
+if TYPE_CHECKING:
+    from rill.training.robots import RobotTrainer
+
 ALGORITHM_FILE = "algorithm.json"
-
-
-class Learner(Protocol):
-    """What a learning worker asks of its trainer, a language model's or a robot's."""
-
-    world: World
-
-    @property
-    def cost_model(self) -> CostModel: ...
-    def onload(self) -> None: ...
-    def offload(self) -> None: ...
-    def save(self, folder: str) -> object: ...
-    def wait_saved(self, timeout_s: float) -> None: ...
-    def load(self, folder: str) -> object: ...
-    def close(self) -> None: ...
 
 
 class LearningWorker(Worker):
     """One rank of a trainer. Every rank takes part in every call, because parameters are sharded over them."""
 
-    trainer: Learner
+    trainer: Trainer | RobotTrainer
     algorithm: Algorithm | None = None
     """One that learns something by itself (the KL coefficient) is part of a checkpoint."""
 

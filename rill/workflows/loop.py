@@ -72,17 +72,15 @@ class Loop:
         self._metrics: Mapping[str, float] = {}
         """Of the newest step."""
         self._write_step = step
-        self._controller = controller
-        self._checkpoints = checkpoints
+        self.controller = controller
+        self.checkpoints = checkpoints
         self._observers = observers
         self._eval_every = eval_every
         self._has_evals = has_evals
 
-    def restore(self) -> bool:
-        """Load the newest whole checkpoint; False when there is none."""
-        step = self._checkpoints.load_latest()
-        self.step = step or 0
-        return step is not None
+    def restore(self) -> None:
+        """Load the newest whole checkpoint, if there is one."""
+        self.step = self.checkpoints.load_latest() or 0
 
     def run(self) -> None:
         """From where it stands to the last step."""
@@ -92,16 +90,16 @@ class Loop:
             self._report(self._evaluated())
         while self.step < self.config.steps:
             self._take_step()
-        self.ask(self._controller.trained(self.step))
+        self.ask(self.controller.trained(self.step))
         if fleet.is_open:
-            self.ask(self._controller.finish())
+            self.ask(self.controller.finish())
             fleet.end_epoch()
-        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
+        self.checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def save(self) -> None:
         """A checkpoint of where it stands. Engines that run ahead go on: what they have said is in the token log."""
-        self.ask(self._controller.trained(self.step))
-        self._checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
+        self.ask(self.controller.trained(self.step))
+        self.checkpoints.save(self.step, self._metrics.get(self.config.keep_best))
 
     def ask(self, call: Handle) -> Any:
         """The controller's answer. It holds the deadline of a step itself, and its errors are the loop's own."""
@@ -113,7 +111,7 @@ class Loop:
         return PolicyVersion(self.step + 1)
 
     def _take_step(self) -> None:
-        self._checkpoints.settle_if_done()
+        self.checkpoints.settle_if_done()
         began = time.monotonic()
         with trace.span("step", lane="loop", step=self.step):
             self.flow.begin(self._version)
@@ -128,7 +126,7 @@ class Loop:
             self.step += 1
             ended = time.monotonic()
         if self.config.max_lag > 0:
-            self.ask(self._controller.trained(self.step))
+            self.ask(self.controller.trained(self.step))
         metrics = {
             **batch.metrics,
             **trained.metrics,
@@ -161,10 +159,10 @@ class Loop:
         fleet = self.flow.fleet
         is_own = not fleet.is_open
         with trace.span("evaluate", lane="loop", step=self.step):
-            self.ask(self._controller.trained(self.step))
+            self.ask(self.controller.trained(self.step))
             if is_own:
                 fleet.open_epoch()
-            call = self._controller.evaluate()
+            call = self.controller.evaluate()
             while not call.ended(TEND_S):
                 fleet.tend()
             metrics: dict[str, float] = self.ask(call)

@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from rill.data.pairs import PairExample, encode_pair
-from rill.data.sft import SFTExample
+from rill.data.pairs import PreferencePair, encode_pair
 from rill.training.engine_config import EngineConfig
-from rill.training.preference import (
-    Answer,
-    PreferencePair,
-    PreferenceTrainer,
-    RewardTrainer,
-    open_loss,
-)
+from rill.training.preference import PreferenceTrainer, RewardTrainer, open_loss
 from rill.training.score import ScoreModel
 from rill.types import Prompt
 from rill.workflows.scorers import rendezvous_of
@@ -27,7 +20,7 @@ from rill.workflows.supervised import SupervisedConfig, SupervisedWorker, Superv
 
 class PairWorker(SupervisedWorker):
     def _examples(self, rows: Sequence[Prompt]) -> list[PreferencePair]:
-        return [_pair(encode_pair(self.encoder, row)) for row in rows]
+        return [encode_pair(self.encoder, row) for row in rows]
 
 
 class RewardModelWorker(PairWorker):
@@ -65,16 +58,3 @@ class DPOWorkflow(SupervisedWorkflow):
     class Config(SupervisedConfig):
         workflow: Literal["dpo"] = "dpo"
         trainer: PreferenceTrainer.Config
-
-
-def _pair(example: PairExample) -> PreferencePair:
-    return PreferencePair(
-        id=example.id,
-        chosen=_answer(example.chosen),
-        rejected=_answer(example.rejected),
-        margin=example.margin,
-    )
-
-
-def _answer(example: SFTExample) -> Answer:
-    return Answer(token_ids=example.token_ids, loss_mask=example.loss_mask, pictures=example.pictures)

@@ -8,6 +8,7 @@ A task and an outcome are one group each; a chunk is a part of a batch. None of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,11 +17,14 @@ import numpy as np
 
 from rill.inference.base import Completion
 from rill.runtime.channel import Channel, Lease
+from rill.runtime.cluster import Cluster
 from rill.training.balance import CostModel, partition
 from rill.types import EmbodiedTrajectory, Ints, PolicyVersion, Prompt, Sample
 
 TRAIN = "train"
 BY_TOKENS = CostModel()
+NEVER_S = 1e9
+MAX_ITEMS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +138,43 @@ class Chunk:
         return [key for g in sorted(part) for key in keys_S[starts_G[g] : ends_G[g]]]
 
 
+class Channels:
+    """Makes channels, each under a name of its own: one that was made before gets a number."""
+
+    def __init__(self, cluster: Cluster, timeout_s: float, suffix: str = "") -> None:
+        """`timeout_s`: whoever waits for samples waits as long as a step may last."""
+        self._cluster = cluster
+        self._timeout_s = timeout_s
+        self._suffix = suffix
+        self._made: Counter[str] = Counter()
+
+    def __call__(self, name: str) -> Channel:
+        return self._create(name, timeout_s=self._timeout_s)
+
+    def endless(self, name: str) -> Channel:
+        """One that is waited at for as long as the run lasts: the loop holds the deadline of a step."""
+        return self._create(name, timeout_s=NEVER_S)
+
+    def bounded(self, name: str) -> Channel:
+        """The same, and nobody reads ahead: an item waits where any worker with room can take it."""
+        return self._create(name, timeout_s=NEVER_S, capacity_items=MAX_ITEMS)
+
+    def _create(self, name: str, **how: Any) -> Channel:
+        self._made[name] += 1
+        nth = f"#{self._made[name]}" if self._made[name] > 1 else ""
+        return Channel.create(self._cluster, f"{name}{self._suffix}{nth}", **how)
+
+
 class Flows(NamedTuple):
     """The channels of generation."""
 
     tasks: Channel
     samples: Channel
     outcomes: Channel
+
+    @staticmethod
+    def of(channels: Channels) -> Flows:
+        return Flows(channels.bounded("tasks"), channels("samples"), channels.endless("outcomes"))
 
     async def finish(
         self, lease: Lease, outcome: Outcome, samples: Sequence[Sample | EmbodiedTrajectory]

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from rill.config import PartConfig
@@ -28,7 +27,6 @@ from rill.errors import RequestError
 from rill.inference.base import ENGINES, Completion, Engine, MemoryLevel, PauseMode
 from rill.inference.gate import EngineGate
 from rill.journal.logged import LoggedEngine
-from rill.journal.token_log import TokenLog
 from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
@@ -62,12 +60,8 @@ class RolloutWorker(Worker):
         self.seed = settings.seed
         self.max_concurrent = settings.rollout.max_concurrent
         name = f"{self.group_name}-{self.rank}"
-        self.episodes = Episodes(settings, name) if has_episodes else None
-        self.journal: TokenLog | None = None
-        if self.episodes is not None:
-            self.journal = self.episodes.journal
-        elif settings.journal.enabled:
-            self.journal = TokenLog(Path(settings.run_dir), name, settings.journal)
+        self.journal = settings.open_journal(name)
+        self.episodes = Episodes(settings, name, self.journal) if has_episodes else None
         self.logged: Asked = self.gate
         """The engine for training: evaluations are not logged, they can be repeated."""
         if self.journal is not None:
@@ -83,7 +77,7 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         if self.episodes is not None:
             self.episodes.close()
-        elif self.journal is not None:
+        if self.journal is not None:
             self.journal.close()
         self.receiver.close()
         self.engine.close()

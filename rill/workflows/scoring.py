@@ -23,7 +23,6 @@ from rill.telemetry.evaluations import Answer
 from rill.telemetry.rollout_log import RolloutLog
 from rill.types import Episode, Group, Prompt, SamplingParams, TokenIds
 from rill.workflows.config import (
-    HELD_OUT,
     EvalSamplingConfig,
     EvalSetConfig,
     SamplingConfig,
@@ -60,9 +59,7 @@ class ScoringConfig(EvalSamplingConfig):
     def all_sets(self) -> list[EvalSetConfig]:
         if self.num_prompts == 0:
             return list(self.sets)
-        own = self.model_dump(include=set(EvalSamplingConfig.model_fields))
-        split = self.split or _held_out_if_any(self.data)
-        return [EvalSetConfig(name=HELD_OUT, data=self.data, split=split, **own), *self.sets]
+        return [*self.own_set(self.data, self.split or _held_out_if_any(self.data)), *self.sets]
 
 
 def score(
@@ -81,10 +78,7 @@ def score(
     try:
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer, pictures)
-            limit = chosen.max_new_tokens or config.sampling.max_new_tokens
-            sampling = config.sampling.params(
-                temperature=chosen.temperature, top_p=chosen.top_p, max_new_tokens=limit
-            )
+            sampling = chosen.params(config.sampling)
             episodes = asyncio.run(
                 episodes_of(engine, environment, prompts, sampling, chosen.samples, config.seed, on_done)
             )

@@ -38,6 +38,7 @@ from typing import Any
 from rill.data.curriculum_source import CurriculumSource
 from rill.data.loader import PromptSource
 from rill.errors import RunError
+from rill.workflows.config import LoopConfig
 from rill.workflows.records import Outcome, Task
 
 log = logging.getLogger(__name__)
@@ -50,23 +51,6 @@ class State(StrEnum):
     BATCHED = "batched"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the recipe's [loop] says of staleness."""
-
-    batch: int
-    """Groups."""
-    max_lag: int
-    max_concurrent: int
-    num_steps: int
-    extra: int = 0
-    in_admission_order: bool = False
-    max_resumes: int = 0
-    """A group that was stopped so many times is waited for. 0: none is."""
-    max_dropped: int = 0
-    """A batch that is not full when filters have dropped so many is given up. 0: never."""
-
-
 @dataclass(slots=True)
 class Entry:
     """One group that is not trained on yet."""
@@ -75,17 +59,9 @@ class Entry:
     outcome: Outcome | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Since:
-    """What happened since the batch before."""
-
-    dropped: tuple[Outcome, ...]
-    num_stopped: int
-
-
 class Staleness:
-    def __init__(self, limits: Limits, source: PromptSource, *, group_size: int) -> None:
-        self.limits = limits
+    def __init__(self, config: LoopConfig, source: PromptSource, *, group_size: int) -> None:
+        self.config = config
         self.source = source
         self.version = 0
         """Steps that are applied."""
@@ -93,7 +69,8 @@ class Staleness:
         self._next_index = 0
         self._groups: dict[State, dict[int, Entry]] = {state: {} for state in State}
         """In the order in which they came into the state."""
-        self._dropped: list[Outcome] = []
+        self._dropped: list[str] = []
+        """Why, since the batch before."""
         self._num_dropped = 0
         self._num_trained = 0
         self._num_stopped = 0
@@ -102,16 +79,21 @@ class Staleness:
         """The groups of batches that were trained on once already, by step, where the run goes on from a checkpoint
         before them: they are chosen again, in the same order."""
 
+    @property
+    def batch_size(self) -> int:
+        """Groups."""
+        return self.config.prompts_per_step
+
     # --- admission ----------------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
         """Groups that may be begun now."""
-        limits, running = self.limits, self.num(State.RUNNING)
-        ahead = (limits.max_lag + 1) * limits.batch + limits.extra
-        left = (limits.num_steps - self.version) * limits.batch
+        config, running = self.config, self.num(State.RUNNING)
+        ahead = (config.max_lag + 1) * self.batch_size + config.num_extra
+        left = (config.steps - self.version) * self.batch_size
         untrained = running + self.num(State.KEPT) + self.num(State.BATCHED)
-        return max(0, min(limits.max_concurrent - running, min(ahead, left) - untrained))
+        return max(0, min((config.max_concurrent_prompts or ahead) - running, min(ahead, left) - untrained))
 
     def admit(self, epoch: int) -> list[Task]:
         """The groups that are begun now: stopped ones first, then new ones, as many as there is room for."""
@@ -148,7 +130,7 @@ class Staleness:
             self._move(index, State.RUNNING, State.KEPT).outcome = outcome
         else:
             del self._groups[State.RUNNING][index]
-            self._dropped.append(outcome)
+            self._dropped.append(outcome.dropped or "")
             self._num_dropped += 1
             self._check_dropped()
 
@@ -165,7 +147,7 @@ class Staleness:
             return []
         outcomes = []
         chosen = self._next()
-        for index in chosen[: self.limits.batch - self.num(State.BATCHED)]:
+        for index in chosen[: self.batch_size - self.num(State.BATCHED)]:
             outcome = self._move(index, State.KEPT, State.BATCHED).outcome
             assert outcome is not None, "what is kept has an outcome"
             outcomes.append(outcome)
@@ -184,7 +166,7 @@ class Staleness:
                 "the batch of step %d cannot be chosen as it was: the run goes on with another", self.version
             )
             self.chosen_before = {}
-        return self._oldest_first() if self.limits.in_admission_order else self._first_come()
+        return self._oldest_first() if self.config.order == "admission" else self._first_come()
 
     def _will_come(self, indices: Sequence[int]) -> bool:
         """Whether these groups are under way, kept, or still to be admitted. A filter may drop one that it kept, where
@@ -202,21 +184,21 @@ class Staleness:
     def _first_come(self) -> list[int]:
         """Those that were stopped hold the oldest tokens and go first. Places of the batch are held for those that
         were stopped too often to be stopped again."""
-        most = self.limits.max_resumes
         kept, running = self._groups[State.KEPT], self._groups[State.RUNNING]
-        awaited = sum(1 for entry in running.values() if entry.task.num_resumes >= most) if most else 0
-        free = max(0, self.limits.batch - self.num(State.BATCHED) - awaited)
+        awaited = sum(entry.task.num_resumes >= self.config.max_resumes for entry in running.values())
+        free = max(0, self.batch_size - self.num(State.BATCHED) - awaited)
         return sorted(kept, key=lambda index: -kept[index].task.num_resumes)[:free]
 
     @property
     def is_full(self) -> bool:
-        return self.num(State.BATCHED) == self.limits.batch
+        return self.num(State.BATCHED) == self.batch_size
 
-    def since_last_batch(self) -> Since:
-        """Once a batch."""
-        since = Since(dropped=tuple(self._dropped), num_stopped=self._num_stopped)
+    def since_last_batch(self) -> dict[str, float]:
+        """Metrics of what did not get into the batch, once a batch."""
+        counts = {"dropped": len(self._dropped), "resumed": self._num_stopped}
+        counts |= {f"dropped_{reason}": count for reason, count in Counter(self._dropped).items()}
         self._dropped, self._num_stopped = [], 0
-        return since
+        return {f"groups/{name}": float(count) for name, count in counts.items()}
 
     def trained(self) -> None:
         """The step of the batch is applied, and the engines have its weights."""
@@ -243,7 +225,7 @@ class Staleness:
         """For the error of a batch that does not come together."""
         finished = self.num(State.BATCHED) + self.num(State.KEPT)
         return (
-            f"only {finished} of {self.limits.batch} groups of step {self.version} are finished "
+            f"only {finished} of {self.batch_size} groups of step {self.version} are finished "
             f"({self.num(State.RUNNING)} running, {len(self._dropped)} dropped by filters since the last step)"
         )
 
@@ -276,14 +258,13 @@ class Staleness:
         return entry
 
     def _check_dropped(self) -> None:
-        most = self.limits.max_dropped
+        most = self.config.max_refills * self.batch_size
         finished = self.num(State.KEPT) + self.num(State.BATCHED)
-        if not 0 < most <= len(self._dropped) or finished >= self.limits.batch:
+        if not 0 < most <= len(self._dropped) or finished >= self.batch_size:
             return
-        reasons = Counter(outcome.dropped for outcome in self._dropped)
-        said = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+        said = ", ".join(f"{reason}: {count}" for reason, count in Counter(self._dropped).most_common())
         raise RunError(
-            f"filters dropped {len(self._dropped)} groups ({said}) and kept {finished} of the {self.limits.batch} that "
+            f"filters dropped {len(self._dropped)} groups ({said}) and kept {finished} of the {self.batch_size} that "
             f"step {self.version} needs. The task may be too hard or too easy for this model, or the reward may not "
             "see the answer: look at the rollouts, loosen algorithm.filters, or raise loop.max_refills"
         )

@@ -3,8 +3,8 @@
     step ─▶ report ─▶ pilot.after_step(steering) ─▶ step …
                           └─ switch: engines rest ─▶ checkpoint ─▶ groups that must go move ─▶ load ─▶ publish ─▶ edges
 
-A pilot decides (replanning.py, profiling.py), the steering does. The driver, the controller and groups that stay are
-not touched; a switch loses nothing, since it passes a checkpoint. Beside it the steering keeps the run's history on
+A pilot decides (rill.workflows.plans), the steering does. The driver, the controller and groups that stay are not
+touched; a switch loses nothing, since it passes a checkpoint. Beside it the steering keeps the run's history on
 disk, which the planner and the dashboard read.
 """
 
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from rill.journal.checkpoints import RunCheckpoints
 from rill.planning.traced import write_history
 from rill.runtime.group import WorkerGroup
 from rill.runtime.hub.history import CallRecord
@@ -23,7 +21,6 @@ from rill.telemetry import trace
 from rill.telemetry.run import Run
 from rill.types import PolicyVersion
 from rill.workflows.config import FlowConfig
-from rill.workflows.controller import Controller
 from rill.workflows.fleet import Engines
 from rill.workflows.launch import Launcher
 from rill.workflows.loop import Loop, StepReport
@@ -34,16 +31,16 @@ class Pilot(Protocol):
         """Called between two steps, and once before the first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steering:
-    run: Run
+class Steering(NamedTuple):
     launch: Launcher
     loop: Loop
-    controller: WorkerGroup[Controller]
-    checkpoints: RunCheckpoints
     engines: Engines
     actor: WorkerGroup[Any]
     pilot: Pilot | None = None
+
+    @property
+    def run(self) -> Run:
+        return self.launch.folder
 
     def observe(self, report: StepReport) -> None:
         """The loop's last observer. The history is written after 1, 2, 4, 8 … steps."""
@@ -64,7 +61,7 @@ class Steering:
     def resize(self, num_prompts: int) -> None:
         """Prompts of a batch, from the next step on."""
         self._rest()
-        self.loop.ask(self.controller.resize(num_prompts))
+        self.loop.ask(self.loop.controller.resize(num_prompts))
 
     def switch(self, placement: Mapping[str, str], flow: FlowConfig, *, keeps_state: bool = True) -> float:
         """Go on with groups on these devices and these chunks; the seconds that it took. `keeps_state`: off where what
@@ -74,7 +71,7 @@ class Steering:
             self._rest()
             if keeps_state:
                 self.loop.save()
-                self.checkpoints.settle()
+                self.loop.checkpoints.settle()
             moved, error = self.launch.move(placement)
             if keeps_state:
                 self._load(moved)
@@ -98,6 +95,6 @@ class Steering:
         """Nothing is being sampled, and the controller has put the last batch away."""
         fleet = self.loop.flow.fleet
         if fleet.is_open:
-            fleet.stop(self.loop.ask(self.controller.finish()))
+            fleet.stop(self.loop.ask(self.loop.controller.finish()))
             fleet.end_epoch()
-        self.loop.ask(self.controller.trained(self.loop.step))
+        self.loop.ask(self.loop.controller.trained(self.loop.step))

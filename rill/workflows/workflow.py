@@ -20,7 +20,7 @@ from rill.workflows.fleet import Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import PRELOAD, Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
-from rill.workflows.replanning import Replanner
+from rill.workflows.plans.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Pilot, Steering
 
@@ -96,20 +96,13 @@ class Workflow(ABC):
                 raise
 
     def _train(self, launch: Launcher, pilot: Pilot | None) -> None:
-        config = self.config
-        timeout_s = config.loop.step_timeout_s
+        config, timeout_s = self.config, self.config.loop.step_timeout_s
         controller = launch.controller()
         self.groups(launch)
         launch.ready()
-        launch.colocate()
+        fleet = launch.fleet(self.rollout, self.actor)
         flow = Flow(
-            config.flow,
-            config.loop,
-            controller,
-            launch.fleet(self.rollout, self.actor),
-            launch.seating,
-            launch.flows,
-            launch.channel,
+            config.flow, config.loop, controller, fleet, launch.take_turns, launch.flows, launch.channels
         )
         checkpoints = RunCheckpoints(
             self.folder,
@@ -118,6 +111,8 @@ class Workflow(ABC):
             timeout_s,
             compacts=not config.journal.keep,
         )
+        if pilot is None and isinstance(config, RLConfig):
+            pilot = Replanner.of(config, self.folder, launch.cluster.devices)
         with checkpoints:
             loop = Loop(
                 config.loop,
@@ -129,16 +124,7 @@ class Workflow(ABC):
                 eval_every=config.eval.every,
                 has_evals=bool(launch.evals),
             )
-            steering = Steering(
-                run=self.folder,
-                launch=launch,
-                loop=loop,
-                controller=controller,
-                checkpoints=checkpoints,
-                engines=self.rollout,
-                actor=self.actor,
-                pilot=pilot or (Replanner.of(config, self.folder) if isinstance(config, RLConfig) else None),
-            )
+            steering = Steering(launch, loop, self.rollout, self.actor, pilot)
             loop.restore()
             controller.start(launch.flows).wait(timeout_s=timeout_s)
             if launch.was_warmed_up:

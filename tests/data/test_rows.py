@@ -245,6 +245,7 @@ def test_preferences_as_texts_answers_and_conversations(tmp_path: Path) -> None:
     assert [pair.margin for pair in pairs] == [2.0, 0.0, 0.0]
     for pair in pairs:
         for example, text in ((pair.chosen, "yes<eos>"), (pair.rejected, "no<eos>")):
+            assert example is not None and pairs[0].chosen is not None
             spoken = example.token_ids[example.loss_mask]
             assert encoder.encoder.decode(spoken, skip_special=False) == text
             assert np.array_equal(example.token_ids[:3], pairs[0].chosen.token_ids[:3])

@@ -22,7 +22,8 @@ from rill.planning.search import Mode, search
 from rill.telemetry.run import Run
 from rill.workflows import WORKFLOWS, recipe_schema
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import (
+from rill.workflows.plans.profiling import schedule
+from rill.workflows.plans.recipe import (
     check_follows,
     devices_of,
     identity_of,
@@ -31,8 +32,7 @@ from rill.workflows.planned import (
     put_into,
     values_of,
 )
-from rill.workflows.profiling import schedule
-from rill.workflows.replanning import Replanner
+from rill.workflows.plans.replanning import Replanner
 from rill.workflows.rl_config import RLConfig
 from tests.e2e.test_sft import assert_near
 from tests.e2e.tiny import CORRECTED, INVARIANT, RECIPE, fingerprint, resolved, resume, start
@@ -226,8 +226,8 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
     run.config_path.write_text(dump_config(followed))
     leave_in(run.path, plan, problem=problem, found=found, profile=wrong)
     noted = Noted([])
-    logging.getLogger("rill.workflows.replanning").addFilter(noted)
-    pilot = Replanner.of(followed, run)
+    logging.getLogger("rill.workflows.plans.replanning").addFilter(noted)
+    pilot = Replanner.of(followed, run, devices_of(followed))
     assert pilot is not None
     pilot.policy = Policy(window=3, cooldown=2)
     reports: list[StepReport] = []
@@ -235,7 +235,7 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
         with run.running():
             WORKFLOWS.load("grpo")(followed, run, [reports.append]).run(pilot)
     finally:
-        logging.getLogger("rill.workflows.replanning").removeFilter(noted)
+        logging.getLogger("rill.workflows.plans.replanning").removeFilter(noted)
     assert [report.step for report in reports] == list(range(11)), "no step is lost or taken twice"
     assert any("replanned after step" in line and "actor takes" in line for line in noted.lines), noted.lines
     changed = Plan.load(run.path / "plan.toml")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from rill.data.pairs import Answer, PreferencePair
 from rill.errors import ConfigError
 from rill.training.parallel import Rendezvous, World
 from rill.training.policy import PolicyTrainer
-from rill.training.preference import Answer, PreferencePair, PreferenceTrainer, RewardTrainer
+from rill.training.preference import PreferenceTrainer, RewardTrainer
 from rill.training.value import ValueTrainer
 from tests.training.tiny import MODEL, SHAPE, algorithm, config, make_samples, run_ranks, trainer
 

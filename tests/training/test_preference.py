@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from rill.data.pairs import Answer, PreferencePair
 from rill.errors import ConfigError, InvalidSampleError, TrainingError
 from rill.models.loading import load_model
-from rill.training.preference import Answer, PreferencePair, PreferenceTrainer, RewardTrainer, open_loss
+from rill.training.preference import PreferenceTrainer, RewardTrainer, open_loss
 from rill.training.score import ScoreModel
 from tests.training.tiny import MODEL, make_samples
 

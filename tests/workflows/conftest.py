@@ -10,6 +10,16 @@ from rill.runtime.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def shared_cluster() -> Iterator[Cluster]:
     with Cluster(devices=2, preload=("tests.workflows.scene", "transformers")) as made:
         yield made
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    """No scene outlives its test, however that ends."""
+    yield shared_cluster
+    from tests.workflows.scene import Scene
+
+    while Scene.alive:
+        Scene.alive.pop().close()

@@ -13,7 +13,7 @@ import pickle
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from rill.data.tasks.arithmetic import ArithmeticDataset
 from rill.journal.checkpoints import RunCheckpoints
 from rill.journal.token_log import JournalConfig
 from rill.models.loading import ModelConfig
-from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
 from rill.telemetry.run import Run
 from rill.training.parallel import World
@@ -35,11 +34,11 @@ from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.edges import Edge
 from rill.workflows.env_worker import EnvWorker
 from rill.workflows.episodes import EpisodeSettings
-from rill.workflows.fleet import Crew, Engines, Fleet
-from rill.workflows.flow import Flow, Seating
+from rill.workflows.fleet import Engines, Fleet
+from rill.workflows.flow import Flow
 from rill.workflows.grpo import finish_group
 from rill.workflows.loop import Loop, StepReport
-from rill.workflows.records import Flows
+from rill.workflows.records import Channels, Flows
 from rill.workflows.rollout import RolloutWorker
 from tests.workflows.scripted_engine import ENGINE, WEIGHT, scores
 
@@ -122,6 +121,9 @@ class TrainedBatch(NamedTuple):
 class Scene:
     """One run. Its groups are launched on the given cluster under names of their own."""
 
+    alive: ClassVar[list[Scene]] = []
+    """What a test has left to be closed (the `cluster` fixture does)."""
+
     def __init__(
         self,
         folder: Path,
@@ -202,12 +204,8 @@ class Scene:
             sync=sync.model_copy(update={"transport": transport_end}),
         )
         self.rollout.ready(DEADLINE_S)
-        self._cluster, self._name = cluster, name
-        self.flows = Flows(
-            tasks=Channel.create(cluster, f"tasks-{name}", capacity_items=100_000, timeout_s=1e6),
-            samples=self._channel("samples"),
-            outcomes=Channel.create(cluster, f"outcomes-{name}", timeout_s=1e6),
-        )
+        channels = Channels(cluster, DEADLINE_S, f"-{name}")
+        self.flows = Flows.of(channels)
         config = LoopConfig(steps=steps, prompts_per_step=prompts_per_step, step_timeout_s=DEADLINE_S, **loop)
         self.controller = Controller.launch(
             cluster,
@@ -226,23 +224,15 @@ class Scene:
             self.env = EnvWorker.launch(
                 cluster, name=f"env-{name}", placement=[0] * env_workers, threads=1, settings=settings
             )
-        self.fleet = self._fleet(sync, config)
+        self.engines = Engines(self.rollout, self.env)
+        Scene.alive.append(self)
+        self.fleet = Fleet(self.engines, self.flows, channels, self.actor, sync, config)
         self.run_folder: Run = (
             Run.create(name, root=self.folder / "runs") if resumed is None else resumed.run_folder
         )
         self.reports: list[StepReport] = []
-        seating = Seating(cluster, colocate=True)
-        for group, place in ((self.rollout, engines), (self.actor, "0")):
-            seating.seat(group.name, place)
-        flow = Flow(
-            FlowConfig(granularity=granularity),
-            config,
-            self.controller,
-            self.fleet,
-            seating,
-            self.flows,
-            self._channel,
-        )
+        chunks = FlowConfig(granularity=granularity)
+        flow = Flow(chunks, config, self.controller, self.fleet, lambda *_: False, self.flows, channels)
         self.checkpoints = RunCheckpoints(
             self.run_folder, {"actor": self.actor, "controller": self.controller}, 2, DEADLINE_S
         )
@@ -260,32 +250,8 @@ class Scene:
         self.controller.start(self.flows).wait(timeout_s=DEADLINE_S)
 
     def step(self, flow: Flow) -> None:
-        batch = flow.select(flow.sample(Engines(self.rollout, self.env)))
+        batch = flow.select(flow.sample(self.engines))
         flow.update(self.actor, batch)
-
-    def _channel(self, name: str) -> Channel:
-        return Channel.create(self._cluster, f"{name}-{self._name}", timeout_s=DEADLINE_S)
-
-    def _fleet(self, sync: SyncConfig, loop: LoopConfig) -> Fleet:
-        rollout, env, flows = self.rollout, self.env, self.flows
-        if env is None:
-            crew = Crew(rollout, lambda r: rollout.on(*r).generate(flows), loop.max_relaunches)
-            return Fleet(crew, None, None, self.actor, sync, loop)
-        requests = Channel.create(
-            self._cluster, f"requests-{self._name}", capacity_items=100_000, timeout_s=1e6
-        )
-        answers = tuple(
-            Channel.create(self._cluster, f"answers-{self._name}-{rank}", timeout_s=1e6)
-            for rank in range(env.size)
-        )
-        return Fleet(
-            Crew(rollout, lambda r: rollout.on(*r).serve(requests, answers), loop.max_relaunches),
-            Crew(env, lambda r: env.on(*r).run(flows, requests, answers), loop.max_relaunches),
-            requests,
-            self.actor,
-            sync,
-            loop,
-        )
 
     def _eval_sets(self, num_prompts: int) -> dict[str, EvalSetConfig]:
         if num_prompts == 0:

@@ -75,9 +75,11 @@ def lags(trained: list[TrainedBatch]) -> list[int]:
     [
         ("synchronous", {"max_lag": 0, "drop_equal": True}),
         ("ahead", {"max_lag": 2, "order": "admission", "drop_equal": True, "engines": "0-1"}),
-        ("first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}),
+        pytest.param(
+            "first-come", {"max_lag": 1, "order": "completion", "engines": "0-1"}, marks=pytest.mark.slow
+        ),
         ("streamed", {"max_lag": 0, "granularity": 3, "drop_equal": True}),
-        ("apart", {"max_lag": 0, "env_workers": 2, "engines": "0-1"}),
+        pytest.param("apart", {"max_lag": 0, "env_workers": 2, "engines": "0-1"}, marks=pytest.mark.slow),
         ("apart-ahead", {"max_lag": 1, "order": "admission", "env_workers": 1, "granularity": 1}),
     ],
 )
@@ -97,7 +99,6 @@ def test_what_the_engine_said_is_what_the_loss_gets_once(
         assert dropped > 0, "the scene was meant to drop groups and sample others"
     if settings["max_lag"] == 0 or settings.get("order") == "admission":
         assert max(lags(scene.trained())) <= settings["max_lag"]  # type: ignore[operator]
-    scene.close()
 
 
 def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
@@ -126,7 +127,6 @@ def test_new_weights_in_the_middle_of_a_sequence_show_in_its_versions(
     ]
     assert mixed, "no sequence lived through an update: the scene is too quick"
     assert max(lags(scene.trained())) <= 2
-    scene.close()
 
 
 def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, cluster: Cluster) -> None:
@@ -148,4 +148,3 @@ def test_without_interruption_no_sequence_holds_two_versions(tmp_path: Path, clu
         for sample in batch.samples:
             t = sample.trajectory
             assert len(np.unique(t.versions[t.loss_mask])) == 1
-    scene.close()

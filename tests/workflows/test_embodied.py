@@ -27,7 +27,7 @@ from rill.types import InitialState, Prompt
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
-from rill.workflows.robot_outcome import finished
+from rill.workflows.robots.outcome import finished
 
 pytestmark = pytest.mark.timeout(
     600

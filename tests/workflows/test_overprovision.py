@@ -82,13 +82,15 @@ def test_whatever_the_settings_every_token_reaches_the_loss_once(
     lags = [report.metrics.get("lag/max", 0.0) for report in scene.reports]
     if order == "admission" or max_lag == 0:
         assert max(lags) <= scene.loop.config.largest_lag
-    scene.close()
 
 
 @pytest.mark.parametrize(
     ("engines", "env_workers"),
-    [("0", 0), ("0-1", 0), ("0-1", 2)],
-    ids=["one engine", "two engines", "environments apart"],
+    [
+        pytest.param("0", 0, id="one engine"),
+        pytest.param("0-1", 0, id="two engines", marks=pytest.mark.slow),
+        pytest.param("0-1", 2, id="environments apart", marks=pytest.mark.slow),
+    ],
 )
 def test_slow_groups_are_stopped_and_no_token_is_lost(
     tmp_path: Path, cluster: Cluster, engines: str, env_workers: int
@@ -110,7 +112,6 @@ def test_slow_groups_are_stopped_and_no_token_is_lost(
     assert check_parts(scene) > 0, "the scene was meant to cut answers in two"
     assert sum(report.metrics.get("groups/resumed", 0.0) for report in scene.reports) > 0
     assert max(report.metrics.get("lag/max", 0.0) for report in scene.reports) >= 1
-    scene.close()
 
 
 def test_a_run_that_stops_goes_on_with_what_was_stopped(tmp_path: Path, cluster: Cluster) -> None:
@@ -126,7 +127,6 @@ def test_a_run_that_stops_goes_on_with_what_was_stopped(tmp_path: Path, cluster:
     again.run()
     check_once(again, 5, 3)
     assert kept > 0 and check_parts(again) > 0
-    again.close()
 
 
 def test_it_is_refused_where_engines_run_ahead_anyway() -> None:

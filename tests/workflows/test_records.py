@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rill.training.balance import CostModel
@@ -23,6 +23,7 @@ def chunk_of(rows: list[tuple[int, list[int]]]) -> tuple[Chunk, list[Outcome]]:
     return Chunk.of(outcomes, step=3, number=0, is_last=True), outcomes
 
 
+@settings(max_examples=30)
 @given(rows=OUTCOMES, num_ranks=st.integers(1, 5), whole_groups=st.booleans())
 def test_every_sample_belongs_to_one_rank_in_batch_order(
     rows: list[tuple[int, list[int]]], num_ranks: int, whole_groups: bool

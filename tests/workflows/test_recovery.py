@@ -91,9 +91,9 @@ def test_a_killed_engine_comes_back_and_every_group_is_trained_on_once(
     assert scene.relaunches() == [1]
     assert num_continued(scene) > 0, "what it was saying goes on behind its tokens"
     assert "rollout-killed[0] is lost" in caplog.text
-    scene.close()
 
 
+@pytest.mark.slow
 def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_called_again(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +117,9 @@ def test_engines_that_are_looked_after_in_the_moment_an_epoch_ends_are_not_calle
     scene.run()
     check_once(scene, 3, 3)
     assert len(calls) == 3
-    scene.close()
 
 
+@pytest.mark.slow
 def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -155,9 +155,9 @@ def test_one_of_two_engines_killed_while_both_run_ahead_costs_no_group(
     assert max(record["versions"][-1] for record in back) > 3, "with newer weights than those at the kill"
     trained = {s.trajectory.episode_id for batch in scene.trained() for s in batch.samples}
     assert any(record["id"].partition("#")[0] in trained for record in back), "what it said was trained on"
-    scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_what_it_was_saying(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,7 +186,6 @@ def test_an_engine_joins_those_that_run_ahead_and_one_that_is_told_to_go_leaves_
     assert {address.pid for address in scene.rollout.addresses()} <= speakers, "who joined takes part"
     assert "rollout-told[1] left" in caplog.text
     assert num_continued(scene) > 0, "behind its tokens"
-    scene.close()
 
 
 @pytest.mark.slow
@@ -200,10 +199,9 @@ def test_an_engine_lost_before_an_evaluation_or_a_sync_is_back_for_it(
     assert scene.loop._evaluated() == first and first["eval/sums/prompts"] == 9
     scene.kill(1)
     assert scene.fleet.publish(PolicyVersion(2))["sync/relaunches"] == 2
-    scene.close()
 
 
-@pytest.mark.parametrize("victim", ["env", "engine"])
+@pytest.mark.parametrize("victim", ["env", pytest.param("engine", marks=pytest.mark.slow)])
 def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
     tmp_path: Path, cluster: Cluster, victim: str
 ) -> None:
@@ -226,7 +224,6 @@ def test_with_environments_apart_either_may_be_killed_and_no_group_is_lost(
     check_once(scene, 4, 3)
     assert scene.reports[-1].metrics["sync/relaunches"] == 1
     assert num_continued(scene) > 0
-    scene.close()
 
 
 @pytest.mark.slow
@@ -251,7 +248,6 @@ def test_over_broadcasts_a_lost_engine_catches_up_alone_and_joins_the_next_group
     check_once(scene, 5, 3)
     assert scene.relaunches() == [0, 1]
     assert scene.reports[-1].metrics["sync/engines"] == 2
-    scene.close()
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_by_name(tmp_path: Path, cluster: Cluster) -> None:
@@ -259,7 +255,6 @@ def test_an_engine_that_dies_too_often_ends_the_run_by_name(tmp_path: Path, clus
     kill_at_step(scene, 0, 0)
     with pytest.raises(RunError, match=r"rollout-mortal\[0\] is lost .*max_relaunches"):
         scene.run()
-    scene.close()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +278,6 @@ def test_a_damaged_transfer_is_caught_and_named(
     assert f"rollout-{name}[0]" in str(caught.value)
     assert scene.loop.step == 1, "the weights of version 3 are those after the second step"
     assert len(scene.trained()) == 2
-    scene.close()
 
 
 @pytest.mark.slow
@@ -296,7 +290,6 @@ def test_a_transfer_damaged_once_costs_a_relaunch_and_the_run_goes_on(
     check_conserved(scene)
     check_once(scene, 4, 3)
     assert scene.relaunches() == [1]
-    scene.close()
 
 
 def test_an_engine_that_says_it_updated_and_did_not_is_named_by_the_canary(
@@ -307,9 +300,9 @@ def test_an_engine_that_says_it_updated_and_did_not_is_named_by_the_canary(
     with pytest.raises(WeightSyncError, match="answers with other weights") as caught:
         scene.run()
     assert "rollout-stale[0]" in str(caught.value)
-    scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,9 +313,9 @@ def test_an_engine_whose_cache_outlives_its_version_is_started_again(
     check_conserved(scene)
     assert scene.relaunches() == [1], "the new process has no cache"
     assert "rollout-cached[0] says version 2 but answers with other weights" in caplog.text
-    scene.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_other_serves(
     tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -336,7 +329,6 @@ def test_an_engine_that_hangs_in_an_update_is_named_and_started_again_while_the_
     check_once(scene, 4, 3)
     assert sorted(scene.relaunches()) == [0, 1]
     assert "did not take version 3 within 1.5 s" in caplog.text and "is back in service" in caplog.text
-    scene.close()
 
 
 class Occupier(Worker):
@@ -351,6 +343,7 @@ class Occupier(Worker):
             time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cluster: Cluster) -> None:
     scene = Scene(tmp_path, cluster, name="in-line", sync_timeout_s=3.0)
     marker = tmp_path / "held"
@@ -364,4 +357,3 @@ def test_an_engine_whose_device_is_in_other_hands_is_not_late(tmp_path: Path, cl
     assert synced.metrics["sync/update_s"] > 3.0, "it waited for its device"
     held.wait(timeout_s=DEADLINE_S)
     other.close()
-    scene.close()

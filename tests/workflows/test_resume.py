@@ -87,4 +87,3 @@ def test_a_killed_run_samples_nothing_twice_and_trains_on_the_batches_that_it_ha
         )
         if sequence.is_finished:
             assert len(again.said()[episode]) == num_said[episode], "a finished answer was asked for again"
-    again.close()

@@ -35,7 +35,15 @@ from rill.telemetry import trace
 from rill.telemetry.run import Run, write_atomically
 from rill.workflows import WORKFLOWS
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import chunks_of, identity_of, pinned_placement, problem_of, profile_of, values_of
+from rill.workflows.plans.recipe import (
+    chunks_of,
+    edges_of,
+    identity_of,
+    pinned_placement,
+    placement_of,
+    problem_of,
+    profile_of,
+)
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
 
@@ -219,10 +227,8 @@ class _Rows:
         if not self._plans:
             raise _Enough
         self._times_s = []
-        values = values_of(self._plans[0])
-        placement = {key.partition(".")[2]: v for key, v in values.items() if key.startswith("placement.")}
         steering.resize(self.config.loop.prompts_per_step)
-        self._switch(steering, placement, {"edges": values["flow.edges"]})
+        self._switch(steering, placement_of(self._plans[0]), {"edges": edges_of(self._plans[0])})
 
     def _switch(self, steering: Steering, placement: dict[str, str], cut: dict[str, Any]) -> None:
         flow = self.config.flow.model_copy(update={"granularity": 0, "edges": {}, **cut})

@@ -25,8 +25,8 @@ from rill.weights import Canary, CanaryProof, open_publisher
 from rill.workflows.config import SyncConfig
 from rill.workflows.edges import Edge
 from rill.workflows.learners import PolicyLearner
-from rill.workflows.robot_config import RobotConfig
-from rill.workflows.robot_policy import CANARY_LENGTH, PolicySource, probe
+from rill.workflows.robots.config import RobotConfig
+from rill.workflows.robots.policy import CANARY_LENGTH, PolicySource, probe
 from rill.workflows.scorers import rendezvous_of
 
 DEMO_SIMULATORS = 16

@@ -175,13 +175,21 @@ def chunks_of(config: RLConfig) -> tuple[int, ...]:
 
 def values_of(plan: Plan) -> dict[str, Any]:
     """The recipe values that carry a plan out, by dotted key."""
-    values: dict[str, Any] = {f"placement.{name}": placed.devices for name, placed in plan.workers.items()}
+    placement = {f"placement.{name}": devices for name, devices in placement_of(plan).items()}
+    return {**placement, "flow.edges": edges_of(plan)}
+
+
+def placement_of(plan: Plan) -> dict[str, str]:
+    return {name: placed.devices for name, placed in plan.workers.items()}
+
+
+def edges_of(plan: Plan) -> dict[str, int]:
+    """Prompts to a chunk, by the group that consumes them; a whole batch is not said."""
     edges: dict[str, int] = {}
     for arrow, chunk in plan.edges.items():
         target = arrow.partition(ARROW)[2]
         edges[target] = min(chunk, edges.get(target, chunk))
-    values["flow.edges"] = {name: chunk for name, chunk in edges.items() if chunk < plan.batch}
-    return values
+    return {name: chunk for name, chunk in edges.items() if chunk < plan.batch}
 
 
 def put_into(values: dict[str, Any], provenance: dict[str, str], plan: Plan, source: str) -> list[str]:

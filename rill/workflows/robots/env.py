@@ -32,9 +32,9 @@ from rill.telemetry import trace
 from rill.types import EmbodiedTrajectory
 from rill.workflows.policy import Answers
 from rill.workflows.records import TRAIN, Flows, Task
-from rill.workflows.robot_config import RobotConfig
-from rill.workflows.robot_outcome import FilmLog, finished
-from rill.workflows.robot_policy import Answer, RemotePolicy
+from rill.workflows.robots.config import RobotConfig
+from rill.workflows.robots.outcome import FilmLog, finished
+from rill.workflows.robots.policy import Answer, RemotePolicy
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from rill.types import Floats, InitialState, Observation, PolicyVersion, RobotSp
 from rill.weights import Pulled, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.policy import Answers
-from rill.workflows.robot_config import RobotConfig
+from rill.workflows.robots.config import RobotConfig
 
 PROBES = 32
 """Fixed observations of the canary."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rill.errors import PlanError, RunError
@@ -22,17 +23,19 @@ from rill.planning.profile import Profile
 from rill.planning.replan import Decision, Policy, decide
 from rill.planning.search import Tree
 from rill.planning.traced import StepTimes, whole_calls, work_of_step
+from rill.runtime.device.device import Device
 from rill.telemetry.run import Run
 from rill.workflows.loop import StepReport
-from rill.workflows.planned import (
+from rill.workflows.plans.recipe import (
     FOLDED,
     PLAN_TOML,
     PROFILE_TOML,
+    edges_of,
     identity_of,
     leave_in,
+    placement_of,
     problem_of,
     rewrite_config,
-    values_of,
 )
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Steering
@@ -47,9 +50,10 @@ class Replanner:
     config: RLConfig
     plan: Plan
     profile: Profile
+    problem: Problem
+    tree: Tree
+    """The plan, priced."""
     policy: Policy = field(default_factory=Policy)
-    _problem: Problem | None = None
-    _tree: Tree | None = None
     _began_s: float = 0.0
     _last: StepTimes | None = None
     _observed: dict[str, list[float]] = field(default_factory=dict)
@@ -59,17 +63,24 @@ class Replanner:
     _why: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: RLConfig, run: Run) -> Replanner | None:
+    def of(cls, config: RLConfig, run: Run, devices: Sequence[Device]) -> Replanner | None:
         """For a run folder that holds a plan with its profile."""
         files = [run.path / name for name in (PLAN_TOML, PROFILE_TOML)]
         if config.loop.max_lag > 0 or not all(file.exists() for file in files):
             return None
-        made = cls(config, Plan.load(files[0]), Profile.load(files[1]))
-        given = {f"placement.{name}": placed for name, placed in config.placement}
-        if any(given.get(key, value) != value for key, value in values_of(made.plan).items()):
+        plan, profile = Plan.load(files[0]), Profile.load(files[1])
+        if any(getattr(config.placement, n, ids) != ids for n, ids in placement_of(plan).items()):
             log.warning("the recipe places groups elsewhere than %s: the plan is not followed", files[0])
             return None
-        return made
+        mine = identity_of(config, len(devices), "")
+        try:
+            profile.check({name: getattr(mine, name) for name in ("model", "machine", "version")})
+        except PlanError as error:
+            log.warning("the run does not replan: %s", error)
+            return None
+        pins = {name: Pin(ids=placed.ids) for name, placed in plan.workers.items() if placed.pinned}
+        problem = replace(problem_of(config, {}, profile, devices), pins=pins)
+        return cls(config, plan, profile, problem, price(problem, plan.tree(problem.graph)).tree)
 
     def after_step(self, steering: Steering, report: StepReport) -> None:
         now_s = time.time()
@@ -81,7 +92,7 @@ class Replanner:
         self._since_switch += 1
         if self._since_switch == self.policy.window + 1 and self._before_s:
             self._tell_gain()
-        decision = self._decide(steering, report.num_steps - report.step)
+        decision = self._decide(report.num_steps - report.step)
         if decision is not None and decision.found is not None:
             self._switch(steering, decision, report.step)
         self._began_s = time.time()
@@ -94,50 +105,33 @@ class Replanner:
         for group, worked in work_of_step(calls, self._last, FOLDED).items():
             self._observed.setdefault(group, []).append(worked.busy_s)
 
-    def _decide(self, steering: Steering, steps_left: int) -> Decision | None:
+    def _decide(self, steps_left: int) -> Decision | None:
         if min((len(seen) for seen in self._observed.values()), default=0) < self.policy.window:
             return None
-        if self._problem is None:
-            devices = steering.launch.cluster.devices
-            mine = identity_of(self.config, len(devices), "")
-            try:
-                self.profile.check({name: getattr(mine, name) for name in ("model", "machine", "version")})
-            except PlanError as error:
-                log.warning("the run does not replan: %s", error)
-                self.policy = replace(self.policy, window=1_000_000)
-                return None
-            pins = {name: Pin(ids=placed.ids) for name, placed in self.plan.workers.items() if placed.pinned}
-            self._problem = replace(problem_of(self.config, {}, self.profile, devices), pins=pins)
-            self._tree = price(self._problem, self.plan.tree(self._problem.graph)).tree
-        assert self._tree is not None, "the plan was priced with the problem"
-        decision = decide(
-            self._problem,
-            self._tree,
+        return decide(
+            self.problem,
+            self.tree,
             self._observed,
             steps_left=steps_left,
             switch_s=self.profile.switch_s,
             steps_since_switch=self._since_switch,
             policy=self.policy,
         )
-        return decision
 
     def _switch(self, steering: Steering, decision: Decision, step: int) -> None:
         found = decision.found
         assert found is not None, "a switch has a plan"
         plan = Plan.of(decision.problem, found, basis=self.profile.basis(), notes=self.plan.notes)
-        values = values_of(plan)
-        placement = {key.partition(".")[2]: v for key, v in values.items() if key.startswith("placement.")}
         self._before_s = statistics.median(self._steps_s[-self.policy.window :])
         try:
-            took_s = steering.switch(
-                placement, self.config.flow.model_copy(update={"edges": values["flow.edges"]})
-            )
+            flow = self.config.flow.model_copy(update={"edges": edges_of(plan)})
+            took_s = steering.switch(placement_of(plan), flow)
         except (RunError, PlanError) as error:
             log.warning("replanning: the switch failed, the run goes on as before: %s", error)
             self._since_switch = 0
             return
         self._say(f"replanned after step {step}, in {took_s:.1f} s: {decision.reason}")
-        self.plan, self._problem, self._tree = plan, decision.problem, found.tree
+        self.plan, self.problem, self.tree = plan, decision.problem, found.tree
         self._since_switch, self._observed, self._last = 0, {}, None
         rewrite_config(steering.run.config_path, plan, f"replanned after step {step}")
         leave_in(

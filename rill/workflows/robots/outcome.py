@@ -16,7 +16,7 @@ from rill.telemetry.rollout_log import ROLLOUTS_FOLDER
 from rill.types import EmbodiedTrajectory, PolicyVersion
 from rill.workflows.loop import Observer, StepReport
 from rill.workflows.records import TRAIN, Outcome, Task
-from rill.workflows.robot_config import RobotRolloutConfig
+from rill.workflows.robots.config import RobotRolloutConfig
 
 MEDIA_FOLDER = "media"
 WINDOW = 30
