@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import PeerDiedError, PlanError, RunError
+from rill.errors import PeerDiedError, PlanError, RillError, RunError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
@@ -26,7 +26,7 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
-from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
 from rill.workflows.elastic import Door
 from rill.workflows.evaluation import read_prompts
@@ -53,6 +53,10 @@ NEVER_S = 1e9
 step."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
+CLOSE_S = 1.0
+"""What a group that waits for a lost one has to end by itself."""
+REST_S = 60.0
+"""What engines and environments have to put down what they do. A tool call that lasts longer is repeated."""
 MOVABLE = ("shm", "tcp", "disk")
 """Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
@@ -63,8 +67,21 @@ class Launcher:
     """What a workflow's `groups` is given."""
 
     def __init__(
-        self, config: OnlineConfig, run: Run, observers: Sequence[Observer], cluster: Cluster
+        self,
+        config: OnlineConfig,
+        run: Run,
+        observers: Sequence[Observer],
+        cluster: Cluster,
+        *,
+        session: int = 0,
+        kept: Mapping[str, WorkerGroup[Any]] | None = None,
     ) -> None:
+        """`kept`: engines and environments of the session before, which the workflow's `groups` gets instead of new
+        ones."""
+        self._session = session
+        self._kept = kept or {}
+        self._channels: list[Channel] = []
+        self._fleet: Fleet | None = None
         self.config = config
         self.folder = run
         self.cluster = cluster
@@ -100,6 +117,9 @@ class Launcher:
         self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
     ) -> WorkerGroup[W]:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
+        if name in self._kept:
+            self.groups[name] = self._kept[name]
+            return self.groups[name]
         placement = getattr(self.config.placement, name)
         self.seating.seat(name, placement)
         group = worker.launch_async(
@@ -112,6 +132,9 @@ class Launcher:
 
     def beside(self, worker: type[W], name: str, count: int, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start `count` processes that hold no device, on all nodes by turns."""
+        if name in self._kept:
+            self.groups[name] = self._kept[name]
+            return self.groups[name]
         ids = [device.id for device in self.cluster.devices]
         placement = [ids[n % len(ids)] for n in range(count)]
         group = worker.launch_async(self.cluster, name=name, placement=placement, threads=1, **init_kwargs)
@@ -163,18 +186,24 @@ class Launcher:
         """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
         trainer's ranks wait for each other, and the run ends with the first that is lost."""
         starting, self._starting = self._starting, []
-        timeout_s = self.config.loop.step_timeout_s
         for group in starting:
+            self._await(group)
+        self.is_ready = True
+
+    def _await(self, group: WorkerGroup[Any]) -> None:
+        timeout_s, tries_left = self.config.loop.step_timeout_s, self.config.loop.max_relaunches
+        lost: list[int] = []
+        while True:
             try:
-                group.ready(timeout_s)
-            except PeerDiedError as death:
-                if group.name not in FLEET or self.config.loop.max_relaunches == 0:
-                    raise
-                log.warning("%s: started again", str(death).splitlines()[0])
-                for rank in group.lost():
+                for rank in lost:
                     group.relaunch(rank, timeout_s=timeout_s)
                 group.ready(timeout_s)
-        self.is_ready = True
+                return
+            except PeerDiedError as death:
+                if group.name not in FLEET or tries_left == 0:
+                    raise
+                log.warning("%s: started again", str(death).splitlines()[0])
+                tries_left, lost = tries_left - 1, group.lost()
 
     def lost(self, timeout_s: float) -> list[str]:
         """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
@@ -185,6 +214,28 @@ class Launcher:
             if found or time.monotonic() > deadline_s:
                 return found
             time.sleep(0.1)
+
+    def again(self) -> Launcher | None:
+        """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
+        environments stay as they are, with what they hold in the token log; all others are ended. None: they cannot."""
+        fleet, kept = self._fleet, {name: self.groups[name] for name in FLEET if name in self.groups}
+        can_stay = isinstance(self.config.rollout, RolloutConfig) and self.sync.transport.type in MOVABLE
+        if not can_stay or (fleet is None and kept != self._kept):
+            return None
+        try:
+            for name in set(self.groups) - set(kept):
+                self.groups[name].close(timeout_s=CLOSE_S)
+            if fleet is not None:
+                fleet.rest(self.flows.tasks, REST_S)
+            for group in kept.values():
+                group.rest().wait(timeout_s=REST_S)
+            for channel in self._channels:
+                channel.close()
+        except RillError as error:
+            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
+            return None
+        session = self._session + 1
+        return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
@@ -209,6 +260,12 @@ class Launcher:
         return group
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
+        if self._kept:  # some may have joined
+            self._reseat()
+        self._fleet = self._new_fleet(engines, actor)
+        return self._fleet
+
+    def _new_fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
         rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
         door = Door(self.folder.path, self._berth, self._reseat)
         if env is None:
@@ -258,7 +315,11 @@ class Launcher:
     ) -> Channel:
         """Whoever waits for samples waits as long as a step may last."""
         limit_s = self.config.loop.step_timeout_s if timeout_s is None else timeout_s
-        return Channel.create(self.cluster, name, timeout_s=limit_s, capacity_items=capacity_items)
+        if self._session:  # a name is never used again
+            name = f"{name}~{self._session}"
+        channel = Channel.create(self.cluster, name, timeout_s=limit_s, capacity_items=capacity_items)
+        self._channels.append(channel)
+        return channel
 
     def colocate(self) -> None:
         """Groups that fit on their devices together need no turns, where the recipe says that they do."""
