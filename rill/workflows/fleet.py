@@ -188,8 +188,10 @@ class Fleet:
             crew.begin(crew.group.ranks)
 
     def tend(self) -> None:
-        if self._is_open and self._loop.max_lag > 0:
-            self.attend()
+        if self._is_open and self._door is not None:
+            self._door.look()
+            if self._loop.max_lag > 0:
+                self.attend()
         for crew in self._crews:
             crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
 
@@ -223,11 +225,13 @@ class Fleet:
 
     # --- engines that come and go -------------------------------------------------------------------------
 
-    def attend(self) -> None:
-        """Let in and see off engines that people have asked for. Between two epochs, or in one that only the driver
-        ends: an engine takes part in the epochs that end after it was there."""
+    def attend(self, step: int = 0) -> None:
+        """Let in and see off engines, as people have asked or [elastic] says; `step`: the newest that is done, where it
+        is known. Between two epochs, or in one that only the driver ends: an engine takes part in the epochs that end
+        after it was there."""
         if self._door is not None:
             self._door.attend(self.join, self.leave)
+            self._door.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
 
     def join(self, devices: str) -> str:
         """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""

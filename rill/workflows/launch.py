@@ -28,7 +28,7 @@ from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
 from rill.workflows.config import ClusterConfig, EvalSetConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.elastic import Door
+from rill.workflows.elastic import Door, Scaler
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Crew, Engines, Fleet
 from rill.workflows.flow import Seating
@@ -267,7 +267,8 @@ class Launcher:
 
     def _new_fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
         rollout, env, flows, loop = engines.group, engines.env, self.flows, self.config.loop
-        door = Door(self.folder.path, self._berth, self._reseat)
+        scaler = Scaler(self.config.elastic)
+        door = Door(self.folder.path, self._berth, self._reseat, scaler, self._num_prompts)
         if env is None:
             crew = Crew(rollout, lambda ranks: rollout.on(*ranks).generate(flows), loop.max_relaunches)
             return Fleet(crew, None, None, actor, self.sync, loop, door)
@@ -304,6 +305,10 @@ class Launcher:
                     "have or nobody has"
                 )
         return devices
+
+    def _num_prompts(self) -> int:
+        stats = self.flows.tasks.stats()
+        return int(stats["depth"] + stats["leased"])
 
     def _reseat(self) -> None:
         """After engines came or went."""
