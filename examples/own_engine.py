@@ -133,6 +133,9 @@ class PlainEngine:
                 self._parameters[name].copy_(tensor)
             self.version, self._fault = version, ""
 
+    def rewind(self) -> None:
+        self.version = PolicyVersion(0)
+
     def flush(self) -> None:
         """There is no cache."""
 

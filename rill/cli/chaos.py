@@ -47,7 +47,8 @@ KINDS = {"kill": 8, "stop": 4, "slow": 2, "disconnect": 2, "driver": 1, "disk": 
 SMALL_DISK_BYTES = 1 << 30
 """Only a file system of at most this size is filled."""
 WHILE_IT_RECOVERS = 0.1
-"""How likely a fault is while no step was taken since the last: without an end to them the run would never move."""
+"""How likely a fault is while no step was taken since the last, and there is one at most: else a slow machine would
+never come to a step."""
 CALM_AFTER = 0.75
 """Of its time a run is hurt no more, so that it can end."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
@@ -184,6 +185,7 @@ class Harness:
         self._kinds = kinds
         self._every_s = every_s
         self._size = 0
+        self._may_strike_again = True
 
     def run(self, num_faults: int, timeout_s: float) -> list[Fault]:
         started_s = time.monotonic()
@@ -198,8 +200,11 @@ class Harness:
                 if self._hurt.process.wait(wait_s) == 0:
                     return done
             except subprocess.TimeoutExpired:
-                is_due = self._has_moved() or self._rng.random() < WHILE_IT_RECOVERS
-                if len(done) < num_faults and is_due and (fault := self._inflict(started_s)) is not None:
+                if (
+                    len(done) < num_faults
+                    and self._is_due()
+                    and (fault := self._inflict(started_s)) is not None
+                ):
                     done.append(fault)
                 continue
             if not done or done[-1].kind != "driver":
@@ -211,12 +216,16 @@ class Harness:
         self._hurt.process.kill()
         return done
 
-    def _has_moved(self) -> bool:
-        """Whether a step was taken since this was last asked."""
+    def _is_due(self) -> bool:
         path = self._hurt.path / METRICS_FILE
         size = path.stat().st_size if path.exists() else 0
         before, self._size = self._size, size
-        return size > before
+        if size > before:  # a step was taken
+            self._may_strike_again = True
+            return True
+        is_due = self._may_strike_again and self._rng.random() < WHILE_IT_RECOVERS
+        self._may_strike_again &= not is_due
+        return is_due
 
     def _inflict(self, started_s: float) -> Fault | None:
         """One fault; None where there is nobody to hurt yet."""

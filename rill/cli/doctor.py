@@ -107,12 +107,15 @@ def doctor(
 
 def _doctor_run(run: Run, as_json: bool) -> None:
     from rill.journal.diagnosis import Severity, diagnose
+    from rill.telemetry.metrics import read_metrics
 
     found = diagnose(run)
     if as_json:
         say_json([{**each._asdict(), "severity": each.severity.name.lower()} for each in found])
     else:
-        say(f"{run.path}: {run.state().status.value}")
+        rows = read_metrics(run.path)
+        where = f", after step {rows[-1].step}" if rows else ", before its first step"
+        say(f"{run.path}: {run.state().status.value}{where}")
         for each in found:
             color = {Severity.BROKEN: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}[each.severity]
             since = f" (since {each.since})" if each.since else ""

@@ -252,6 +252,11 @@ class Engine(Protocol):
         """
         ...
 
+    def rewind(self) -> None:
+        """Whose weights these are goes back to older ones: the next update may bring any version. Until it has, nothing
+        should be sampled."""
+        ...
+
     def flush(self) -> None:
         """Drop the prefix cache."""
         ...

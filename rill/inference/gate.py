@@ -54,6 +54,11 @@ class EngineGate:
         if stopped:
             self._engine.abort(stopped)  # outside: it waits for the engine's thread, which calls `_forget`
 
+    def reopen(self) -> None:
+        """Epochs are counted from 0 again."""
+        with self._lock:
+            self._stopped_through = -1
+
     def _forget(self, name: str, _: Future[Completion]) -> None:
         with self._lock:
             self._running.pop(name, None)

@@ -180,6 +180,9 @@ class RemoteEngine:
             raise WeightSyncError(f"{self.name}: after a failed update only a whole one can follow")
         self._swap(version, lambda: self._load_weights(tensors, version, partial))
 
+    def rewind(self) -> None:
+        self._flights.version = PolicyVersion(0)
+
     def _swap(self, version: PolicyVersion, load: Callable[[], Awaitable[None]]) -> None:
         """Nothing is under way while `load` runs; afterwards everything goes on under the new version."""
         flights = self._flights

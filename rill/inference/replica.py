@@ -187,6 +187,9 @@ class ReplicaEngine:
         self._act("unload_adapter", _CALL_TIMEOUT_S, name)
         self._adapters -= {name}
 
+    def rewind(self) -> None:
+        self._act("rewind", _CALL_TIMEOUT_S)
+
     def flush(self) -> None:
         self._act("flush", _CALL_TIMEOUT_S)
 

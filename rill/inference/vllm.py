@@ -218,6 +218,12 @@ class VllmEngine:
             raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
         self._commands.call("update_weights", lambda: self._update(tensors, version), _UPDATE_TIMEOUT_S)
 
+    def rewind(self) -> None:
+        def forget() -> None:
+            self._loop.version = PolicyVersion(0)
+
+        self._commands.call("rewind", forget)
+
     def flush(self) -> None:
         def reset() -> None:
             self._loop.take_out()

@@ -39,6 +39,7 @@ HARMLESS = (
     "eval",
     "sinks",
     "journal",
+    "elastic",
     "guard_actions",
 )
 """Names of settings and of tables."""

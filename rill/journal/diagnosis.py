@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
 from statistics import median
@@ -20,11 +21,15 @@ from rill.telemetry.guards import FINDING_FIELDS, GUARDS_FILE
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.rollouts import newest_failure
-from rill.telemetry.run import Run, RunStatus
+from rill.telemetry.run import VANISHED, Run, RunStatus
 
 SILENCE_S, FACTOR = 120.0, 5.0
 """A run that runs is silent for too long after so many seconds, and so many times its longest step."""
-_LOST = re.compile(r"WARNING \S+: (\S+\[\d+\]).* is lost")
+_LOST = re.compile(r"WARNING \S+: (.+?) (?:is lost|died during|\(pid \d+\) ended)")
+_NAME = re.compile(r"\w[\w.-]*\[\d+\]|hub")
+KILLED = (
+    "killed from outside: by a person, a scheduler, or the kernel because memory ran out (`dmesg` says so)"
+)
 
 
 class Severity(IntEnum):
@@ -64,9 +69,12 @@ def _status(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:
             f"it failed: {state.message.splitlines()[0] if state.message else 'no reason was written down'}"
         )
         advice = f"mend what the message names (all of it: {run.log_path}), then {run.resume_command}"
+        if "SIGKILL" in what:
+            advice = f"it was {KILLED}; raise loop.max_relaunches where that happens often. Then {run.resume_command}"
         yield Diagnosis(Severity.BROKEN, what, last, advice)
     elif state.status is RunStatus.INTERRUPTED:
-        advice = f"nothing that was sampled is lost: {run.resume_command}"
+        cause = f"it may have been {KILLED}, or the machine went down; " if state.message == VANISHED else ""
+        advice = f"{cause}nothing that was sampled is lost: {run.resume_command}"
         what = f"it is not running: {state.message}"
         yield Diagnosis(Severity.WARNING, what, last, advice)
     elif state.status is RunStatus.UNKNOWN:
@@ -110,22 +118,22 @@ def _guards(run: Run) -> Iterator[Diagnosis]:
 
 
 def _losses(run: Run) -> Iterator[Diagnosis]:
-    """Workers that were lost, by name, from the run's log."""
-    lost: dict[str, list[str]] = {}
+    """Processes that were lost, from the run's log."""
+    lost: Counter[str] = Counter()
+    since = ""
     try:
         with run.log_path.open(encoding="utf-8", errors="replace") as log:
             for line in log:
                 if found := _LOST.search(line):
-                    lost.setdefault(found[1], []).append(line[:19])
+                    lost.update(_NAME.findall(found[1]))
+                    since = since or line[:19]
     except OSError:
         return
-    for name, times in lost.items():
-        yield Diagnosis(
-            Severity.NOTE if len(times) == 1 else Severity.WARNING,
-            f"{name} was lost {len(times)} time{'' if len(times) == 1 else 's'} and started again",
-            times[0],
-            "its own log in logs/ has its last words; the kernel's (`dmesg`) says whether memory ran out",
-        )
+    if lost:
+        told = ", ".join(f"{name} {count} time{'s' * (count > 1)}" for name, count in lost.items())
+        severity = Severity.NOTE if lost.total() == 1 else Severity.WARNING
+        advice = f"{run.path / 'logs'} has the last words of each; `dmesg` says whether the kernel killed it"
+        yield Diagnosis(severity, f"processes were lost and started again: {told}", since, advice)
 
 
 def _failures(run: Run, rows: list[MetricRow]) -> Iterator[Diagnosis]:

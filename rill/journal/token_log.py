@@ -69,7 +69,7 @@ class TokenLog:
     def __init__(self, run_dir: Path, process: str, config: JournalConfig) -> None:
         """`process`: its name in the run, as in "rollout-0"."""
         self.folder = run_dir / FOLDER
-        self._stem = f"{process}-{time.time_ns():x}-{os.getpid()}"
+        self._process = process
         self._config = config
         self._pending: list[Opened | Said | Finished | Experts | Event] = []
         self._waiting: list[Callable[[JournalError | None], None]] = []
@@ -80,10 +80,9 @@ class TokenLog:
         self._is_urgent = False
         self._is_closed = False
         self._next_number = 0
-        self._num_segments = 0
         self._size = 0
         self._fd = -1
-        self._begin_segment()
+        self._begin_files()
         self._thread = threading.Thread(target=self._run, name="token-log", daemon=True)
         self._thread.start()
 
@@ -130,6 +129,13 @@ class TokenLog:
         error = self._commit()
         if error is not None:
             raise error
+
+    def hand_over(self) -> None:
+        """What is written becomes what a process that is gone has left: whoever takes it up again, this process too,
+        goes on from it (reader.py). Nothing may be under way."""
+        self.flush()
+        with self._writing:
+            self._begin_files()
 
     def close(self) -> None:
         with self._changed:
@@ -197,6 +203,11 @@ class TokenLog:
             os.fdatasync(self._fd)
         except OSError as error:
             log.warning("the token log in %s cannot be synced: %s", self.folder, error.strerror)
+
+    def _begin_files(self) -> None:
+        self._stem = f"{self._process}-{time.time_ns():x}-{os.getpid()}"
+        self._num_segments = 0
+        self._begin_segment()
 
     def _begin_segment(self) -> None:
         """The next file, its lock held before the last one is let go."""

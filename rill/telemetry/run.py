@@ -44,6 +44,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LIBRARIES = ("torch", "transformers", "numpy", "ray", "vllm", "peft", "verifiers")
 
 
+VANISHED = "its process ended without saying why"
+
+
 class RunStatus(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
@@ -181,9 +184,7 @@ class Run:
         # Locks are not reliably seen from other machines; there the saved status has to be believed.
         is_here = state.host == socket.gethostname()
         if state.status is RunStatus.RUNNING and is_here and not self._is_held():
-            return replace(
-                state, status=RunStatus.INTERRUPTED, message="its process ended without saying why"
-            )
+            return replace(state, status=RunStatus.INTERRUPTED, message=VANISHED)
         return state
 
     def starts(self) -> list[dict[str, Any]]:
@@ -203,7 +204,7 @@ class Run:
         try:
             yield self
         except KeyboardInterrupt:
-            self.set_status(RunStatus.INTERRUPTED, "Ctrl-C")
+            self.set_status(RunStatus.INTERRUPTED, "stopped by Ctrl-C or SIGTERM")
             raise
         except BaseException as error:
             self.set_status(RunStatus.FAILED, f"{type(error).__name__}: {error}")

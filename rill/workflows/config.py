@@ -19,6 +19,7 @@ from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.telemetry.sinks.base import SINKS
 from rill.types import SamplingParams
 from rill.weights.base import TRANSPORTS
+from rill.workflows.elastic import ElasticConfig
 
 Seats = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
 """Device ids of a group, as rill.runtime.device.placement reads them: "0-3", "all", "0-3:0-7"; a bare 0 is "0"."""
@@ -304,6 +305,7 @@ class OnlineConfig(RecipeConfig):
     trainer: Config
     loop: LoopConfig = LoopConfig()
     journal: JournalConfig = JournalConfig()
+    elastic: ElasticConfig = ElasticConfig()
     flow: FlowConfig = FlowConfig()
     eval: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()

@@ -57,6 +57,11 @@ class EnvWorker(Worker):
         if self.journal is not None:
             self.journal.close()
 
+    def rest(self) -> None:
+        """Between two sessions: as RolloutWorker.rest."""
+        if self.episodes.journal is not None:
+            self.episodes.journal.hand_over()
+
     def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
         if self._answers is None or self._answers.name != answers[self.rank].name:  # other ones after a move

@@ -37,11 +37,13 @@ from rill.weights.publishing import PublishingWorker, Synced
 from rill.workflows.config import LoopConfig, SyncConfig
 from rill.workflows.elastic import Door
 from rill.workflows.records import Channels, Flows
-from rill.workflows.rollout import LEFT_CODE, RolloutWorker
+from rill.workflows.rollout import EVERY_EPOCH, LEFT_CODE, RolloutWorker
 
 log = logging.getLogger(__name__)
 
 EPOCH_POLL_S = 1.0
+DEATH_S = 3.0
+"""What a lost process leaves behind may fail before its death is known; so long is waited for the news of it."""
 NOTICE_S = 30.0
 """What an engine that leaves has to put down what it sampled."""
 
@@ -99,14 +101,34 @@ class Crew:
         """A call that still works on the epoch."""
         return next((call.handle for call in self._calls.values()), None)
 
-    def relaunch(self, rank: int, reason: str, timeout_s: float) -> None:
-        """In a new process. `recall` lets it go on."""
-        name, count = self.name(rank), self.num_relaunches[rank]
-        if count >= self._max_relaunches:
-            raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
-        self.num_relaunches[rank] += 1
-        log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
-        self.group.relaunch(rank, timeout_s=timeout_s)
+    def relaunch(self, rank: int, reason: str, timeout_s: float, catch_up: Callable[[], None]) -> None:
+        """In a new process, and in another where that is lost before it came to where the others are (`catch_up`).
+        `recall` lets it go on."""
+        name = self.name(rank)
+        while True:
+            count = self.num_relaunches[rank]
+            if count >= self._max_relaunches:
+                raise RunError(f"{name} is lost ({reason}) after {count} relaunches (loop.max_relaunches)")
+            self.num_relaunches[rank] += 1
+            log.warning("%s is lost: %s; relaunch %d", name, reason, count + 1)
+            try:
+                with boundary(f"relaunch of {name}, which was lost: {reason}"):
+                    self.group.relaunch(rank, timeout_s=timeout_s)
+                    catch_up()
+                return
+            except RillError as error:
+                if not self._has_died(rank):
+                    raise
+                reason = str(error).splitlines()[0]
+
+    def _has_died(self, rank: int) -> bool:
+        """What a death leads to may be known before the death is."""
+        deadline_s = time.monotonic() + DEATH_S
+        while rank not in self.group.lost():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.1)
+        return True
 
     def recall(self, rank: int) -> None:
         if rank in self._calls:
@@ -169,8 +191,10 @@ class Fleet:
             crew.begin(crew.group.ranks)
 
     def tend(self) -> None:
-        if self.is_open and self._loop.max_lag > 0:
-            self.attend()
+        if self.is_open and self._door is not None:
+            self._door.look()
+            if self._loop.max_lag > 0:
+                self.attend()
         for crew in self._crews:
             crew.tend(lambda rank, reason, crew=crew: self._bring_back(crew, rank, reason))  # type: ignore[misc]
 
@@ -193,13 +217,24 @@ class Fleet:
                 call.ended(EPOCH_POLL_S)
                 self.tend()
 
+    def rest(self, tasks: Channel, timeout_s: float) -> None:
+        """Nobody is left who wants what comes of the epoch: end it now. What was sampled is in the token log. Raises
+        where somebody is lost meanwhile, or does not come to an end."""
+        if self.is_open:
+            self.stop(EVERY_EPOCH)
+            tasks.end()
+            self._loop = self._loop.model_copy(update={"step_timeout_s": timeout_s})
+            self.end_epoch()
+
     # --- engines that come and go -------------------------------------------------------------------------
 
-    def attend(self) -> None:
-        """Let in and see off engines that people have asked for. Between two epochs, or in one that only the driver
-        ends: an engine takes part in the epochs that end after it was there."""
+    def attend(self, step: int = 0) -> None:
+        """Let in and see off engines, as people have asked or [elastic] says; `step`: the newest that is done, where it
+        is known. Between two epochs, or in one that only the driver ends: an engine takes part in the epochs that end
+        after it was there."""
         if self._door is not None:
             self._door.attend(self.join, self.leave)
+            self._door.scale(step, lambda: self._rollout.ranks, self.join, self.leave)
 
     def join(self, devices: str) -> str:
         """More engines, with the weights that the others hold; in the middle of an epoch they take part in it."""
@@ -262,11 +297,13 @@ class Fleet:
         if crew is self._engines and f"exit code {LEFT_CODE}" in first_line and crew.group.size > 1:
             self._see_off(rank, "it was told to go (SIGTERM)")
             return
-        with trace.span("relaunch", lane="loop", worker=name):
-            crew.relaunch(rank, first_line, self._loop.step_timeout_s)
+
+        def catch_up() -> None:
             if crew is self._engines:
-                with boundary(f"relaunch of {name}, which was lost: {first_line}"):
-                    answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+                answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+
+        with trace.span("relaunch", lane="loop", worker=name):
+            crew.relaunch(rank, first_line, self._loop.step_timeout_s, catch_up)
         crew.recall(rank)
 
 

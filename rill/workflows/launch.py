@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rill.errors import PeerDiedError, PlanError, RunError
+from rill.errors import PeerDiedError, PlanError, RillError, RunError
 from rill.journal.checkpoints import whole_checkpoints
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.accelerator import CUDA
@@ -25,9 +25,9 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.telemetry.run import Run
 from rill.weights import chosen_transport, seated
-from rill.workflows.config import ClusterConfig, OnlineConfig, SyncConfig
+from rill.workflows.config import ClusterConfig, OnlineConfig, RolloutConfig, SyncConfig
 from rill.workflows.controller import Controller, PromptPlan
-from rill.workflows.elastic import Door
+from rill.workflows.elastic import Door, Scaler
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.fleet import Engines, Fleet
 from rill.workflows.loop import Observer, StepReport
@@ -47,6 +47,10 @@ PRELOAD = (
 """Imported once, by the process that workers are forked from: seconds for every worker after the first."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
+CLOSE_S = 1.0
+"""What a group that waits for a lost one has to end by itself."""
+REST_S = 60.0
+"""What engines and environments have to put down what they do. A tool call that lasts longer is repeated."""
 MOVABLE = ("shm", "tcp", "disk")
 """Ways of weights that do not depend on where the groups were launched."""
 NUM_REPORTS = 20
@@ -57,8 +61,20 @@ class Launcher:
     """What a workflow's `groups` is given."""
 
     def __init__(
-        self, config: OnlineConfig, run: Run, observers: Sequence[Observer], cluster: Cluster
+        self,
+        config: OnlineConfig,
+        run: Run,
+        observers: Sequence[Observer],
+        cluster: Cluster,
+        *,
+        session: int = 0,
+        kept: Mapping[str, WorkerGroup[Any]] | None = None,
     ) -> None:
+        """`kept`: engines and environments of the session before, which the workflow's `groups` gets instead of new
+        ones."""
+        self._session = session
+        self._kept = kept or {}
+        self._fleet: Fleet | None = None
         self.config = config
         self.folder = run
         self.cluster = cluster
@@ -79,7 +95,8 @@ class Launcher:
         """Groups that a checkpoint holds."""
         self.devices: dict[str, frozenset[int]] = {}
         """Ids of those that each placed group has."""
-        self.channels = Channels(cluster, config.loop.step_timeout_s)
+        suffix = f"~{session}" if session else ""  # a name is never used again
+        self.channels = Channels(cluster, config.loop.step_timeout_s, suffix)
         self.flows = Flows.of(self.channels)
         self._observers = observers
         self._starting: list[WorkerGroup[Any]] = []
@@ -100,6 +117,10 @@ class Launcher:
         self, worker: type[W], name: str, *, is_trained: bool = False, **init_kwargs: Any
     ) -> WorkerGroup[W]:
         """Start a group where [placement] puts it. `is_trained`: a checkpoint holds it."""
+        if name in self._kept:
+            self.groups[name] = self._kept[name]
+            self._reseat(name)
+            return self.groups[name]
         placement = getattr(self.config.placement, name)
         self.devices[name] = self._ids_of(placement)
         group = worker.launch_async(
@@ -112,6 +133,9 @@ class Launcher:
 
     def beside(self, worker: type[W], name: str, count: int, **init_kwargs: Any) -> WorkerGroup[W]:
         """Start `count` processes that hold no device, on all nodes by turns."""
+        if name in self._kept:
+            self.groups[name] = self._kept[name]
+            return self.groups[name]
         ids = [device.id for device in self.cluster.devices]
         placement = [ids[n % len(ids)] for n in range(count)]
         group = worker.launch_async(self.cluster, name=name, placement=placement, threads=1, **init_kwargs)
@@ -162,20 +186,26 @@ class Launcher:
         """Wait for everything that was started. An engine or environment worker that dies meanwhile is started again; a
         trainer's ranks wait for each other, and the run ends with the first that is lost."""
         starting, self._starting = self._starting, []
-        timeout_s = self.config.loop.step_timeout_s
         for group in starting:
-            try:
-                group.ready(timeout_s)
-            except PeerDiedError as death:
-                if group.name not in FLEET or self.config.loop.max_relaunches == 0:
-                    raise
-                log.warning("%s: started again", str(death).splitlines()[0])
-                for rank in group.lost():
-                    group.relaunch(rank, timeout_s=timeout_s)
-                group.ready(timeout_s)
+            self._await(group)
         if self.config.cluster.colocate:  # groups that fit on their devices together need no turns
             self.cluster.coreside(*self.devices)
         self.is_ready = True
+
+    def _await(self, group: WorkerGroup[Any]) -> None:
+        timeout_s, tries_left = self.config.loop.step_timeout_s, self.config.loop.max_relaunches
+        lost: list[int] = []
+        while True:
+            try:
+                for rank in lost:
+                    group.relaunch(rank, timeout_s=timeout_s)
+                group.ready(timeout_s)
+                return
+            except PeerDiedError as death:
+                if group.name not in FLEET or tries_left == 0:
+                    raise
+                log.warning("%s: started again", str(death).splitlines()[0])
+                tries_left, lost = tries_left - 1, group.lost()
 
     def lost(self, timeout_s: float) -> list[str]:
         """Ranks of groups that the fleet does not look after whose process is gone, once one is or the time is over."""
@@ -186,6 +216,27 @@ class Launcher:
             if found or time.monotonic() > deadline_s:
                 return found
             time.sleep(0.1)
+
+    def again(self) -> Launcher | None:
+        """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
+        environments stay as they are, with what they hold in the token log; all others are ended. None: they cannot."""
+        fleet, kept = self._fleet, {name: self.groups[name] for name in FLEET if name in self.groups}
+        can_stay = isinstance(self.config.rollout, RolloutConfig) and self.sync.transport.type in MOVABLE
+        if not can_stay or (fleet is None and kept != self._kept):
+            return None
+        try:
+            for name in set(self.groups) - set(kept):
+                self.groups[name].close(timeout_s=CLOSE_S)
+            if fleet is not None:
+                fleet.rest(self.flows.tasks, REST_S)
+            for group in kept.values():
+                group.rest().wait(timeout_s=REST_S)
+            self.channels.close()
+        except RillError as error:
+            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
+            return None
+        session = self._session + 1
+        return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)
@@ -210,8 +261,11 @@ class Launcher:
         return group
 
     def fleet(self, engines: Engines, actor: WorkerGroup[Any]) -> Fleet:
-        door = Door(self.folder.path, self._berth, self._reseat)
-        return Fleet(engines, self.flows, self.channels, actor, self.sync, self.config.loop, door)
+        door = Door(
+            self.folder.path, self._berth, self._reseat, Scaler(self.config.elastic), self._num_prompts
+        )
+        self._fleet = Fleet(engines, self.flows, self.channels, actor, self.sync, self.config.loop, door)
+        return self._fleet
 
     def _berth(self, devices: str) -> str:
         """Where engines may join: on devices that engines have, or nobody. PlanError: not there."""
@@ -235,9 +289,13 @@ class Launcher:
                 )
         return devices
 
-    def _reseat(self) -> None:
-        """After engines came or went."""
-        self.devices["rollout"] = frozenset[int]().union(*self.groups["rollout"].devices.values())
+    def _num_prompts(self) -> int:
+        stats = self.flows.tasks.stats()
+        return int(stats["depth"] + stats["leased"])
+
+    def _reseat(self, name: str = "rollout") -> None:
+        """After ranks came or went."""
+        self.devices[name] = frozenset[int]().union(*self.groups[name].devices.values())
 
     def take_turns(self, one: str, other: str) -> bool:
         """Whether two groups share devices and cannot be in memory together."""

@@ -8,7 +8,8 @@ A task and an outcome are one group each; a chunk is a part of a batch. None of 
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -146,7 +147,7 @@ class Channels:
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._suffix = suffix
-        self._made: Counter[str] = Counter()
+        self._made: dict[str, list[Channel]] = defaultdict(list)
 
     def __call__(self, name: str) -> Channel:
         return self._create(name, timeout_s=self._timeout_s)
@@ -160,9 +161,15 @@ class Channels:
         return self._create(name, timeout_s=NEVER_S, capacity_items=MAX_ITEMS)
 
     def _create(self, name: str, **how: Any) -> Channel:
-        self._made[name] += 1
-        nth = f"#{self._made[name]}" if self._made[name] > 1 else ""
-        return Channel.create(self._cluster, f"{name}{self._suffix}{nth}", **how)
+        made = self._made[name]
+        nth = f"#{len(made) + 1}" if made else ""
+        made.append(Channel.create(self._cluster, f"{name}{self._suffix}{nth}", **how))
+        return made[-1]
+
+    def close(self) -> None:
+        """Nobody uses any of them any more."""
+        for channel in itertools.chain.from_iterable(self._made.values()):
+            channel.close()
 
 
 class Flows(NamedTuple):

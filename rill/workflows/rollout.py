@@ -31,7 +31,7 @@ from rill.models.loading import load_tokenizer
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.worker import Worker, concurrent
 from rill.telemetry import trace
-from rill.weights import Pulled, SealedManifest, open_receiver, seated
+from rill.weights import Pulled, Receiver, SealedManifest, open_receiver, seated
 from rill.workflows.config import SyncConfig
 from rill.workflows.env_worker import Question, Refused
 from rill.workflows.episodes import Episodes, EpisodeSettings
@@ -54,9 +54,7 @@ class RolloutWorker(Worker):
         self.engine: Engine = ENGINES.load(config.type)(placed(config, self.device))
         self.gate = EngineGate(self.engine)
         self.sync = sync
-        self.receiver = open_receiver(
-            seated(sync.transport, rank=self.rank + 1, num_receivers=self.world_size)
-        )
+        self.receiver = self._open_receiver()
         self.seed = settings.seed
         self.max_concurrent = settings.rollout.max_concurrent
         name = f"{self.group_name}-{self.rank}"
@@ -138,6 +136,17 @@ class RolloutWorker(Worker):
         """Stop what is sampled for tasks of this epoch and those before: it is answered with what was said so far."""
         self.gate.stop(epoch)
 
+    def rest(self) -> None:
+        """Between two sessions of a run, when nothing is under way: the trainer goes back to its checkpoint, and what
+        was sampled since then comes from the token log."""
+        with self._updating:
+            if self.journal is not None:
+                self.journal.hand_over()
+            self.gate.reopen()
+            self.engine.rewind()
+            self.receiver.close()
+            self.receiver = self._open_receiver()
+
     async def _serve(self, requests: Channel, answers: tuple[Channel, ...]) -> int:
         room = asyncio.Semaphore(self.max_concurrent)
         num_answered = 0
@@ -174,6 +183,9 @@ class RolloutWorker(Worker):
             return [f for futures, _ in parts for f in futures], [r for _, refused in parts for r in refused]
 
     # --- weights ------------------------------------------------------------------------------------------
+
+    def _open_receiver(self) -> Receiver:
+        return open_receiver(seated(self.sync.transport, rank=self.rank + 1, num_receivers=self.world_size))
 
     @concurrent
     def update(self, manifest: SealedManifest, interrupt: bool) -> Pulled:

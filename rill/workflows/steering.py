@@ -48,7 +48,7 @@ class Steering(NamedTuple):
             return
         if report.step and report.step & (report.step - 1) == 0:
             self.record()
-        self.loop.flow.fleet.attend()
+        self.loop.flow.fleet.attend(report.step)
         if self.pilot is not None:
             self.pilot.after_step(self, report)
 

@@ -16,7 +16,7 @@ from rill.journal.checkpoints import RunCheckpoints, step_of, whole_checkpoints
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.run import Run
 from rill.workflows.config import OnlineConfig
-from rill.workflows.fleet import Engines
+from rill.workflows.fleet import DEATH_S, Engines
 from rill.workflows.flow import Flow
 from rill.workflows.launch import PRELOAD, Launcher, open_cluster
 from rill.workflows.loop import Loop, Observer, StepReport
@@ -25,9 +25,6 @@ from rill.workflows.rl_config import RLConfig
 from rill.workflows.steering import Pilot, Steering
 
 log = logging.getLogger(__name__)
-
-DEATH_S = 3.0
-"""What a lost process leaves behind may fail before its death is known; so long is waited for the news of it."""
 
 
 class Workflow(ABC):
@@ -54,46 +51,46 @@ class Workflow(ABC):
     def run(self, pilot: Pilot | None = None) -> None:
         """Warm up or resume, train to the last step, leave the model in the run folder.
 
-        A session is a cluster with all groups. Where one ends because a process is lost that cannot be replaced in it
-        (a trainer's rank, whose peers wait for it in the middle of a step; a scorer; the controller), the next goes on
-        from the last checkpoint, and from the token log: nothing is sampled twice, and the trainer takes the batches
-        that it had taken.
+        A session is the time between two losses that cannot be mended alone: of a trainer's rank, whose peers wait for
+        it in the middle of a step, of a scorer or the controller. The next goes on from the last checkpoint, and from
+        the token log: nothing is sampled twice, and the trainer takes the batches that it had taken. Engines and
+        environments stay as they are where they can; else it begins with a new cluster.
 
         `pilot`: who may change the plan between steps; unset: a run that was given a plan follows it, and replans.
         """
-        for restarts_left in reversed(range(self.config.loop.max_relaunches + 1)):
-            try:
-                self._session(pilot)
-                return
-            except RillError as error:
-                if not self._lost or restarts_left == 0:
-                    raise
-                reason = str(error).splitlines()[0]
-                log.warning("%s is lost (%s): the run goes on", ", ".join(self._lost), reason)
-                self._tell_restart()
+        self._restarts_left = self.config.loop.max_relaunches
+        while not self._is_done_on_a_cluster(pilot):
+            pass
 
-    def _tell_restart(self) -> None:
+    def _is_done_on_a_cluster(self, pilot: Pilot | None) -> bool:
+        """Sessions with the same engines. False: the next one needs a new cluster."""
+        config = self.config
+        with open_cluster(config.cluster, self.folder, self.preload) as cluster:
+            launch: Launcher | None = Launcher(config, self.folder, self.observers, cluster)
+            while launch is not None:
+                try:
+                    self._train(launch, pilot)
+                    return True
+                except RillError as error:
+                    lost = launch.lost(DEATH_S) if may_follow_a_death(error, launch.is_ready) else []
+                    if not lost or self._restarts_left == 0:
+                        raise
+                    self._restarts_left -= 1
+                    self._tell_restart(lost, str(error).splitlines()[0])
+                launch = launch.again()
+        return False
+
+    def _tell_restart(self, lost: Sequence[str], reason: str) -> None:
+        log.warning("%s is lost (%s): the run goes on", ", ".join(lost), reason)
         found = whole_checkpoints(self.folder)
         step = step_of(found[-1]) if found else 0
         where = f"step {step}" if found else "the start"
-        note = f"{', '.join(self._lost)} lost: going on from {where} and the token log"
+        note = f"{', '.join(lost)} lost: going on from {where} and the token log"
         report = StepReport(
             step=step, num_steps=self.config.loop.steps, metrics={}, phase="restart", notes=(note,)
         )
         for observer in self.observers:
             observer(report)
-
-    def _session(self, pilot: Pilot | None) -> None:
-        config = self.config
-        self._lost: list[str] = []
-        with open_cluster(config.cluster, self.folder, self.preload) as cluster:
-            launch = Launcher(config, self.folder, self.observers, cluster)
-            try:
-                self._train(launch, pilot)
-            except RillError as error:
-                if may_follow_a_death(error, launch.is_ready):
-                    self._lost = launch.lost(DEATH_S)
-                raise
 
     def _train(self, launch: Launcher, pilot: Pilot | None) -> None:
         config, timeout_s = self.config, self.config.loop.step_timeout_s

@@ -83,3 +83,27 @@ def test_engines_join_leave_and_are_preempted_and_no_bit_of_the_weights_changes(
     ]
     assert visitor.num_engines == [1, 2, 2, 1, 2, 2, 1, 1]
     assert fingerprint(run) == fingerprint(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_follow_a_schedule_and_the_load_and_a_synchronous_run_keeps_its_weights(
+    whole: Run, tmp_path: Path
+) -> None:
+    def engines(name: str, *settings: str) -> tuple[Run, list[float]]:
+        seen: list[float] = []
+        run = start(
+            tmp_path,
+            name,
+            *EXACT,
+            *APART,
+            *settings,
+            observers=[lambda report: seen.append(report.metrics.get("sync/engines", 0.0))],
+        )
+        return run, seen[1:]
+
+    run, seen = engines("scheduled", "elastic.schedule={2 = 2, 5 = 1}")
+    assert seen == [1, 1, 2, 2, 2, 1, 1, 1]
+    assert fingerprint(run) == fingerprint(whole)
+    _, seen = engines("loaded", "elastic.prompts_per_engine=2", "elastic.max_engines=2", "loop.max_lag=2")
+    assert seen[-1] == 2, "four prompts and more are under way"

@@ -58,14 +58,17 @@ class Command:
 
         wait_until(is_there, text, lambda: self.output)
 
-    def kill(self, worker: str) -> None:
-        """Kill a worker by its process's name."""
+    def pid(self, worker: str) -> int:
+        """Of a worker, by its process's name."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             self.family[process.pid] = process
         names = {process.name(): pid for pid, process in self.family.items() if process.is_running()}
         found = [pid for name, pid in names.items() if name.startswith(worker)]
         assert found, f"no process {worker} among {sorted(names)}"
-        os.kill(found[0], signal.SIGKILL)
+        return found[0]
+
+    def kill(self, worker: str) -> None:
+        os.kill(self.pid(worker), signal.SIGKILL)
 
     def wait(self) -> int:
         return self.process.wait(DEADLINE_S)
@@ -97,9 +100,11 @@ def test_killing_an_engine_the_trainer_and_the_driver_changes_no_bit_of_the_resu
     first.wait_for_step(1)
     first.kill("rollout[0]")
     first.wait_for_step(4)
+    engine = first.pid("rollout[0]")
     first.kill("actor[0]")
     first.wait_for("actor[0] lost: going on from step 3 and the token log")
     first.wait_for_step(5)
+    assert first.pid("rollout[0]") == engine, "the engine stayed"
     first.process.kill()
     first.wait()
     first.check_nobody_is_left()

@@ -184,6 +184,9 @@ class FakeEngine:
             self.updates.append(shapes)
             self._version = version
 
+    def rewind(self) -> None:
+        self._version = PolicyVersion(0)
+
     def load_adapter(self, name: str, source: str | Path) -> None:
         try:
             (Path(source) / ADAPTER_FILES[0]).read_bytes()

@@ -44,6 +44,15 @@ def test_a_failed_run_says_why_since_when_and_how_to_go_on(run: Run) -> None:
     assert found.since.startswith("step 3") and run.resume_command in found.advice
 
 
+def test_what_was_killed_from_outside_is_said_to_be(run: Run) -> None:
+    run.close()
+    assert "its process ended without saying why" in said(run) and "because memory ran out (`dmesg`" in said(
+        run
+    )
+    run.set_status(RunStatus.FAILED, "PeerDiedError: rollout[0] died during a call: killed by SIGKILL")
+    assert "because memory ran out (`dmesg`" in said(run) and "loop.max_relaunches" in said(run)
+
+
 def test_a_run_that_is_silent_is_found_while_it_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(run) == ""
     (run.path / "logs").mkdir()
@@ -59,7 +68,11 @@ def test_guards_lost_workers_and_damage_are_told_with_their_beginning(run: Run) 
         guards.check(step, {"lag/max": lag})
     guards.close()
     line = "2026-11-16 09:00:0{} WARNING rill.workflows.fleet: rollout[1] is lost: killed by SIGKILL; relaunch {}\n"
-    run.log_path.write_text(line.format(1, 1) + line.format(5, 2), encoding="utf-8")
+    others = (
+        "2026-11-16 09:00:07 WARNING rill.workflows.workflow: controller[0], actor[0] is lost (a died): it goes on\n"
+        "2026-11-16 09:00:08 WARNING rill.runtime.cluster: hub (pid 7) ended and was started again: killed\n"
+    )
+    run.log_path.write_text(line.format(1, 1) + line.format(5, 2) + others, encoding="utf-8")
     log = TokenLog(run.path, "rollout-0", JournalConfig())
     for name in ("g00000001/0#a", "g00000002/0#a"):
         number = log.open(name, num_prompt=3, base=0)
@@ -69,7 +82,8 @@ def test_guards_lost_workers_and_damage_are_told_with_their_beginning(run: Run) 
     run.set_status(RunStatus.INTERRUPTED, "Ctrl-C")
     told = said(run)
     assert "guard lag: lag/max is 2" in told and "step 2, 2 times" in told
-    assert "rollout[1] was lost 2 times and started again | 2026-11-16 09:00:01" in told
+    lost = "rollout[1] 2 times, controller[0] 1 time, actor[0] 1 time, hub 1 time | 2026-11-16 09:00:01"
+    assert f"processes were lost and started again: {lost}" in told
     assert "2 answers were under way, with 8 tokens in the token log" in told
     (path,) = segments(run.path / FOLDER)
     content = bytearray(path.read_bytes())

@@ -178,6 +178,22 @@ time.sleep(60)
 """
 
 
+def test_a_process_may_hand_over_what_it_wrote_and_live_on(tmp_path: Path) -> None:
+    log, reader = TokenLog(tmp_path, "rollout-0", NOW), LogReader(tmp_path)
+    number = log.open("g00000001/0#a", num_prompt=5, base=0)
+    log.tokens(number, *columns(0, 4))
+    assert not reader.has_left("g00000001")
+    log.hand_over()
+    assert reader.has_left("g00000001"), "whoever begins it now looks for it, this process too"
+    again = log.open("g00000001/0#a", num_prompt=5, base=4)
+    log.tokens(again, *columns(4, 2))
+    end(log, again, 2)
+    reader.read_all()
+    found = reader.sequence("g00000001/0#a")
+    assert found is not None and found.is_finished and found.token_ids.tolist() == list(range(6))
+    log.close()
+
+
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"written\n"

@@ -201,6 +201,9 @@ class ScriptedEngine:
                 self._value = float(held[WEIGHT])
             self._version = version
 
+    def rewind(self) -> None:
+        self._version = PolicyVersion(0)
+
     def flush(self) -> None: ...
 
     def stats(self) -> EngineStats:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rill.cli.main import app
 from rill.errors import PlanError, RunError, UserError
 from rill.telemetry.run import Run, RunStatus
-from rill.workflows.elastic import FOLDER, Door, ask
+from rill.workflows.elastic import FOLDER, Door, ElasticConfig, Scaler, ask
 
 
 def join(devices: str) -> str:
@@ -73,3 +73,62 @@ def test_a_request_that_is_too_old_or_cannot_be_read_does_nothing(tmp_path: Path
     (run.path / FOLDER / "2.json").write_text("{half")
     door.attend(join, lambda rank: pytest.fail("nobody leaves"))
     assert not list((run.path / FOLDER).iterdir())
+
+
+class Fleet:
+    """As many engines as join and leave, on so many devices."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.ranks, self.num_devices = [0], num_devices
+
+    def join(self, devices: str) -> str:
+        if len(self.ranks) == self.num_devices:
+            raise PlanError("no device is free")
+        self.ranks.append(self.ranks[-1] + 1)
+        return "joined"
+
+    def leave(self, rank: int) -> str:
+        self.ranks.remove(rank)
+        return "left"
+
+    def attended(self, door: Door, step: int = 0) -> int:
+        door.scale(step, lambda: tuple(self.ranks), self.join, self.leave)
+        return len(self.ranks)
+
+
+def test_engines_follow_a_schedule_as_far_as_there_are_devices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, config = Fleet(3), ElasticConfig(schedule={2: 3, 5: 1, 6: 4})
+    door = Door(tmp_path, berth=str, changed=lambda: None, scaler=Scaler(config))
+    assert [fleet.attended(door, step) for step in (0, 1, 2, 0, 4, 5, 6, 7)] == [1, 1, 3, 3, 3, 1, 3, 3]
+    assert caplog.text.count("3 engines, 4 are wanted: no device is free") == 1, (
+        "said once, and the run goes on"
+    )
+
+
+def test_an_engine_joins_while_too_many_prompts_wait_and_leaves_when_fewer_would_long_have_done(
+    tmp_path: Path,
+) -> None:
+    now = {"s": 0.0, "prompts": 0}
+    config = ElasticConfig(prompts_per_engine=4, max_engines=3, idle_s=10)
+    scaler = Scaler(config, clock=lambda: now["s"])
+    fleet = Fleet(9)
+    door = Door(tmp_path, str, lambda: None, scaler, num_prompts=lambda: int(now["prompts"]))
+    sizes = []
+    for at_s, num_prompts in (
+        (0, 4),
+        (1, 5),
+        (2, 20),
+        (3, 20),
+        (4, 4),
+        (12, 4),
+        (15, 4),
+        (16, 0),
+        (30, 0),
+        (31, 9),
+    ):
+        now.update(s=at_s, prompts=num_prompts)
+        door.look()
+        sizes.append(fleet.attended(door))
+    assert sizes == [1, 2, 3, 3, 3, 3, 2, 2, 1, 3]

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rill.errors import RunError, WeightSyncError
+from rill.errors import PeerDiedError, RunError, WeightSyncError
 from rill.journal.records import Finished, Segment
 from rill.journal.token_log import FOLDER
 from rill.runtime.cluster import Cluster
@@ -21,6 +21,7 @@ from rill.runtime.group import WorkerGroup
 from rill.runtime.worker import Worker
 from rill.types import PolicyVersion
 from rill.workflows.elastic import Door
+from rill.workflows.fleet import Crew
 from tests.weights.test_distributed import free_port
 from tests.workflows.broken_transport import TRANSPORT
 from tests.workflows.scene import DEADLINE_S, Scene
@@ -255,6 +256,38 @@ def test_an_engine_that_dies_too_often_ends_the_run_by_name(tmp_path: Path, clus
     kill_at_step(scene, 0, 0)
     with pytest.raises(RunError, match=r"rollout-mortal\[0\] is lost .*max_relaunches"):
         scene.run()
+
+
+class Mortal:
+    """A group of one rank, of which the first so many processes die as they start."""
+
+    name = "rollout"
+    ranks = (0,)
+
+    def __init__(self, num_deaths: int) -> None:
+        self.num_deaths, self.num_starts = num_deaths, 0
+
+    def lost(self) -> list[int]:
+        return [0] if self.num_starts <= self.num_deaths else []
+
+    def relaunch(self, rank: int, *, timeout_s: float) -> None:
+        self.num_starts += 1
+        self.ready(timeout_s)
+
+    def ready(self, timeout_s: float) -> None:
+        if self.lost():
+            raise PeerDiedError("rollout[0] died during a call")
+
+
+def test_an_engine_that_dies_while_it_is_brought_back_is_started_once_more() -> None:
+    def bring_back(group: Mortal) -> None:
+        crew = Crew(cast(Any, group), call=cast(Any, None), max_relaunches=3)
+        crew.relaunch(0, "killed", 1.0, lambda: None)
+
+    bring_back(twice := Mortal(2))
+    assert twice.num_starts == 3
+    with pytest.raises(RunError, match=r"rollout\[0\] is lost .* after 3 relaunches"):
+        bring_back(Mortal(3))
 
 
 @pytest.mark.parametrize(

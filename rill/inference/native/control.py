@@ -129,6 +129,9 @@ class EngineControl:
         if not partial:
             self.unavailable = None
 
+    def rewind(self) -> None:
+        self._core.version = PolicyVersion(0)
+
     def _take_weights(self, tensors: NamedTensors, *, partial: bool) -> None:
         runner = self._core.runner
         if self.released not in (None, MemoryLevel.KV):

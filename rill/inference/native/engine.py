@@ -259,6 +259,9 @@ class NativeEngine:
         )
         self._runner.wait_in_caller()
 
+    def rewind(self) -> None:
+        self._commands.call("rewind", self._control.rewind)
+
     def load_adapter(
         self, name: str, source: str | Path | Mapping[str, torch.Tensor], *, scale: float | None = None
     ) -> None:

@@ -217,6 +217,11 @@ class ReplicaSet:
         for old, _, _ in dropped:
             self._drop(old)
 
+    def rewind(self) -> None:
+        with self._telling:
+            self.on_all(lambda engine: engine.rewind())
+            self.version = PolicyVersion(0)
+
     def _end_all_but(self, engines: list[ReplicaEngine]) -> None:
         with self.lock:
             for slot in self.ready():
