@@ -133,6 +133,24 @@ def test_a_prompt_that_leaves_no_room_is_a_note(tmp_path: Path) -> None:
     assert "rows/1 has 12" in note
 
 
+def test_a_row_longer_than_the_context_is_told_wherever_it_stands(tmp_path: Path) -> None:
+    short = '{"question": "1", "answer": "1"}\n'
+    long = short.replace('"question": "1"', '"question": "' + "1" * 60_000 + '"')
+    changes = rows(tmp_path, short * 900 + long + short * 99)
+    with pytest.raises(DataError, match=r"rows/900 has 60000 tokens and the model's context is 128"):
+        preflight(tiny(*changes))
+    [note] = preflight(tiny(*changes, "trainer.on_too_long=skip"))
+    assert "1 of the 128 looked at" in note
+
+
+def test_a_row_too_long_to_imitate_is_told(tmp_path: Path) -> None:
+    short = '{"question": "1", "answer": "1"}\n'
+    long = short.replace('"answer": "1"', '"answer": "' + "1" * 600 + '"')
+    changes = rows(tmp_path, short * 99 + long)
+    with pytest.raises(DataError, match=r"rows/99: 602 tokens, the limit is 512"):
+        preflight(tiny(*changes, "sft.steps=1", "trainer.micro_batch_tokens=512"))
+
+
 def test_a_first_evaluation_in_which_all_fails_ends_the_run() -> None:
     failed = Outcome(index=0, purpose="held_out", rewards=(math.nan,), error="KeyError: 'x' (mine.py:3)")
     with pytest.raises(GuardError, match="mine.py:3"):
