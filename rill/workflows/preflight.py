@@ -26,7 +26,7 @@ from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
 from rill.envs.base import open_environment
 from rill.envs.episode import run_episode
-from rill.errors import ConfigError, DataError, ModelError, UserError
+from rill.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
@@ -38,9 +38,11 @@ from rill.models.loading import (
     model_folder,
 )
 from rill.models.pictures import load_pictures
+from rill.runtime.device.device import local_devices, number
+from rill.runtime.device.placement import resolve
 from rill.training.engine_config import EngineConfig
 from rill.types import PICTURE, Episode, Message, Picture, Prompt, SamplingParams, StopReason, TokenIds
-from rill.workflows.config import RecipeConfig
+from rill.workflows.config import OnlineConfig, RecipeConfig
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.supervised import SupervisedConfig
@@ -62,6 +64,8 @@ TRY_S = 60.0
 
 def preflight(config: RecipeConfig) -> list[str]:
     """Notes on what may go wrong; what must go wrong is an error."""
+    if isinstance(config, OnlineConfig) and config.cluster.type == "local":
+        _seats(config)
     if isinstance(config, RLConfig):
         return _rl(config)
     if isinstance(config, SupervisedConfig):
@@ -116,6 +120,20 @@ def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
     )
 
 
+# --- devices -----------------------------------------------------------------------------------------------
+
+
+def _seats(config: OnlineConfig) -> None:
+    """The placement names devices that this machine has."""
+    devices = number(local_devices(config.cluster.devices or "auto"))
+    for group, placement in config.placement.model_dump().items():
+        try:
+            if placement is not None:
+                resolve(placement, devices)
+        except PlanError as error:
+            raise ConfigError(f"placement.{group}: {error} (cluster.devices sets how many)") from error
+
+
 # --- files -------------------------------------------------------------------------------------------------
 
 
@@ -130,10 +148,10 @@ def _read(data: PartConfig) -> Iterator[Prompt]:
         yield from islice(iter(dataset), NUM_ROWS)
         return
     until, count = time.monotonic() + READ_S, len(dataset)
-    for number in (*range(min(NUM_ROWS, count)), *range(NUM_ROWS, count, -(-count // NUM_READ))):
-        if number >= NUM_ROWS and time.monotonic() > until:
+    for place in (*range(min(NUM_ROWS, count)), *range(NUM_ROWS, count, -(-count // NUM_READ))):
+        if place >= NUM_ROWS and time.monotonic() > until:
             return
-        yield dataset[number]
+        yield dataset[place]
 
 
 def _first_and_longest(rows: Iterator[Prompt]) -> list[Prompt]:

@@ -62,6 +62,7 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
         (["rollout.sampling.max_new_tokens=500"], ConfigError, "does not fit the model's context of 128"),
         (["data.type=jsonl", "data.path=nowhere.jsonl"], DataError, "there is no file 'nowhere.jsonl'"),
         (["data.type=jsonl", "data.path=."], DataError, "is a folder: name a file"),
+        (["placement.actor=1"], ConfigError, r"placement.actor: .* no device 1; .*cluster.devices"),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
         (
             ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
