@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -36,8 +36,9 @@ from rill.journal.records import Event, Segment
 from rill.journal.token_log import FOLDER
 from rill.telemetry.metrics import METRICS_FILE
 from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, write_atomically
-from rill.workflows import recipe_schema
-from rill.workflows.rl_config import RLConfig
+
+if TYPE_CHECKING:
+    from rill.workflows.rl_config import RLConfig
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -96,6 +97,9 @@ def chaos(
             raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
     changes = [*(overrides or []), *SETTINGS]
     values = load_recipe(recipe, overrides or [])
+    from rill.workflows import recipe_schema
+    from rill.workflows.rl_config import RLConfig
+
     config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
     if not isinstance(config, RLConfig):
         raise UserError(

@@ -55,7 +55,7 @@ def chat(
       echo "176+413=" | rill chat demo
     """
     with waiting("loading"):
-        from rill.cli.serve import build_config, build_engine, model_of, template_of
+        from rill.cli.serving import build_config, build_engine, model_of, template_of
         from rill.data.chat import PromptEncoder
         from rill.models.loading import load_tokenizer, model_folder
 

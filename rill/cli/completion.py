@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rill.config.recipes import list_recipes
-from rill.telemetry.run import list_runs
-
 
 def recipe_names(incomplete: str) -> list[str]:
+    from rill.config.recipes import list_recipes
+
     return [recipe.name for recipe in list_recipes() if recipe.name.startswith(incomplete)]
 
 
 def run_names(incomplete: str) -> list[str]:
+    from rill.telemetry.run import list_runs
+
     return [run.name for run in list_runs() if run.name.startswith(incomplete)]

@@ -6,7 +6,8 @@ recorded anything, leaves no folder behind.
 
     Ctrl-C once, while steps are taken    the step is finished and a checkpoint saved
     Ctrl-C again, or before the first     the run ends at once
-    SIGTERM, SIGHUP                       as Ctrl-C: Slurm, Kubernetes and `timeout` send them before they kill
+    SIGTERM, SIGHUP                       as Ctrl-C: Slurm, Kubernetes and `timeout` send them before they kill, and
+                                          often twice at once (to the group, and by `make`): that counts once
     stop_grace_s after the first          as the second: whoever sent it will not wait for ever
 """
 
@@ -18,6 +19,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +45,7 @@ from rill.workflows.config import RecipeConfig
 from rill.workflows.loop import StepReport
 from rill.workflows.preflight import training_card
 
+SAME_WISH_S = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BEFORE_ALL = -(1 << 31)
 """Where a run that is resumed before its first checkpoint begins: no step is kept."""
@@ -88,13 +91,14 @@ class Interrupts:
         self._progress = progress
         self._grace_s = grace_s
         self._reminder: threading.Timer | None = None
-        self._is_wished = False
+        self._wished_s = 0.0
+        """When, by the monotonic clock; 0: not yet."""
         self._takes_steps = False
 
     def observe(self, report: StepReport) -> None:
         """The last observer of the loop: what is raised here reaches the loop with the step whole and recorded."""
         self._takes_steps = report.phase == "step"
-        if self._is_wished:
+        if self._wished_s:
             raise KeyboardInterrupt
 
     @contextmanager
@@ -112,13 +116,16 @@ class Interrupts:
                 signal.signal(each, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_wished or not self._takes_steps:
+        now_s = time.monotonic()
+        if self._wished_s and number != signal.SIGINT and now_s - self._wished_s < SAME_WISH_S:
+            return
+        if self._wished_s or not self._takes_steps:
             raise KeyboardInterrupt
-        self._is_wished = True
+        self._wished_s = now_s
         limit = ""
         if self._grace_s:
             limit = f" within {self._grace_s:g} s"
-            self._reminder = threading.Timer(self._grace_s, os.kill, (os.getpid(), number))
+            self._reminder = threading.Timer(self._grace_s, os.kill, (os.getpid(), signal.SIGINT))
             self._reminder.daemon = True
             self._reminder.start()
         self._progress.note(

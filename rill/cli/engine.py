@@ -41,7 +41,12 @@ def join(
     root: Root = Path(RUNS_FOLDER),
     timeout_s: Timeout = 600.0,
 ) -> None:
-    """Start more engines. They take the newest weights, prove it, and share the work from then on."""
+    """Start more engines. They take the newest weights, prove it, and share the work from then on.
+
+    \b
+    Example:
+      rill engine join demo --devices 2-3
+    """
     from rill.workflows.elastic import ask
 
     say(ask(Run.open(run, root=root), devices=devices, timeout_s=timeout_s))
@@ -54,7 +59,12 @@ def leave(
     root: Root = Path(RUNS_FOLDER),
     timeout_s: Timeout = 600.0,
 ) -> None:
-    """End one engine. The others go on with its answers, behind the tokens that it has said."""
+    """End one engine. The others go on with its answers, behind the tokens that it has said.
+
+    \b
+    Example:
+      rill engine leave demo 1
+    """
     from rill.workflows.elastic import ask
 
     say(ask(Run.open(run, root=root), leaving=rank, timeout_s=timeout_s))

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from rill.cli.completion import run_names
 from rill.cli.console import say, say_json, say_table, waiting
@@ -18,8 +16,6 @@ from rill.config.resolve import resolve
 from rill.errors import UserError
 from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
-from rill.models.hub import hub_folder, is_hub_name
-from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
 from rill.telemetry.run import RUNS_FOLDER, Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -56,13 +52,17 @@ def evaluate(
     """
     given = with_overrides(_starting_point(model, task, root), overrides or [], model)
     with waiting("loading"):  # seconds: a wrong name above is answered at once
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
         from rill.workflows.evaluation import summarise_rewards
         from rill.workflows.scoring import ScoringConfig, score
     config = resolve(ScoringConfig, given.values, given.provenance)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task_id = progress.add_task("answers", total=None)
-        run = Run.open(model, root=root) if _is_run(model, root) else None
+        run = Run.find(model, root=root)
         own = None if run is None else next_path(run)
         answers = score(
             config,
@@ -116,13 +116,12 @@ def _data(task: str, card: TrainingCard | None) -> dict[str, Any]:
     return {"type": task, **({"form": card.prompts} if card is not None and task != "mixture" else {})}
 
 
-def _is_run(model: str, root: Path) -> bool:
-    return any((path / "status.json").is_file() for path in (root / model, Path(model)))
-
-
 def _starting_point(model: str, task: str, root: Path) -> dict[str, Any]:
     """From a run: its model, task and environment. From a model: that, and the task that was named."""
-    if not _is_run(model, root) and ((Path(model) / "config.json").is_file() or is_hub_name(model)):
+    from rill.models.hub import hub_folder, is_hub_name
+
+    is_run = Run.find(model, root=root) is not None
+    if not is_run and ((Path(model) / "config.json").is_file() or is_hub_name(model)):
         if not task:
             raise UserError(
                 f"{model} is a model: say what to evaluate it on with --task, such as jsonl or hub"

@@ -8,12 +8,9 @@ from typing import Annotated
 import typer
 
 from rill.cli.console import say, waiting
-from rill.cli.serve import folder_of
 from rill.errors import UserError
 from rill.models.card import TrainingCard, read_card
-from rill.models.hub import push_folder
-from rill.telemetry.evaluations import newest
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,14 +27,19 @@ def push(
     Example:
       rill push demo me/three-digit-sums
     """
-    folder = Path(folder_of(model))
+    run = Run.find(model)
+    folder = Path(model) if run is None else run.trained_model()
     if not (folder / "config.json").is_file():
+        if not folder.exists():
+            Run.open(model)  # tells the runs there are
         raise UserError(f"{model} is neither a run nor the folder of a model")
     card = read_card(folder)
     page = folder / "README.md"
     if card is not None and not page.exists():
-        page.write_text(page_of(card, _accuracies(model)), encoding="utf-8")
+        page.write_text(page_of(card, _accuracies(run)), encoding="utf-8")
     with waiting("uploading"):
+        from rill.models.hub import push_folder
+
         url = push_folder(folder, name, private=not public, message=f"rill {card.run if card else model}")
     say(url)
 
@@ -62,11 +64,11 @@ def page_of(card: TrainingCard, accuracies: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _accuracies(model: str) -> dict[str, str]:
+def _accuracies(run: Run | None) -> dict[str, str]:
     """Of the run's newest evaluation, by set."""
-    if not any((path / "status.json").is_file() for path in (Path(RUNS_FOLDER) / model, Path(model))):
-        return {}
-    evaluation = newest(Run.open(model))
+    from rill.telemetry.evaluations import newest
+
+    evaluation = newest(run) if run is not None else None
     metrics = evaluation.metrics if evaluation is not None else {}
     return {
         key.removesuffix("/accuracy").removeprefix("eval/").replace("eval", "held_out"): (

@@ -118,7 +118,8 @@ class _Layer:
         lost = [key for key in below if key not in known]
         if lost:
             self.dropped.append(
-                f"{dotted}.type is {value['type']!r} now: {', '.join(lost)} of {below['type']!r} no longer count"
+                f"{dotted}.type is {value['type']!r} now: {', '.join(lost)} of {below['type']!r} no longer "
+                f"{'counts' if len(lost) == 1 else 'count'}"
             )
 
 

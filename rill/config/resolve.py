@@ -30,6 +30,8 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "a text",
+    "tuple_type": "a list, such as ['a', 'b']",
+    "list_type": "a list, such as ['a', 'b']",
 }
 """Kinds of pydantic's, in shorter words than its own."""
 

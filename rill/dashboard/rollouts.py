@@ -6,6 +6,7 @@ how far it came, and the next question goes on from there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from rill.errors import UserError
 
 MAX_ROWS = 500
 SEARCH_S = 0.08
-SEARCH_BYTES = 256 * 1024
+SEARCH_BYTES = 32 * 1024
 SEARCH_HITS = 60
 """An answer to a search ends with the part of the text in which it has found so many."""
 ORDERS = ("newest", "oldest", "best", "worst", "spread", "longest")
@@ -104,7 +105,7 @@ class Rollouts:
         shown = order[query.first : query.first + min(MAX_ROWS, query.count)]
         return {
             "total": len(order),
-            "groups": [self._row(int(where[i][0]), int(where[i][1]), groups[i]) for i in shown],
+            "groups": self._shown(where[shown], groups[shown]),
             "searched": searched,
             "text_bytes": text_bytes,
         }
@@ -133,24 +134,41 @@ class Rollouts:
         found: list[dict[str, Any]] = []
         for log in range(len(self.indexes)):
             groups = self._groups(log)
-            places = np.flatnonzero(groups["prompt"] == np.uint64(code)).tolist()
-            found += [self._row(log, place, groups[place]) for place in places]
+            places = np.flatnonzero(groups["prompt"] == np.uint64(code))
+            found += self._rows(log, places, groups[places])
         return sorted(found, key=lambda row: (row["step"], row["log"], row["place"]))
 
-    def _row(self, log: int, place: int, group: Any) -> dict[str, Any]:
+    def _shown(self, where: npt.NDArray[Any], groups: npt.NDArray[Any]) -> list[dict[str, Any]]:
+        """The rows of (log, place), in their order; each log is read in one go."""
+        rows: dict[int, dict[str, Any]] = {}
+        for log in np.unique(where[:, 0]).tolist():
+            own = np.flatnonzero(where[:, 0] == log)
+            rows |= dict(zip(own.tolist(), self._rows(log, where[own, 1], groups[own]), strict=True))
+        return [rows[i] for i in range(len(where))]
+
+    def _rows(self, log: int, places: npt.NDArray[Any], groups: npt.NDArray[Any]) -> list[dict[str, Any]]:
+        if not len(places):
+            return []
         index = self.indexes[log]
-        first = int(group["first_sample"])
-        samples = index.samples.read(first, first + int(group["num_samples"]))
-        preview = index.previews.read(place, place + 1)[0]["text"]
+        first = groups["first_sample"].astype(np.int64)
+        samples = index.samples.read_many(zip(first.tolist(), (first + groups["num_samples"]).tolist()))
+        previews = index.previews.read_many((place, place + 1) for place in places.tolist())
+        return [
+            self._row(log, place, group, own, preview[0]["text"])
+            for place, group, own, preview in zip(places.tolist(), groups, samples, previews, strict=True)
+        ]
+
+    def _row(self, log: int, place: int, group: Any, samples: Any, preview: bytes) -> dict[str, Any]:
+        index = self.indexes[log]
         return {
             "log": log,
             "place": place,
             "step": int(group["version"]) - 1,
             "task": index.state.tasks[int(group["task"])],
-            "preview": bytes(preview).decode("utf-8", "replace"),
-            "reward": _plain(group["reward"]),
-            "rewards": [_plain(reward) for reward in samples["reward"]],
-            "stops": [index.state.stops[stop] for stop in samples["stop"]],
+            "preview": preview.decode("utf-8", "replace"),
+            "reward": _plain(float(group["reward"])),
+            "rewards": [_plain(reward) for reward in samples["reward"].tolist()],
+            "stops": [index.state.stops[stop] for stop in samples["stop"].tolist()],
             "num_sampled": samples["num_sampled"].tolist(),
             "num_failed": int(samples["is_failed"].sum()),
             "is_dropped": bool(group["is_dropped"]),
@@ -261,5 +279,5 @@ def _place(words: list[str], word: str) -> int:
     return words.index(word) if word in words else -1
 
 
-def _plain(value: Any) -> float | None:
-    return None if np.isnan(value) else round(float(value), 4)
+def _plain(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)

@@ -15,6 +15,8 @@ from rill.dashboard.trace_index import TraceIndex
 MAX_POINTS = 600
 MAX_READ = 200_000
 """Rows read of one process: the newest."""
+PAUSE_S = 60.0
+"""A counter that is silent for longer was not written: the run was killed, and resumed later."""
 NS = 1_000_000_000
 
 
@@ -31,6 +33,9 @@ def counter_series(indexes: Sequence[TraceIndex], begin_ns: int) -> list[dict[st
             counts = np.diff(edges)
             x = np.add.reduceat(own["at"].astype(np.float64) - begin_ns, edges[:-1]) / counts / NS
             y = np.add.reduceat(own["value"], edges[:-1]) / counts
+            waits = np.diff(x, append=x[-1])
+            pauses = np.flatnonzero(waits > max(PAUSE_S, 10 * float(np.median(waits))))
+            x, y = np.insert(x, pauses + 1, x[pauses] + 1), np.insert(y, pauses + 1, np.nan)
             found.append(
                 {
                     "process": index.state.process or index.log.stem,

@@ -118,11 +118,20 @@ class Run:
     @classmethod
     def open(cls, run: Path | str, *, root: Path | str = RUNS_FOLDER) -> Run:
         """An existing folder, by name under `root` or by path, for reading."""
-        for path in (Path(root) / run, Path(run)):
-            if (path / "status.json").is_file():
-                return cls(path)
+        if (found := cls.find(run, root=root)) is not None:
+            return found
         names = [found.name for found in list_runs(root)]
+        if not names:
+            raise UserError(
+                f"there is no run {str(run)!r}, and none at all in {Path(root)}/: name a folder, or start one"
+            )
         raise UserError(f"{unknown_name_message('run', str(run), names)} (in {Path(root)}/)")
+
+    @classmethod
+    def find(cls, run: Path | str, *, root: Path | str = RUNS_FOLDER) -> Run | None:
+        """The same; None where there is none."""
+        places = (Path(root) / run, Path(run))
+        return next((cls(path) for path in places if (path / "status.json").is_file()), None)
 
     @property
     def name(self) -> str:

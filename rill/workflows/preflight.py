@@ -10,7 +10,9 @@ so that a mistake in a reward is told with the user's file and line now, and not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import heapq
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,9 +22,11 @@ import numpy as np
 from rill.config import PartConfig
 from rill.data.base import Dataset, Split, open_dataset
 from rill.data.chat import PromptEncoder
+from rill.data.pairs import encode_pair
+from rill.data.sft import SFTEncoder
 from rill.envs.base import open_environment
 from rill.envs.episode import run_episode
-from rill.errors import ConfigError, DataError, ModelError, UserError
+from rill.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
@@ -34,8 +38,11 @@ from rill.models.loading import (
     model_folder,
 )
 from rill.models.pictures import load_pictures
-from rill.types import PICTURE, Episode, Picture, Prompt, SamplingParams, StopReason, TokenIds
-from rill.workflows.config import RecipeConfig
+from rill.runtime.device.device import local_devices, number
+from rill.runtime.device.placement import resolve
+from rill.training.engine_config import EngineConfig
+from rill.types import PICTURE, Episode, Message, Picture, Prompt, SamplingParams, StopReason, TokenIds
+from rill.workflows.config import OnlineConfig, RecipeConfig
 from rill.workflows.evaluation import read_prompts
 from rill.workflows.rl_config import RLConfig
 from rill.workflows.supervised import SupervisedConfig
@@ -44,7 +51,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_ROWS = 64
-"""Looked at for their lengths."""
+"""Encoded: the first of a set, and as many of the longest."""
+NUM_READ = 10_000
+"""Read to find the longest: all of a set, or so many spread over a larger one."""
+READ_S = 2.0
+"""For that: some rows are made up as they are read."""
 NUM_EPISODES = 3
 """Tried; one that succeeds is enough."""
 TRY_S = 60.0
@@ -53,39 +64,44 @@ TRY_S = 60.0
 
 def preflight(config: RecipeConfig) -> list[str]:
     """Notes on what may go wrong; what must go wrong is an error."""
+    if isinstance(config, OnlineConfig) and config.cluster.type == "local":
+        _seats(config)
     if isinstance(config, RLConfig):
         return _rl(config)
     if isinstance(config, SupervisedConfig):
-        _rows(config.data)
-        return _tokenizer(config.model, is_local=config.cluster.type == "local")[1]
+        rows = _rows(config.data)
+        tokenizer, notes = _tokenizer(config.model, is_local=config.cluster.type == "local")
+        if tokenizer is not None:
+            _try_examples(rows, _encoder(config.model, tokenizer), config.trainer, config.workflow)
+        return notes
     return []
 
 
 def _rl(config: RLConfig) -> list[str]:
     prompts = _rows(config.data)
-    evals = config.eval.all_sets(config.data)
-    for chosen in evals.values():
-        read_prompts(chosen)
+    evals = [(chosen.env, read_prompts(chosen)) for chosen in config.eval.all_sets(config.data).values()]
     tokenizer, notes = _tokenizer(config.model, is_local=config.cluster.type == "local")
     if tokenizer is None:
         return notes
-    encoder = PromptEncoder(tokenizer)
-    encoder.pictures = load_pictures(config.model)
-    notes += _lengths(config, prompts, encoder)
+    encoder = _encoder(config.model, tokenizer)
+    notes += _lengths(config, config.rollout.env, prompts, encoder)
     notes += _writable(prompts, tokenizer)
+    if config.sft.steps:
+        _try_examples(prompts, encoder, config.trainer)
     sampling = config.rollout.sampling.params()
     notes += _try_episodes(config.rollout.env, prompts, encoder, sampling)
-    for chosen in evals.values():
-        if chosen.env is not None:
-            notes += _try_episodes(chosen.env, read_prompts(chosen), encoder, sampling)
-    return notes
+    for env, asked in evals:
+        notes += _lengths(config, env or config.rollout.env, _first_and_longest(iter(asked)), encoder)
+        if env is not None:
+            notes += _try_episodes(env, asked, encoder, sampling)
+    return list(dict.fromkeys(notes))
 
 
 def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
     """How the recipe asks its model; None for one that writes no answers."""
     if not isinstance(config, RLConfig | SupervisedConfig) or config.workflow == "reward_model":
         return None
-    [first, *_] = _rows(config.data)
+    first = next(_read(config.data))
     is_bare = not first.messages and first.text is not None
     card = TrainingCard(
         run=run,
@@ -104,14 +120,55 @@ def training_card(config: RecipeConfig, run: str) -> TrainingCard | None:
     )
 
 
+# --- devices -----------------------------------------------------------------------------------------------
+
+
+def _seats(config: OnlineConfig) -> None:
+    """The placement names devices that this machine has."""
+    devices = number(local_devices(config.cluster.devices or "auto"))
+    for group, placement in config.placement.model_dump().items():
+        try:
+            if placement is not None:
+                resolve(placement, devices)
+        except PlanError as error:
+            raise ConfigError(f"placement.{group}: {error} (cluster.devices sets how many)") from error
+
+
 # --- files -------------------------------------------------------------------------------------------------
 
 
 def _rows(data: PartConfig) -> list[Prompt]:
+    return _first_and_longest(_read(data))
+
+
+def _read(data: PartConfig) -> Iterator[Prompt]:
+    """The first rows; then the others, or some all over the set, as long as that is quick."""
     dataset = open_dataset(data, Split.TRAIN)
-    if isinstance(dataset, Dataset):
-        return [dataset[n] for n in range(min(NUM_ROWS, len(dataset)))]
-    return list(islice(iter(dataset), NUM_ROWS))
+    if not isinstance(dataset, Dataset):
+        yield from islice(iter(dataset), NUM_ROWS)
+        return
+    until, count = time.monotonic() + READ_S, len(dataset)
+    for place in (*range(min(NUM_ROWS, count)), *range(NUM_ROWS, count, -(-count // NUM_READ))):
+        if place >= NUM_ROWS and time.monotonic() > until:
+            return
+        yield dataset[place]
+
+
+def _first_and_longest(rows: Iterator[Prompt]) -> list[Prompt]:
+    first = list(islice(rows, NUM_ROWS))
+    return [*first, *heapq.nlargest(NUM_ROWS, rows, key=_num_characters)]
+
+
+def _num_characters(prompt: Prompt) -> int:
+    texts = [prompt.text, prompt.answer, *(message.content for message in prompt.messages)]
+    texts += [each.content if isinstance(each, Message) else each for each in prompt.metadata.values()]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _encoder(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+    encoder = PromptEncoder(tokenizer)
+    encoder.pictures = load_pictures(model)
+    return encoder
 
 
 def _tokenizer(model: ModelConfig, *, is_local: bool) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
@@ -149,22 +206,33 @@ def _foreign(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str
 # --- lengths and letters -----------------------------------------------------------------------------------
 
 
-def _lengths(config: RLConfig, prompts: Sequence[Prompt], encoder: PromptEncoder) -> list[str]:
-    """Prompt and answer fit the context; where only the longest do not, that is a note."""
+def _lengths(
+    config: RLConfig, env: PartConfig, prompts: Sequence[Prompt], encoder: PromptEncoder
+) -> list[str]:
+    """Prompt and answer fit the context; where only the answers to the longest do not, that is a note."""
     asked = [prompt for prompt in prompts if prompt.messages or prompt.text]
-    if not asked or config.rollout.env.type != "single_turn":
+    if not asked or env.type != "single_turn":
         return []  # what other environments ask is theirs to say
     lengths = [len(encoder.encode(prompt)) for prompt in asked]
     engine = config.rollout.engine.model_dump()
     context = context_limit(load_model_config(config.model), engine.get("max_context"))
     wanted, shortest, longest = config.rollout.sampling.max_new_tokens, min(lengths), max(lengths)
+    where = asked[lengths.index(longest)].id
+    if longest >= context:
+        num_such = sum(length >= context for length in lengths)
+        said = (
+            f"prompt {where} has {longest} tokens and the model's context is {context}: it cannot be answered, like "
+            f"{num_such} of the {len(asked)} looked at, the longest among them"
+        )
+        if config.trainer.on_too_long == "error" or num_such == len(asked):
+            raise DataError(f"{said}: leave such rows out, or let them fail with trainer.on_too_long=skip")
+        return [said]
     if shortest + wanted > context:
         raise ConfigError(
             f"rollout.sampling.max_new_tokens = {wanted} with prompts of {shortest} tokens and more does not fit the "
-            f"model's context of {context} tokens: lower it to {max(1, context - longest)}"
+            f"model's context of {context} tokens: lower it to {context - longest}"
         )
     if longest + wanted > context:
-        where = asked[lengths.index(longest)].id
         return [
             f"prompt {where} has {longest} tokens: with max_new_tokens = {wanted} its answers are cut at the model's "
             f"context of {context}"
@@ -173,9 +241,22 @@ def _lengths(config: RLConfig, prompts: Sequence[Prompt], encoder: PromptEncoder
     if config.trainer.on_too_long == "error" and longest + wanted > room:
         return [
             f"an answer of {wanted} tokens to a prompt of {longest} would not fit trainer.micro_batch_tokens = {room} "
-            "and end the run: raise it, or set trainer.on_too_long"
+            "and end the run: raise it, or set trainer.on_too_long=skip"
         ]
     return []
+
+
+def _try_examples(
+    rows: Sequence[Prompt], encoder: PromptEncoder, trainer: EngineConfig, workflow: str = "sft"
+) -> None:
+    """What is imitated has a written answer, and fits one forward pass."""
+    limit = trainer.micro_batch_tokens if trainer.on_too_long == "error" else None
+    examples = SFTEncoder(encoder, max_tokens=limit)
+    for row in rows:
+        if workflow == "sft":
+            examples.encode(row)
+        else:
+            encode_pair(examples, row)
 
 
 def _writable(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:

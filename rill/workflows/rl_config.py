@@ -105,8 +105,9 @@ class RLConfig(OnlineConfig):
             return values
         engine, trainer = values["rollout"].get("engine", {}), values.get("trainer", {})
         is_native = isinstance(engine, dict) and engine.get("type", "native") == "native"
-        if is_native and isinstance(trainer, dict):
-            engine = {"dtype": trainer.get("compute_dtype", "float32"), **engine}
+        dtype = trainer.get("compute_dtype", "float32") if isinstance(trainer, dict) else None
+        if is_native and str(dtype) in MISMATCH_LIMITS:  # anything else is the trainer's mistake alone
+            engine = {"dtype": dtype, **engine}
             values = {**values, "rollout": {**values["rollout"], "engine": engine}}
         return values
 

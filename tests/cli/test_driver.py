@@ -242,3 +242,16 @@ def test_a_step_that_does_not_end_in_its_grace_is_given_up() -> None:
         signal.raise_signal(signal.SIGTERM)  # a wish: the step goes on
         with pytest.raises(KeyboardInterrupt):
             time.sleep(30)
+
+
+def test_a_signal_that_is_sent_twice_at_once_is_one_wish() -> None:
+    """`timeout` signals the group, and `make` in it signals its child again."""
+    interrupts = Interrupts(Progress(Console(file=io.StringIO())))
+    with interrupts.listening():
+        interrupts.observe(step(1))
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.observe(step(2))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # a person who means it

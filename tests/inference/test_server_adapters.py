@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rill.cli.serve import build_config
+from rill.cli.serving import build_config
 from rill.inference.native.engine import NativeEngine
 from rill.inference.server import ServerConfig, create_app, serve_in_thread
 from rill.models.tokenizer import build_char_tokenizer

@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from rill.cli.main import app
-from rill.cli.serve import build_config
+from rill.cli.serving import build_config
 from rill.errors import ConfigError, UserError
 from rill.inference.server import ServerConfig, bind
 from rill.models.loading import ModelConfig, load_model, load_tokenizer

@@ -62,6 +62,7 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
         (["rollout.sampling.max_new_tokens=500"], ConfigError, "does not fit the model's context of 128"),
         (["data.type=jsonl", "data.path=nowhere.jsonl"], DataError, "there is no file 'nowhere.jsonl'"),
         (["data.type=jsonl", "data.path=."], DataError, "is a folder: name a file"),
+        (["placement.actor=1"], ConfigError, r"placement.actor: .* no device 1; .*cluster.devices"),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
         (
             ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
@@ -131,6 +132,24 @@ def test_a_prompt_that_leaves_no_room_is_a_note(tmp_path: Path) -> None:
     text = '{"question": "1", "answer": "1"}\n{"question": "' + "1" * 120 + '", "answer": "1"}\n'
     [note] = preflight(tiny(*rows(tmp_path, text)))
     assert "rows/1 has 12" in note
+
+
+def test_a_row_longer_than_the_context_is_told_wherever_it_stands(tmp_path: Path) -> None:
+    short = '{"question": "1", "answer": "1"}\n'
+    long = short.replace('"question": "1"', '"question": "' + "1" * 60_000 + '"')
+    changes = rows(tmp_path, short * 900 + long + short * 99)
+    with pytest.raises(DataError, match=r"rows/900 has 60000 tokens and the model's context is 128"):
+        preflight(tiny(*changes))
+    [note] = preflight(tiny(*changes, "trainer.on_too_long=skip"))
+    assert "1 of the 128 looked at" in note
+
+
+def test_a_row_too_long_to_imitate_is_told(tmp_path: Path) -> None:
+    short = '{"question": "1", "answer": "1"}\n'
+    long = short.replace('"answer": "1"', '"answer": "' + "1" * 600 + '"')
+    changes = rows(tmp_path, short * 99 + long)
+    with pytest.raises(DataError, match=r"rows/99: 602 tokens, the limit is 512"):
+        preflight(tiny(*changes, "sft.steps=1", "trainer.micro_batch_tokens=512"))
 
 
 def test_a_first_evaluation_in_which_all_fails_ends_the_run() -> None:

@@ -2,7 +2,7 @@
 
     client ── auth ── limits ── routes ── Generation ── Engine (or Router: several replicas as one Engine)
 
-`rill serve` builds it (rill/cli/serve.py); tests and workflows use `create_app` and `serve_in_thread`.
+`rill serve` builds it (rill/cli/serving.py); tests and workflows use `create_app` and `serve_in_thread`.
 """
 
 from rill.inference.server.app import create_app

@@ -170,7 +170,7 @@ class Shell {
       h("h1", {}, run.name),
       h("span", { class: `status ${run.status}` }, run.status),
       h("span", { class: "soft" }, `step ${run.step}, ${duration(run.lasted_s)}`),
-      run.indexed !== null && run.indexed < 1 ? h("span", { class: "soft" }, `reading its logs for the first time: ${(100 * run.indexed).toFixed(0)} %`) : null,
+      run.indexed !== null && run.indexed < 0.995 ? h("span", { class: "soft" }, `reading its logs for the first time: ${(100 * run.indexed).toFixed(0)} %`) : null,
       run.message ? h("span", { class: "soft message" }, run.message) : null,
     );
   }

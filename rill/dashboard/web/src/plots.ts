@@ -10,6 +10,8 @@ export interface Curve {
   dash?: number[];
   x: number[];
   y: (number | null)[];
+  /** What is null is a gap in the line. */
+  hasGaps?: boolean;
   /** The ends of an interval around y. */
   low?: (number | null)[];
   high?: (number | null)[];
@@ -138,7 +140,7 @@ class Plot {
       const few = curve.y.length < 40;
       const stroke = curve.colour;
       const dash = curve.dash ?? [];
-      series.push({ stroke: isSmooth ? `${stroke}55` : stroke, width: isSmooth ? 1 : 1.75, dash, spanGaps: true, points: { show: few && !isSmooth, size: 5, fill: stroke } });
+      series.push({ stroke: isSmooth ? `${stroke}55` : stroke, width: isSmooth ? 1 : 1.75, dash, spanGaps: !curve.hasGaps, points: { show: few && !isSmooth, size: 5, fill: stroke } });
       if (isSmooth) series.push({ stroke, width: 2, dash, spanGaps: true, points: { show: false } });
       if (curve.low && curve.high) {
         series.push({ stroke: "transparent", spanGaps: true, points: { show: false } }, { stroke: "transparent", spanGaps: true, points: { show: false } });

@@ -43,7 +43,7 @@ class RolloutsPage implements Mounted {
   }
 
   refresh(): void {
-    if (this.rows.length <= COUNT) void this.load(true).then(() => this.detail.childElementCount || this.open());
+    if (this.rows.length <= COUNT) void this.load(true).then(() => this.detail.querySelector(".empty") && this.open());
   }
 
   close(): void {

@@ -34,7 +34,7 @@ export function systemPage(root: HTMLElement, context: Context): Mounted {
     board = new PlotBoard((x) => duration(x), null, () => {});
     const names = [...new Set(series.map((one) => one.name))].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
     const plots = names.map((name) => {
-      const curves = series.filter((one) => one.name === name).map((one, i) => ({ label: one.process, colour: colourOf(i), x: one.x, y: one.y }));
+      const curves = series.filter((one) => one.name === name).map((one, i) => ({ label: one.process, colour: colourOf(i), x: one.x, y: one.y, hasGaps: true }));
       const [title, what] = KNOWN[name] ?? [name, "counter of the trace"];
       return board!.add({ title, what, name }, curves, 0);
     });

@@ -3,7 +3,7 @@
 // The view asks for what it shows and draws what it has meanwhile. A wide view comes as shares of each pixel column, a
 // narrow one as spans. The mouse wheel scrolls the page; with Ctrl (or a pinch) it zooms.
 
-import { css, duration, empty, h, later, replace } from "./dom";
+import { css, duration, empty, h, replace } from "./dom";
 import type { Context, Mounted } from "./main";
 import type { FlowPage, Metrics, Span, TimelineView } from "./types";
 
@@ -32,9 +32,10 @@ class TimelinePage implements Mounted {
   private picked = "";
   private asking: AbortController | null = null;
   private isClosed = false;
-  private readonly fetchSoon = later(40, () => void this.load());
+  private isAsking = false;
+  private isStale = false;
   private readonly redraw = () => this.draw();
-  private readonly resized = new ResizeObserver(() => (this.draw(), this.fetchSoon()));
+  private readonly resized = new ResizeObserver(() => (this.draw(), void this.fetch()));
 
   constructor(root: HTMLElement, private readonly context: Context) {
     const at = context.params.get("t")?.split(",").map(Number);
@@ -77,6 +78,18 @@ class TimelinePage implements Mounted {
       return; // the steps and the plan are extras; the next visit has them
     }
     this.draw();
+  }
+
+  /** At once; while an answer is awaited, when it has come: a wheel asks no faster than it is answered. */
+  private async fetch(): Promise<void> {
+    this.isStale = this.isAsking;
+    if (this.isAsking) return;
+    this.isAsking = true;
+    do {
+      this.isStale = false;
+      await this.load();
+    } while (this.isStale && !this.isClosed);
+    this.isAsking = false;
   }
 
   private async load(): Promise<void> {
@@ -122,7 +135,7 @@ class TimelinePage implements Mounted {
     this.view = span >= end * 0.999 ? null : [from, from + span];
     this.context.set({ t: this.view && this.view.map((t) => t.toFixed(6)).join(",") });
     this.draw();
-    this.fetchSoon();
+    void this.fetch();
   }
 
   private whole(): void {
