@@ -415,7 +415,9 @@ class _Search:
         latency_s += added_s + (s.swap_s + t.swap_s if op is Op.TURNS else 0.0)
         interval_s = latency_s if is_whole else max(s.interval_s, t.interval_s, slowest_s)
         devices = s.devices + t.devices if op in _SPLIT else max(s.devices, t.devices)
-        if not self._below_bound(part, chunk, np.float64(latency_s), np.float64(interval_s), devices):
+        latency = np.array([latency_s])
+        interval = latency if is_whole else np.array([interval_s])
+        if not self._below_bound(part, chunk, latency, interval, np.array([devices]))[0]:
             return True
         if op is not Op.SERIES or self.problem.lag:
             return False

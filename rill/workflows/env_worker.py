@@ -59,8 +59,8 @@ class EnvWorker(Worker):
 
     def rest(self) -> None:
         """Between two sessions: as RolloutWorker.rest."""
-        if self.episodes.journal is not None:
-            self.episodes.journal.hand_over()
+        if self.journal is not None:
+            self.journal.hand_over()
 
     def run(self, flows: Flows, requests: Channel, answers: tuple[Channel, ...]) -> int:
         """Until the epoch of the tasks ends and everything taken is finished; returns the number of groups."""
