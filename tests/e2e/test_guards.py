@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rill.cli.driver import carry_out
+from rill.config.resolve import dump_config
 from rill.dashboard import indexer
 from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
-from rill.telemetry.run import RunStatus
-from tests.e2e.tiny import as_command
+from rill.telemetry.run import Run, RunStatus
+from tests.e2e.tiny import as_command, resolved
 
 
 def test_a_constant_reward_logprobs_that_are_not_the_engines_and_a_full_disk_are_named(
@@ -150,3 +152,12 @@ def test_a_gradient_that_is_not_finite_and_a_reward_that_always_fails_end_the_ru
     always = (rewarded.format("faults:failing"), "eval.num_prompts=0")
     with pytest.raises(GuardError, match="no reward"):
         as_command(tmp_path, "failing", *always)
+
+
+@pytest.mark.slow
+def test_tools_that_nobody_calls_are_named(tmp_path: Path) -> None:
+    untaught = ("sft.steps=0", "loop.steps=3", "loop.prompts_per_step=2", "eval.num_prompts=0")
+    config = resolved(Path("recipes/vault.toml"), untaught)
+    run = Run.create("untaught", root=tmp_path, config_toml=dump_config(config))
+    carry_out(config, run)
+    assert "tools never called" in {finding["guard"] for finding in read_lines(run.path / "guards.jsonl")}
