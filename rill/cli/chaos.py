@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -26,9 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
+from rill.cli.config import load_and_resolve
 from rill.cli.console import complain, say
-from rill.config.files import load_recipe
-from rill.config.resolve import resolve
 from rill.envs.events import BEGUN
 from rill.errors import UserError
 from rill.journal.reader import LogReader, segments
@@ -53,6 +53,7 @@ never come to a step."""
 CALM_AFTER = 0.75
 """Of its time a run is hurt no more, so that it can end."""
 SETTINGS = ("loop.max_relaunches=100000", "journal.keep=true")
+GOOD = (True, "not promised here")
 EXACT = "rollout.engine.batch_invariant=true"
 
 
@@ -96,11 +97,9 @@ def chaos(
         if kind not in KINDS:
             raise UserError(f"kind {kind!r}: there are {', '.join(KINDS)}")
     changes = [*(overrides or []), *SETTINGS]
-    values = load_recipe(recipe, overrides or [])
-    from rill.workflows import recipe_schema
+    _, config = load_and_resolve(recipe, overrides)
     from rill.workflows.rl_config import RLConfig
 
-    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
     if not isinstance(config, RLConfig):
         raise UserError(
             f"{recipe} keeps no token log, by which a run is checked: choose a recipe of RL on tokens"
@@ -120,12 +119,10 @@ def chaos(
     counts = {kind: sum(fault.kind == kind for fault in done) for kind in chosen}
     say(f"{'faults':<42} {len(done)} ({', '.join(f'{kind} {n}' for kind, n in counts.items())})")
     for promise, verdict in held.items():
-        good = verdict in (True, "not promised here")
-        say(
-            f"{promise:<42} {typer.style('held' if verdict is True else str(verdict), fg='green' if good else 'red')}"
-        )
+        color = "green" if verdict in GOOD else "red"
+        say(f"{promise:<42} {typer.style('held' if verdict is True else str(verdict), fg=color)}")
     say(f"{'told in':<42} {hurt.run().path / CHAOS_FILE}")
-    if any(verdict not in (True, "not promised here") for verdict in held.values()):
+    if any(verdict not in GOOD for verdict in held.values()):
         raise typer.Exit(1)
 
 
@@ -133,12 +130,9 @@ class Trained:
     """`rill train` in a process of its own, as a user would start it."""
 
     def __init__(self, recipe: str, changes: list[str], root: Path, name: str) -> None:
-        number = 1
-        while (root / (name if number == 1 else f"{name}-{number}")).exists():
-            number += 1
-        name = name if number == 1 else f"{name}-{number}"
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         self._root = root
-        self._name = name
+        self._name = name = next(name for name in names if not (root / name).exists())
         self._log = Path(root) / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self.everybody: dict[int, psutil.Process] = {}

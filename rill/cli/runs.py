@@ -99,7 +99,8 @@ def show(
     say(f"{opened.path}: {status} {summary['message']}".rstrip())
     if starts:
         say(f"started {len(starts)} time(s), last with: {' '.join(starts[-1]['command'])}")
-        say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {_versions(starts[-1])}")
+        versions = ", ".join(f"{name} {version}" for name, version in starts[-1]["versions"].items())
+        say(f"on {starts[-1]['host']}, python {starts[-1]['python']}, {versions}")
     else:
         say(f"how it was started is lost: {opened.environment_path} is missing or damaged")
     is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.UNKNOWN)
@@ -231,14 +232,11 @@ def export(
     if out.exists():
         raise UserError(f"{out} exists: name a new folder")
     from rill.algorithms import Algorithm
-    from rill.config.files import load_recipe
-    from rill.config.resolve import resolve
+    from rill.cli.config import load_and_resolve
     from rill.training.policy import PolicyTrainer
-    from rill.workflows import recipe_schema
     from rill.workflows.rl_config import RLConfig
 
-    values = load_recipe(opened.config_path, [])
-    config = resolve(recipe_schema(values.values, str(values.path)), values.values, values.provenance)
+    _, config = load_and_resolve(str(opened.config_path), [])
     if not isinstance(config, RLConfig):
         raise UserError(f"{opened.path} is no RL run: what it trained is in its folder `model`")
     chosen = max(found) if step is None else step
@@ -406,7 +404,3 @@ def _none_recorded(run: Run, step: int | None, failed: bool, wanted: str) -> str
     which = (" with a failed reward" if failed else "") + (f" with {wanted!r}" if wanted else "")
     after = "" if step is None else f" after step {step}"
     return f"no recorded rollout{which}{after}: {run.path} has those after steps {steps[0]} to {steps[-1]}"
-
-
-def _versions(start: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in start["versions"].items())

@@ -130,9 +130,8 @@ class RunCheckpoints:
             yield
         except (OSError, WorkerError) as error:
             free_mb = shutil.disk_usage(self._folder).free / 1e6
-            shutil.rmtree(
-                self._folder / f"step-{step:06d}", ignore_errors=True
-            )  # half a checkpoint only takes room
+            # Half a checkpoint only takes room.
+            shutil.rmtree(self._folder / f"step-{step:06d}", ignore_errors=True)
             whole = whole_checkpoints(self._run)
             kept = f"the one of step {step_of(whole[-1])} is whole" if whole else "there is none before it"
             raise CheckpointError(
@@ -250,34 +249,30 @@ def checksums(folder: Path) -> dict[str, str]:
 
 
 def damage_of(folder: Path, *, deep: bool = False) -> str:
-    """What is wrong with a checkpoint; empty when nothing is. `deep`: read the weights too."""
+    """What is wrong with a checkpoint; empty when nothing is. `deep`: read the weights too, which a part's own manifest
+    names (rill.training.checkpoint)."""
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("files", {})
     except (OSError, ValueError) as error:
         return f"{MANIFEST}: {error}"
     for name, checksum in expected.items():
-        try:
-            content = (folder / name).read_bytes()
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if hashlib.sha256(content).hexdigest() != checksum:
-            return f"{name} is damaged: its checksum is not the one in {MANIFEST}"
-        if deep and Path(name).name == MANIFEST and (problem := damage_by_manifest((folder / name).parent)):
-            return f"{Path(name).parent}: {problem}"
+        if problem := _damage(folder, name, checksum):
+            return problem
+        if deep and Path(name).name == MANIFEST:
+            part = Path(name).parent
+            for inner, about in json.loads((folder / name).read_text(encoding="utf-8"))["files"].items():
+                if problem := _damage(folder / part, inner, about["sha256"]):
+                    return f"{part}: {problem}"
     return ""
 
 
-def damage_by_manifest(folder: Path) -> str:
-    """As `damage_of`, for a part whose manifest names its own files (rill.training.checkpoint)."""
-    for name, about in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].items():
-        try:
-            with (folder / name).open("rb") as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if checksum != about["sha256"]:
-            return f"{name} is damaged: its checksum is not the one in its manifest"
-    return ""
+def _damage(folder: Path, name: str, checksum: str) -> str:
+    try:
+        with (folder / name).open("rb") as file:
+            is_whole = hashlib.file_digest(file, "sha256").hexdigest() == checksum
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return "" if is_whole else f"{name} is damaged: its checksum is not the one in its manifest"
 
 
 def score_of(folder: Path) -> float | None:

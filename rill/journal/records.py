@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,18 +102,16 @@ Record = Opened | list[Entry] | Finished | Experts | Event
 def encode(record: Opened | Finished | Experts | Event) -> bytes:
     match record:
         case Opened():
-            return encode_open(record)
+            head = _OPEN.pack(record.number, record.time_s, record.base, record.num_prompt)
+            return _record(Kind.OPEN, head + record.id.encode())
         case Finished():
-            return encode_finish(record)
+            return _record(Kind.FINISH, _encode_finish(record))
         case Experts():
-            return encode_experts(record)
+            array = np.ascontiguousarray(record.experts_TLK)
+            head = _EXPERTS.pack(record.number, *array.shape, array.dtype.str.encode().ljust(4))
+            return _record(Kind.EXPERTS, head + array.tobytes())
         case Event():
-            return encode_event(record)
-
-
-def encode_open(opened: Opened) -> bytes:
-    head = _OPEN.pack(opened.number, opened.time_s, opened.base, opened.num_prompt)
-    return _record(Kind.OPEN, head + opened.id.encode())
+            return _record(Kind.EVENT, json.dumps(list(record), separators=(",", ":")).encode())
 
 
 def encode_tokens(entries: Sequence[Entry]) -> bytes:
@@ -128,7 +127,7 @@ def encode_tokens(entries: Sequence[Entry]) -> bytes:
     return _record(Kind.TOKENS, b"".join(parts))
 
 
-def encode_finish(finished: Finished) -> bytes:
+def _encode_finish(finished: Finished) -> bytes:
     text = b"" if finished.stop_text is None else finished.stop_text.encode()
     versions = np.asarray(finished.versions, "<i4")
     is_one = len(versions) > 0 and bool((versions == versions[0]).all())
@@ -145,29 +144,12 @@ def encode_finish(finished: Finished) -> bytes:
         np.asarray(finished.logprobs, "<f4"),
         versions[:1] if is_one else versions,
     )
-    return _record(Kind.FINISH, b"".join([head, text, *(column.tobytes() for column in columns)]))
-
-
-def encode_experts(experts: Experts) -> bytes:
-    array = np.ascontiguousarray(experts.experts_TLK)
-    head = _EXPERTS.pack(experts.number, *array.shape, array.dtype.str.encode().ljust(4))
-    return _record(Kind.EXPERTS, head + array.tobytes())
-
-
-def encode_event(event: Event) -> bytes:
-    return _record(Kind.EVENT, json.dumps(list(event), separators=(",", ":")).encode())
+    return b"".join([head, text, *(column.tobytes() for column in columns)])
 
 
 def by_version(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """The entries in lists of one version each, in the order they came in."""
-    batch: list[Entry] = []
-    for entry in entries:
-        if batch and entry.version != batch[0].version:
-            yield batch
-            batch = []
-        batch.append(entry)
-    if batch:
-        yield batch
+    return (list(same) for _, same in groupby(entries, key=lambda entry: entry.version))
 
 
 def entries_of(number: int, token_ids: TokenIds, logprobs: Floats, versions: Ints) -> list[Entry]:

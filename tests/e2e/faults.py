@@ -20,6 +20,7 @@ from rill.workflows.language import launch_actor, launch_rollout
 from rill.workflows.launch import Launcher
 
 HANGS_FOR_S = 3600.0
+EPISODES_PER_STEP = 16
 
 
 class WrongLogprobs(SingleTurn):
@@ -27,10 +28,44 @@ class WrongLogprobs(SingleTurn):
 
     class Config(SingleTurn.Config):
         type: Literal["tests.e2e.faults:WrongLogprobs"]  # type: ignore[assignment]
+        factor: float = 1.3
+
+    config: Config
 
     async def run(self, task: Prompt, agents: Agents) -> None:
         reply = await agents.policy.generate(task)
-        reply.logprobs[:] *= 1.3
+        reply.logprobs[:] *= self.config.factor
+
+
+class Turncoat(SingleTurn):
+    """An environment that changes its mind about what is good, and how long answers may be, after ten steps."""
+
+    class Config(SingleTurn.Config):
+        type: Literal["tests.e2e.faults:Turncoat"]  # type: ignore[assignment]
+
+    num_begun = 0
+
+    async def run(self, task: Prompt, agents: Agents) -> float:  # type: ignore[override]
+        self.num_begun += 1
+        is_early = self.num_begun <= 10 * EPISODES_PER_STEP
+        await agents.policy.generate(task, max_new_tokens=3 if is_early else 12)
+        return 0.01 * (self.num_begun % 2) + (0.0 if is_early else 1.0)
+
+
+class Late(SingleTurn):
+    """An environment whose first episodes take as long as six steps of the others."""
+
+    class Config(SingleTurn.Config):
+        type: Literal["tests.e2e.faults:Late"]  # type: ignore[assignment]
+
+    num_begun = 0
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        self.num_begun += 1
+        await agents.policy.generate(task)
+        if self.num_begun <= 4:
+            while self.num_begun < 6 * EPISODES_PER_STEP:
+                await asyncio.sleep(0.02)
 
 
 class Stuck(SingleTurn):
@@ -49,6 +84,10 @@ async def hanging(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     if text[:1].lower() < "n":
         await asyncio.sleep(HANGS_FOR_S)
     return float(len(text) % 2)
+
+
+def failing(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    raise RuntimeError("the judge is down")
 
 
 def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:
