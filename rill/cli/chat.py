@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import Model
 from rill.cli.console import say, waiting
 from rill.errors import UserError
 from rill.models.card import read_card
@@ -33,13 +33,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A run (its trained model), a model's folder, or its name on the hub.",
-            autocompletion=run_names,
-        ),
-    ],
+    model: Model,
     settings: Annotated[list[str] | None, typer.Argument(help="engine.* as KEY=VALUE.")] = None,
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 0.0,
