@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ import typer
 from rill.cli.arguments import Model
 from rill.cli.console import say, waiting
 from rill.errors import UserError
-from rill.models.card import read_card
 from rill.types import Message, Prompt, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
@@ -49,15 +47,14 @@ def chat(
       echo "176+413=" | rill chat demo
     """
     with waiting("loading"):
-        from rill.cli.serving import build_config, build_engine, model_of, template_of
+        from rill.cli.serving import build_config, build_engine, card_of, model_of, template_of
         from rill.data.chat import PromptEncoder
-        from rill.models.loading import load_tokenizer, model_folder
+        from rill.models.loading import load_tokenizer
 
         config = build_config(model, settings or [], engine=engine)
-        source = model_of(config)
-        card = read_card(Path(model_folder(source.path or "", weights=False)))
-        tokenizer = load_tokenizer(source)
-        tokenizer.chat_template = template_of(config, tokenizer) or tokenizer.chat_template
+        card = card_of(config)
+        tokenizer = load_tokenizer(model_of(config))
+        tokenizer.chat_template = template_of(config, tokenizer, card) or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise UserError(
                 f"{model} has no chat template: rill serve answers /v1/completions for such models"

@@ -42,11 +42,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)
-def runs(
-    context: typer.Context,
-    root: Root = RUNS,
-    as_json: AsJson = False,
-) -> None:
+def runs(context: typer.Context, root: Root = RUNS, as_json: AsJson = False) -> None:
     """List runs: status, steps, last reward. Works on running, finished and copied runs alike.
 
     \b
@@ -72,11 +68,7 @@ def runs(
 
 
 @app.command()
-def show(
-    run: RunName,
-    root: Root = RUNS,
-    as_json: AsJson = False,
-) -> None:
+def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     """Show one run: status, environment, curves, what guards found, latest figures.
 
     \b

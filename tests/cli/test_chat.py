@@ -108,7 +108,7 @@ def test_a_models_folder_answers_in_chat_and_travels_over_the_hub(
 ) -> None:
     result = CliRunner().invoke(app, ["chat", str(model), "engine.num_kv_blocks=16"], input="1+1=\n")
     assert result.exit_code == 0, result.output
-    assert "was trained on bare prompts such as '1+1='" in result.stderr
+    assert result.stderr == "", "it is asked as it was trained, and nothing needs to be said"
     assert len(result.stdout.splitlines()) >= 1
     with fake_hub(tmp_path, monkeypatch) as hub:
         result = CliRunner().invoke(app, ["push", str(model), "me/sums"])
