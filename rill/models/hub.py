@@ -121,7 +121,7 @@ def _explained(name: str, kind: Kind, pushed: Path | None = None) -> Iterator[No
         silent = f"the hub ({where}) cannot be reached (HF_HUB_OFFLINE set, or no network)"
         if pushed is not None:
             raise raised(
-                f"nothing was uploaded, {silent}: the model stays in {pushed}; once the hub can be reached, push again, "
+                f"nothing was uploaded, {silent}: the model stays in {pushed}; once it can be, push again, "
                 f"or copy the folder to a machine that reaches it and run `hf upload {name} FOLDER`"
             ) from error
         raise raised(
