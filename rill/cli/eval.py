@@ -50,6 +50,7 @@ def evaluate(
         from rich.progress import Progress
 
         from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
+        from rill.telemetry.metrics import read_metrics
         from rill.workflows.evaluation import summarise_rewards
         from rill.workflows.scoring import ScoringConfig, score
     config = resolve(ScoringConfig, given.values, given.provenance)
@@ -58,10 +59,14 @@ def evaluate(
         task_id = progress.add_task("answers", total=None)
         run = Run.find(model, root=root)
         own = None if run is None else next_path(run)
+        transcripts = None
+        if run is not None and own is not None:
+            steps = [row.step for row in read_metrics(run.path)]
+            transcripts = (run.path, f"eval-{own.stem}", max([0, *steps]) + 1)
         answers = score(
             config,
             lambda done, total: progress.update(task_id, completed=done, total=total),
-            transcripts=None if run is None or own is None else (run.path, f"eval-{own.stem}"),
+            transcripts=transcripts,
         )
     metrics: dict[str, float] = {}
     for name, rows in rewards_of(answers).items():

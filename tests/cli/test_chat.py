@@ -152,7 +152,8 @@ def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in
     assert kept is not None and kept.answers[0].metrics["turns"] == 1.0
     bring_up_to_date(run.path)
     shown = rollouts(run.path)
-    assert shown.num_groups == 2 and shown.group(0, 0)["evaluates"] == "eval-0001 held_out"
+    group = shown.group(0, 0)
+    assert shown.num_groups == 2 and (group["evaluates"], group["step"]) == ("eval-0001 held_out", 0)
     assert read_rollouts(run) == [], "what training recorded"
 
 
