@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import Model
 from rill.cli.console import say, waiting
 from rill.errors import UserError
-from rill.models.card import read_card
 from rill.types import Message, Prompt, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
@@ -33,13 +31,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A run (its trained model), a model's folder, or its name on the hub.",
-            autocompletion=run_names,
-        ),
-    ],
+    model: Model,
     settings: Annotated[list[str] | None, typer.Argument(help="engine.* as KEY=VALUE.")] = None,
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")] = 0.0,
@@ -55,15 +47,14 @@ def chat(
       echo "176+413=" | rill chat demo
     """
     with waiting("loading"):
-        from rill.cli.serving import build_config, build_engine, model_of, template_of
+        from rill.cli.serving import build_config, build_engine, card_of, model_of, template_of
         from rill.data.chat import PromptEncoder
-        from rill.models.loading import load_tokenizer, model_folder
+        from rill.models.loading import load_tokenizer
 
         config = build_config(model, settings or [], engine=engine)
-        source = model_of(config)
-        card = read_card(Path(model_folder(source.path or "", weights=False)))
-        tokenizer = load_tokenizer(source)
-        tokenizer.chat_template = template_of(config, tokenizer) or tokenizer.chat_template
+        card = card_of(config)
+        tokenizer = load_tokenizer(model_of(config))
+        tokenizer.chat_template = template_of(config, tokenizer, card) or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise UserError(
                 f"{model} has no chat template: rill serve answers /v1/completions for such models"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.completion import recipe_names
+from rill.cli.arguments import recipe_names
 from rill.cli.console import complain, say, say_json
 from rill.config import Config, dump_config, load_recipe, resolve
 from rill.config.files import RecipeValues

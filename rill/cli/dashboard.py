@@ -20,9 +20,10 @@ from typing import Annotated
 
 import typer
 
+from rill.cli.arguments import RUNS, Root, run_names
 from rill.cli.console import say
 from rill.errors import UserError
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 DEFAULT_PORT = 8765
@@ -32,9 +33,10 @@ MAX_TRIED_PORTS = 20
 @app.command()
 def dashboard(
     runs: Annotated[
-        list[str] | None, typer.Argument(help="Runs by name or folder. Default: all under --root.")
+        list[str] | None,
+        typer.Argument(help="Runs by name or folder. Default: all under --root.", autocompletion=run_names),
     ] = None,
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     host: Annotated[
         str, typer.Option("--host", help="Where to listen. Elsewhere than here, a token is needed.")
     ] = "127.0.0.1",

@@ -23,8 +23,9 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from rill.cli.arguments import RUNS, AsJson, Root
 from rill.cli.console import say, say_json, say_table
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 IMPORT_TIMEOUT_S = 120
 _GIB = 1 << 30
@@ -75,9 +76,9 @@ _STYLES = {
 @app.command()
 def doctor(
     run: Annotated[str, typer.Argument(help="A run's name or folder: say what is wrong with it.")] = "",
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     deep: Annotated[bool, typer.Option("--deep", help="Import every optional library too (slow).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is installed, which devices there are, which optional parts work, and what to do about each.
 

@@ -169,11 +169,11 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
                 progress.note(f"  for example: {error}")
 
     stall = StallWatch(progress.note)
-    steps_only = [progress.observe, guard]
 
     def show(report: StepReport) -> None:
-        for observer in steps_only if report.phase != "restart" else ():
-            observer(report)
+        if report.phase != "restart":
+            progress.observe(report)
+            guard(report)
 
     observers = [record, stall.observe, show, interrupts.observe]
     say(f"run folder: {run.path}")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import RUNS, Root, RunName
 from rill.cli.console import say
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-Name = Annotated[
-    str, typer.Argument(help="A run's name, or the path of its folder.", autocompletion=run_names)
-]
-Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the run's answer.")]
 
 
@@ -34,11 +29,11 @@ def engine() -> None:
 
 @app.command()
 def join(
-    run: Name,
+    run: RunName,
     devices: Annotated[
         str, typer.Option("--devices", help="One engine on each, as in a placement: 2-3. Default: free ones.")
     ] = "",
-    root: Root = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     timeout_s: Timeout = 600.0,
 ) -> None:
     """Start more engines. They take the newest weights, prove it, and share the work from then on.
@@ -54,9 +49,9 @@ def join(
 
 @app.command()
 def leave(
-    run: Name,
+    run: RunName,
     rank: Annotated[int, typer.Argument(help="The number in rollout[…].")],
-    root: Root = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     timeout_s: Timeout = 600.0,
 ) -> None:
     """End one engine. The others go on with its answers, behind the tokens that it has said.

@@ -9,34 +9,28 @@ from typing import Annotated, Any
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import RUNS, AsJson, Model, Root
 from rill.cli.console import say, say_json, say_table, waiting
 from rill.config.files import with_overrides
 from rill.config.resolve import resolve
 from rill.errors import UserError
 from rill.models.card import FILE as CARD_FILE
 from rill.models.card import TrainingCard, read_card
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A run (its trained model), a model's folder, or its name on the hub.",
-            autocompletion=run_names,
-        ),
-    ],
+    model: Model,
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes, such as samples=8.")] = None,
     task: Annotated[str, typer.Option("--task", help="A dataset's name. Default: the run's own.")] = "",
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Keep the answers here. Default: in the run's folder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out problems; every answer is kept with its score.
 
@@ -56,6 +50,7 @@ def evaluate(
         from rich.progress import Progress
 
         from rill.telemetry.evaluations import costs_of, next_path, rewards_of, save
+        from rill.telemetry.metrics import read_metrics
         from rill.workflows.evaluation import summarise_rewards
         from rill.workflows.scoring import ScoringConfig, score
     config = resolve(ScoringConfig, given.values, given.provenance)
@@ -64,10 +59,14 @@ def evaluate(
         task_id = progress.add_task("answers", total=None)
         run = Run.find(model, root=root)
         own = None if run is None else next_path(run)
+        transcripts = None
+        if run is not None and own is not None:
+            steps = [row.step for row in read_metrics(run.path)]
+            transcripts = (run.path, f"eval-{own.stem}", max([0, *steps]) + 1)
         answers = score(
             config,
             lambda done, total: progress.update(task_id, completed=done, total=total),
-            transcripts=None if run is None or own is None else (run.path, f"eval-{own.stem}"),
+            transcripts=transcripts,
         )
     metrics: dict[str, float] = {}
     for name, rows in rewards_of(answers).items():

@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
+from rill.cli.arguments import RUNS, Root, RunName
 from rill.cli.console import say
 from rill.dashboard.curves import write_curves
 from rill.dashboard.report import write_report
-from rill.telemetry.run import RUNS_FOLDER, Run
+from rill.telemetry.run import Run
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(help="A run's name, or the path of its folder.")],
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    run: RunName,
+    root: Root = RUNS,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Default: report.html in the run folder.")
     ] = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import RUNS, AsJson, Root, RunName
 from rill.cli.console import say, say_json, say_paged, say_table
 from rill.cli.progress import curve_lines, duration
 from rill.errors import UserError
@@ -24,7 +24,7 @@ from rill.telemetry.metrics import MetricRow, read_metrics
 from rill.telemetry.paired import Paired
 from rill.telemetry.paired import compare as paired_test
 from rill.telemetry.rollouts import read_rollouts, samples_of
-from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus, list_runs
+from rill.telemetry.run import Run, RunStatus, list_runs
 
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
 _STYLES = {
@@ -40,18 +40,9 @@ _PAIRED_COLUMNS = ["set", "prompts", "first", "second", "difference", "95 % inte
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
-Name = Annotated[
-    str, typer.Argument(help="A run's name, or the path of its folder.", autocompletion=run_names)
-]
-
 
 @app.callback(invoke_without_command=True)
-def runs(
-    context: typer.Context,
-    root: Root = Path(RUNS_FOLDER),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def runs(context: typer.Context, root: Root = RUNS, as_json: AsJson = False) -> None:
     """List runs: status, steps, last reward. Works on running, finished and copied runs alike.
 
     \b
@@ -77,11 +68,7 @@ def runs(
 
 
 @app.command()
-def show(
-    run: Name,
-    root: Root = Path(RUNS_FOLDER),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     """Show one run: status, environment, curves, what guards found, latest figures.
 
     \b
@@ -124,8 +111,8 @@ def show(
 
 @app.command()
 def rollouts(
-    run: Name,
-    root: Root = Path(RUNS_FOLDER),
+    run: RunName,
+    root: Root = RUNS,
     step: Annotated[
         int | None,
         typer.Option("--step", help="Only samples of the policy after this many steps. Default: the newest."),
@@ -160,8 +147,8 @@ def rollouts(
 
 @app.command()
 def trace(
-    run: Name,
-    root: Root = Path(RUNS_FOLDER),
+    run: RunName,
+    root: Root = RUNS,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Default: trace.json in the run folder.")
     ] = None,
@@ -179,7 +166,7 @@ def trace(
 
 
 @app.command()
-def verify(run: Name, root: Root = Path(RUNS_FOLDER)) -> None:
+def verify(run: RunName, root: Root = RUNS) -> None:
     """Check every checkpoint and the token log of a run against their checksums. Exit code 1: something is damaged.
 
     \b
@@ -212,10 +199,10 @@ def verify(run: Name, root: Root = Path(RUNS_FOLDER)) -> None:
 
 @app.command()
 def export(
-    run: Name,
+    run: RunName,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
     step: Annotated[int | None, typer.Option("--step", help="Default: the newest checkpoint.")] = None,
-    root: Root = Path(RUNS_FOLDER),
+    root: Root = RUNS,
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face folder; no other process of the run is needed.
 
@@ -253,8 +240,8 @@ def compare(
         str, typer.Argument(help="A run (its newest `rill eval`), or the file of an evaluation.")
     ],
     second: Annotated[str, typer.Argument(help="The one to compare it with.")],
-    root: Root = Path(RUNS_FOLDER),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    root: Root = RUNS,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two runs, and two evaluations prompt by prompt with a paired test.
 
@@ -291,7 +278,7 @@ def compare(
 @app.command()
 def rm(
     names: Annotated[list[str], typer.Argument(help="Runs, by name or folder.")],
-    root: Root = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete runs with all they left: models, checkpoints, figures. Asks first; one that is running is left alone.

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rill.cli.completion import run_names
+from rill.cli.arguments import Model
 from rill.cli.console import complain, waiting
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -18,13 +18,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def serve_model(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A run (its trained model), a Hugging Face folder, or a name of the hub.",
-            autocompletion=run_names,
-        ),
-    ],
+    model: Model,
     settings: Annotated[
         list[str] | None, typer.Argument(help="engine.*, server.* and router.* as KEY=VALUE.")
     ] = None,

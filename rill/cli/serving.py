@@ -19,7 +19,7 @@ from rill.inference.base import ENGINES, AdapterEngine, Engine, Feature
 from rill.inference.server import ServerConfig, bind, create_app, serve
 from rill.inference.server.replica_set import RouterConfig
 from rill.inference.server.router import Router
-from rill.models.card import read_card
+from rill.models.card import TrainingCard, read_card
 from rill.models.loading import ModelConfig, load_tokenizer, model_folder
 from rill.telemetry.run import Run
 
@@ -80,7 +80,13 @@ def run(config: ServeConfig) -> None:
     listener = bind(config.server)
     model = model_of(config)
     tokenizer = load_tokenizer(model)
-    template = template_of(config, tokenizer)
+    card = card_of(config)
+    if card is not None and card.prompts == "bare":
+        complain(
+            f"{model.path} was trained on bare prompts such as {card.example!r:.60}: messages are put to it as plain "
+            "text, without a chat template"
+        )
+    template = template_of(config, tokenizer, card)
     engine = build_engine(config)
     try:
         _load_adapters(engine, config.adapters)
@@ -112,18 +118,18 @@ def _load_adapters(engine: Engine, adapters: dict[str, str]) -> None:
         engine.load_adapter(name, folder)
 
 
-def template_of(config: ServeConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def card_of(config: ServeConfig) -> TrainingCard | None:
+    """How the model was trained, where it says so."""
+    path = model_of(config).path
+    return read_card(Path(model_folder(path, weights=False))) if path else None
+
+
+def template_of(
+    config: ServeConfig, tokenizer: PreTrainedTokenizerBase, card: TrainingCard | None
+) -> str | None:
     """The one that was given, else the one that the model was trained with; None: the tokenizer's."""
     if config.chat_template:
         return Path(config.chat_template).read_text(encoding="utf-8")
-    source = model_of(config).path
-    folder = Path(model_folder(source, weights=False)) if source else None
-    card = read_card(folder) if folder else None
-    if card is not None and card.prompts == "bare":
-        complain(
-            f"{folder} was trained on bare prompts such as {card.example!r:.60}: messages are put to it as plain text, "
-            "without a chat template"
-        )
     own = tokenizer.chat_template
     return card.template(own if isinstance(own, str) else None) if card is not None else None
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rill.cli.completion import recipe_names
+from rill.cli.arguments import RUNS, Root, recipe_names
 from rill.cli.console import say, waiting
 from rill.config.files import RecipeValues, load_recipe
 from rill.config.known import check_known, remember
 from rill.config.resolve import dump_config, resolve
 from rill.errors import UnsupportedError, UserError
-from rill.telemetry.run import RUNS_FOLDER, Run, RunStatus
+from rill.telemetry.run import Run, RunStatus
 
 if TYPE_CHECKING:
     from rill.workflows.config import RecipeConfig
@@ -41,7 +41,7 @@ def train(
         ),
     ] = "",
     name: Annotated[str, typer.Option("--name", help="The run's name. Default: the recipe's.")] = "",
-    root: Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")] = Path(RUNS_FOLDER),
+    root: Root = RUNS,
     cluster: Annotated[str, typer.Option("--cluster", help="local or ray; short for cluster.type=…")] = "",
     plan: Annotated[
         str,

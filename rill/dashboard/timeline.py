@@ -193,16 +193,16 @@ class Timeline:
         for process, part in rows:
             index = self.indexes[process]
             spans = part[(part["kind"] & INSTANT) == 0]
-            for pair in _pairs(spans):
-                own = spans[spans["pair"] == pair]
+            is_short = spans["length"] < width
+            short, num_pairs = spans[is_short], len(index.state.pairs)
+            at = np.clip((short["start"] - first) / width, 0, num_columns - 1).astype(np.int64)
+            cells = np.bincount(short["pair"] * num_columns + at, short["length"], num_pairs * num_columns)
+            for pair in _pairs(short):
                 lane, name = places[index.lane_of(pair)], index.state.pairs[pair][1]
-                is_short = own["length"] < width
-                short = own[is_short]
-                at = np.clip((short["start"] - first) / width, 0, num_columns - 1).astype(np.int64)
-                painted[lane].add(name, np.bincount(at, short["length"], num_columns))
-                long_spans.setdefault(lane, []).extend(
-                    (start, length, name) for start, length in own[~is_short][["start", "length"]].tolist()
-                )
+                painted[lane].add(name, cells[pair * num_columns : (pair + 1) * num_columns])
+            for start, length, pair in spans[~is_short][["start", "length", "pair"]].tolist():
+                span = (start, length, index.state.pairs[pair][1])
+                long_spans.setdefault(places[index.lane_of(pair)], []).append(span)
         for lane, spans_of_lane in long_spans.items():
             _paint_long(painted[lane], spans_of_lane, edges)
         return painted

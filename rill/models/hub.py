@@ -81,7 +81,7 @@ def push_folder(folder: Path, name: str, *, private: bool, message: str) -> str:
     if not _NAME.fullmatch(name) or "@" in name:
         raise UserError(f"{name!r} is no name of the hub: give OWNER/NAME")
     api = HfApi(_endpoint())
-    with _explained(name, "model"):
+    with _explained(name, "model", pushed=folder):
         api.create_repo(name, private=private, exist_ok=True)
         commit = api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     return str(commit.commit_url)
@@ -97,7 +97,7 @@ def _parts(name: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def _explained(name: str, kind: Kind) -> Iterator[None]:
+def _explained(name: str, kind: Kind, pushed: Path | None = None) -> Iterator[None]:
     from huggingface_hub import errors
 
     raised: Callable[[str], Exception] = ModelError if kind == "model" else DataError
@@ -118,10 +118,15 @@ def _explained(name: str, kind: Kind) -> Iterator[None]:
             "check the name; a private one needs HF_TOKEN"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, *UNREACHABLE) as error:
+        silent = f"the hub ({where}) cannot be reached (HF_HUB_OFFLINE set, or no network)"
+        if pushed is not None:
+            raise raised(
+                f"nothing was uploaded, {silent}: the model stays in {pushed}; once it can be, push again, "
+                f"or copy the folder to a machine that reaches it and run `hf upload {name} FOLDER`"
+            ) from error
         raise raised(
-            f"{name} is not in the local cache, and the hub ({where}) cannot be reached (HF_HUB_OFFLINE set, or no "
-            f"network): on a machine that can, run `hf download {_parts(name)[0]} --repo-type {kind} --local-dir "
-            "FOLDER`, and give that folder"
+            f"{name} is not in the local cache, and {silent}: on a machine that can, run `hf download "
+            f"{_parts(name)[0]} --repo-type {kind} --local-dir FOLDER`, and give that folder"
         ) from error
     except errors.HfHubHTTPError as error:
         raise raised(f"{name}: the hub ({where}) answers: {error}") from error

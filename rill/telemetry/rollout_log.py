@@ -49,11 +49,13 @@ class RolloutLog:
         self._file.write(encode_line(self._record(group, group.id, dropped, trained or {})))
         return True
 
-    def write_evaluation(self, group: Group, place: int, name: str) -> None:
-        """Answers to prompt number `place` of an evaluation set: those to its first prompts are kept every time."""
+    def write_evaluation(self, group: Group, place: int, name: str, version: int | None = None) -> None:
+        """Answers to prompt number `place` of an evaluation set: those to its first prompts are kept every time.
+        `version`: of the weights, where the engine that answered does not count them."""
+        version = _version(group) if version is None else version
         if place < self._max_groups:
-            record = self._record(group, f"{group.id}@{_version(group)}", None, {})
-            self._file.write(encode_line(record | {"evaluates": name}))
+            record = self._record(group, f"{group.id}@{version}", None, {})
+            self._file.write(encode_line(record | {"version": version, "evaluates": name}))
 
     def _record(
         self, group: Group, name: str, dropped: str | None, trained: Mapping[str, Sample]

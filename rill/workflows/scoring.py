@@ -66,15 +66,16 @@ def score(
     config: ScoringConfig,
     on_done: Callable[[int, int], None] | None = None,
     *,
-    transcripts: tuple[Path, str] | None = None,
+    transcripts: tuple[Path, str, int] | None = None,
 ) -> list[Answer]:
     """All answers, set by set and prompt by prompt. `on_done(finished, total)` is called after every completion.
-    `transcripts`: a run's folder and a name, under which the first groups are kept for the rollout viewer."""
+    `transcripts`: a run's folder, a name, under which the first groups are kept for the rollout viewer, and the version
+    of the weights."""
     sets = [(chosen, read_prompts(chosen)) for chosen in config.all_sets()]
     tokenizer, pictures = load_tokenizer(config.model), load_pictures(config.model)
     engine: Engine = ENGINES.load(config.engine.type)(config.engine)
     answers: list[Answer] = []
-    log = None if transcripts is None else RolloutLog(*transcripts, tokenizer, MAX_TRANSCRIPTS)
+    log = None if transcripts is None else RolloutLog(*transcripts[:2], tokenizer, MAX_TRANSCRIPTS)
     try:
         for chosen, prompts in sets:
             environment = open_environment(chosen.env or config.env, tokenizer, pictures)
@@ -88,7 +89,7 @@ def score(
                 if log is not None and transcripts is not None:
                     said = tuple(sample for episode in group for sample in episode.samples)
                     kept = Group(id=group[0].group_id, prompt=prompt, trajectories=said)
-                    log.write_evaluation(kept, place, f"{transcripts[1]} {chosen.name}")
+                    log.write_evaluation(kept, place, f"{transcripts[1]} {chosen.name}", transcripts[2])
     finally:
         engine.close()
         if log is not None:

@@ -108,7 +108,7 @@ def test_a_models_folder_answers_in_chat_and_travels_over_the_hub(
 ) -> None:
     result = CliRunner().invoke(app, ["chat", str(model), "engine.num_kv_blocks=16"], input="1+1=\n")
     assert result.exit_code == 0, result.output
-    assert "was trained on bare prompts such as '1+1='" in result.stderr
+    assert result.stderr == "", "it is asked as it was trained, and nothing needs to be said"
     assert len(result.stdout.splitlines()) >= 1
     with fake_hub(tmp_path, monkeypatch) as hub:
         result = CliRunner().invoke(app, ["push", str(model), "me/sums"])
@@ -152,7 +152,8 @@ def test_an_evaluation_of_an_agent_tells_what_it_took_and_its_transcripts_are_in
     assert kept is not None and kept.answers[0].metrics["turns"] == 1.0
     bring_up_to_date(run.path)
     shown = rollouts(run.path)
-    assert shown.num_groups == 2 and shown.group(0, 0)["evaluates"] == "eval-0001 held_out"
+    group = shown.group(0, 0)
+    assert shown.num_groups == 2 and (group["evaluates"], group["step"]) == ("eval-0001 held_out", 0)
     assert read_rollouts(run) == [], "what training recorded"
 
 

@@ -82,6 +82,14 @@ def test_a_pushed_folder_can_be_fetched(hub: FakeHub, tmp_path: Path) -> None:
     assert json.loads((Path(model_folder("me/trained")) / "config.json").read_text()) == SHAPE
 
 
+def test_a_push_without_a_network_says_where_the_model_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(ModelError, match=f"nothing was uploaded.*stays in {tmp_path}.*hf upload me/trained"):
+        push_folder(tmp_path, "me/trained", private=True, message="run demo")
+
+
 # --- data --------------------------------------------------------------------------------------------------
 
 

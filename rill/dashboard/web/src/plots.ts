@@ -205,6 +205,8 @@ function aligned(curves: Curve[], smoothing: number): uPlot.AlignedData {
     const spread = (values: (number | null)[]) => {
       const column: (number | null | undefined)[] = new Array(all.length).fill(undefined);
       curve.x.forEach((x, i) => (column[place.get(x)!] = values[i] ?? null));
+      // A gap lasts until the curve's own next point, whatever others have in between.
+      if (curve.hasGaps) column.forEach((value, i) => value === undefined && i && column[i - 1] === null && (column[i] = null));
       return column;
     };
     columns.push(spread(curve.y));

@@ -63,8 +63,8 @@ class RolloutsPage implements Mounted {
     void this.load();
   }
 
-  private reset(names: readonly string[]): void {
-    this.set(Object.fromEntries(names.map((name) => [name, null])));
+  private reset(): void {
+    this.set(Object.fromEntries(FILTERS.map((name) => [name, null])));
     this.drawBar();
   }
 
@@ -139,19 +139,18 @@ class RolloutsPage implements Mounted {
       return input;
     };
     const text = h("input", { type: "search", id: "search", placeholder: "search in all text  ( / )", "aria-label": "search in all text", value: params.get("text") ?? "", oninput: () => (this.context.set({ text: text.value }), this.search()) });
-    const prompt = params.get("prompt");
     replace(
       this.bar,
       text,
       h("span", {}, "step ", field("from", "first", "number"), " to ", field("to", "last", "number")),
       h("span", {}, "reward ", field("min", "least", "number"), " to ", field("max", "most", "number")),
+      h("span", {}, "prompt ", field("prompt", "its id", "search")),
       one("task", "data", facets.tasks),
       one("stop", "ended by", facets.stops),
       one("tag", "tag", facets.tags),
       select("only", [["", "all"], ["failed", "failed rewards"], ["dropped", "dropped groups"]], params.get("only") ?? "", (value) => this.set({ only: value })),
       select("order", [["newest", "newest"], ["oldest", "oldest"], ["best", "best reward"], ["worst", "worst reward"], ["spread", "most different"], ["longest", "longest"]], params.get("order") ?? "newest", (value) => this.set({ order: value })),
-      prompt ? h("button", { class: "chip", onclick: () => this.reset(["prompt"]) }, `prompt ${prompt} ✕`) : null,
-      h("button", { onclick: () => this.reset(FILTERS) }, "reset"),
+      h("button", { onclick: () => this.reset() }, "reset"),
     );
   }
 

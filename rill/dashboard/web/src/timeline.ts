@@ -396,6 +396,7 @@ class TimelinePage implements Mounted {
       stages.sort((a, b) => a[2] - b[2]);
       for (let i = 1; i < stages.length; i++) {
         const [a, b] = [stages[i - 1]!, stages[i]!];
+        if (b[0] === a[0] || b[0] === stages[0]![0]) continue; // the same step, taken again after a resume
         c.beginPath();
         c.moveTo(x(a[2] + a[3]), a[0] * this.row + this.row / 2);
         c.lineTo(x(b[2]), b[0] * this.row + this.row / 2);
@@ -432,8 +433,8 @@ class TimelinePage implements Mounted {
       c.globalAlpha = 0.25;
       c.fillRect(x(t), 0, 1, height - AXIS + 4);
       c.globalAlpha = 1;
-      const digits = Math.max(0, Math.min(9, -Math.floor(Math.log10(step))));
-      c.fillText(`${t.toFixed(digits)} s`, x(t) + 3, height - 9);
+      const text = `${t.toFixed(Math.max(0, Math.min(9, -Math.floor(Math.log10(step)))))} s`;
+      if (x(t) + 3 + c.measureText(text).width <= x(to)) c.fillText(text, x(t) + 3, height - 9);
     }
   }
 

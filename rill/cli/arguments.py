@@ -1,0 +1,38 @@
+"""The arguments that commands share, and what the shell offers for them when Tab is pressed: recipes and runs by name.
+
+`rill --install-completion` puts the latter in place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rill.telemetry.run import RUNS_FOLDER, list_runs
+
+RUNS = Path(RUNS_FOLDER)
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    from rill.config.recipes import list_recipes
+
+    return [recipe.name for recipe in list_recipes() if recipe.name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[str]:
+    return [run.name for run in list_runs() if run.name.startswith(incomplete)]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A run (its trained model), a model's folder, or its name on the hub.", autocompletion=run_names
+    ),
+]
+Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
+RunName = Annotated[
+    str, typer.Argument(help="A run's name, or the path of its folder.", autocompletion=run_names)
+]
