@@ -39,6 +39,7 @@ TINY = (
     "reward_model_arithmetic",
     "rlhf_ppo",
     "vault",
+    "code",
 )
 """In this order: those after sft_arithmetic start from its model, rlhf_ppo also from the reward model."""
 REPOSITORY = Path(__file__).resolve().parents[1]

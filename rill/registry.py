@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rill.errors import RillError, UnknownNameError
+from rill.errors import MissingExtraError, RillError, UnknownNameError
 
 
 class Registry(Mapping[str, str]):
@@ -81,6 +82,30 @@ def load_target(target: str) -> Any:
                 f"name in {module_name}", attribute, [n for n in vars(module) if n[0] != "_"]
             )
         ) from None
+
+
+def load_function(target: str, *arguments: str) -> Callable[..., Any]:
+    """A function that takes these arguments. Raises ValueError: called by validators of configurations, so that a
+    misspelt name is found before anything is started."""
+    try:
+        function = load_target(target)
+    except UnknownNameError as error:
+        raise ValueError(str(error)) from error
+    if not callable(function):
+        raise ValueError(f"{target} is not a function but {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{target} cannot be called with ({', '.join(arguments)}): {error}") from error
+    return function  # type: ignore[no-any-return]
+
+
+def import_extra(module: str, needs: str) -> Any:
+    """A library that is no part of the smallest installation. `needs`: what is missing without it, and its install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(needs) from error
 
 
 def _broken_module(target: str, error: Exception) -> UnknownNameError:

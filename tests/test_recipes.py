@@ -18,7 +18,7 @@ from rill.workflows.rl_config import RLConfig
 
 RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
 PROMISED = {
-    "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gsm8k", "grpo_gsm8k_2x8_ray",
+    "code", "dapo_math", "demo", "dpo_arithmetic", "grpo_arithmetic", "grpo_async", "grpo_gsm8k", "grpo_gsm8k_2x8_ray",
     "grpo_gsm8k_8gpu", "grpo_gsm8k_8gpu_async", "grpo_gym", "grpo_lora", "grpo_moe", "grpo_qwen2.5_1.5b_h200",
     "grpo_smollm2", "grpo_vlm", "ppo_arithmetic", "reward_model_arithmetic", "rlhf_ppo", "robot", "sft_arithmetic",
     "sft_then_grpo", "vault",

@@ -198,7 +198,7 @@ class PromptEncoder:
 
     def check_roles(self, messages: Sequence[Message]) -> None:
         """Raises DataError where the template leaves out what a message of some role says."""
-        for role in {message.role for message in messages} - self._heard_roles:
+        for role in [message.role for message in messages if message.role not in self._heard_roles]:
             base = () if role in ("system", "user", "developer") else (_QUESTION,)
             said = self.render([*base, Message(role=role, content=MARK)], add_generation_prompt=False)
             if MARK not in said:
@@ -249,10 +249,10 @@ class PromptEncoder:
         return int(len(sampled_ids) > 0 and len(ids) > 0 and int(sampled_ids[-1]) == self._last_closing)
 
     def _after_mark(self, said: Message, new: Sequence[Message], tools: Tools, tools_key: bytes) -> str:
-        """The text behind the mark in what was said, up to where the next answer starts."""
+        """The text behind the mark in what was said (see _marked), up to where the next answer starts."""
 
         def rendered(messages: Sequence[Message]) -> str:
-            whole = self.render([_QUESTION, said, *messages], tools, add_generation_prompt=True)
+            whole = self.render([_QUESTION, _marked(said), *messages], tools, add_generation_prompt=True)
             _, mark, tail = whole.partition(MARK)
             if not mark:
                 raise DataError("the chat template drops what the assistant said when something follows it")
@@ -281,14 +281,11 @@ class PromptEncoder:
     ) -> str | None:
         """The text behind a turn that ends with tool calls; None where the template does not show where that is.
 
-        The mark is the last argument of the last call. Behind it come the end of the call and the end of the turn; the
+        Behind the mark come the end of the call and the end of the turn; the
         model has written them up to and including its last token, which is a special one.
         """
-        *others, last = said.tool_calls
-        function = {**last["function"], "arguments": {"x": MARK}}
-        base = replace(said, content="", tool_calls=(*others, {**last, "function": function}))
         try:
-            tail = self._after_mark(base, new, tools, tools_key)
+            tail = self._after_mark(said, new, tools, tools_key)
         except DataError:
             return None
         end = self._token_text(int(sampled_ids[-1])) if len(sampled_ids) else ""
@@ -308,6 +305,15 @@ class PromptEncoder:
 
 _QUESTION = Message(role="user", content="?")
 _ANSWER = Message(role="assistant", content=MARK)
+
+
+def _marked(said: Message) -> Message:
+    """With the mark as its content, or as the last argument of its last call."""
+    if not said.tool_calls:
+        return replace(said, content=MARK)
+    *others, last = said.tool_calls
+    function = {**last["function"], "arguments": {"x": MARK}}
+    return replace(said, content="", tool_calls=(*others, {**last, "function": function}))
 
 
 def message_dict(

@@ -15,6 +15,7 @@ What looks like a call and is none stays in the content, so that nothing is lost
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -243,7 +244,11 @@ def _call_of(value: Any) -> ParsedCall | None:
 
 def _new_call(name: str, arguments: Any) -> ParsedCall:
     text = arguments if isinstance(arguments, str) else _as_json(arguments)
-    return ParsedCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
+    return ParsedCall(id=f"{_CALL}{next(_count):08x}", name=name, arguments=text)
+
+
+_CALL = f"call_{secrets.token_hex(8)}"
+_count = itertools.count()
 
 
 def _decode(text: str) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rill.data.pictures import read_parts
 from rill.data.tool_calls import ToolCallStream, ToolSyntax, detect_syntax
 from rill.envs.base import AgentConfig, Endpoint, Environment, Policy
+from rill.envs.deadline import Deadline
 from rill.envs.events import EventLog
 from rill.envs.reply import Context, Reply
 from rill.envs.tokens import Node, TokenTree, chain_of, chain_start
@@ -164,8 +165,8 @@ class Agent:
         self._asked: dict[bytes, Node] = {}
         self._offers: dict[tuple[int, ...], _Offer] = {}
         self._told_start = b""
-        self._told: list[tuple[Message, bytes]] = []
-        """The last conversation, with the digest up to each message."""
+        self._told: tuple[list[Message], list[bytes]] = ([], [])
+        """The last conversation, and the digests up to each of its messages."""
         self._base_url: str | None = None
 
     # --- what an environment calls ------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class Agent:
         reply = self._reply(node, completion, message, is_trained)
         after = chain_of(chains[-1], message)
         self._told_start = offer.start
-        self._told = [*zip(conversation, chains[1:], strict=True), (message, after)]
+        self._told = ([*conversation, message], [*chains[1:], after])
         self.tree.note_reply(after, reply.node)
         return reply
 
@@ -269,22 +270,22 @@ class Agent:
             if left < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=left)
         counts.turns += 1
-        deadline = asyncio.timeout(limits.turn_timeout_s)
+        deadline = Deadline(limits.turn_timeout_s)
         try:
-            async with deadline:
+            with deadline:
                 return await self.setting.policy.generate(
                     node.all_ids(),
                     sampling,
                     name=self._name(node),
                     model=self.config.model,
-                    pictures=node.all_pictures(),
+                    pictures=node.pictures,
                 )
         except TooLongError:
             if self.tree.num_sampled == 0:
                 raise
             raise EpisodeOver("the engine's context") from None
         except TimeoutError:
-            if deadline.expired():
+            if deadline.is_expired:
                 raise TurnTimeout(
                     f"agent {self.name}: no answer within {limits.turn_timeout_s:g} s"
                 ) from None
@@ -331,10 +332,15 @@ class Agent:
 
     def _chain(self, start: bytes, messages: list[Message]) -> list[bytes]:
         """The digests of a conversation up to each of its messages. Those that were there a turn ago are known."""
-        chains, is_known = [start], self._told_start == start
-        for n, message in enumerate(messages):
-            is_known = is_known and n < len(self._told) and self._told[n][0] is message
-            chains.append(self._told[n][1] if is_known else chain_of(chains[-1], message))
+        told, digests = self._told if self._told_start == start else ([], [])
+        num_known = 0
+        for message, known in zip(messages, told, strict=False):
+            if message is not known:
+                break
+            num_known += 1
+        chains = [start, *digests[:num_known]]
+        for message in messages[num_known:]:
+            chains.append(chain_of(chains[-1], message))
         return chains
 
     def _place(self, messages: list[Message], offer: _Offer, chains: list[bytes]) -> Node:

@@ -9,8 +9,7 @@ from pydantic import field_validator
 
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
-from rill.errors import UnknownNameError
-from rill.registry import load_target
+from rill.registry import load_function, load_target
 from rill.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,17 +26,8 @@ class FunctionEnvironment(Environment):
         @field_validator("function")
         @classmethod
         def _exists(cls, value: str) -> str:
-            """Looked up here, so that a misspelt name is found before anything is started."""
-            try:
-                target = load_target(value)
-            except UnknownNameError as error:
-                raise ValueError(str(error)) from error
-            if not inspect.iscoroutinefunction(target):
+            if not inspect.iscoroutinefunction(load_function(value, "task", "agents")):
                 raise ValueError(f"{value} is not an `async def` function")
-            try:
-                inspect.signature(target).bind("task", "agents")
-            except TypeError as error:
-                raise ValueError(f"{value} cannot be called with (task, agents): {error}") from error
             return value
 
     config: Config

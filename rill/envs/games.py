@@ -7,11 +7,15 @@ environment. Each step runs in a thread, as libraries block.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pydantic import Field
+
 from rill.envs.agent import Agent, Agents
+from rill.envs.base import Environment
 from rill.envs.reply import Reply
 from rill.envs.threads import in_thread
 from rill.types import Message, Prompt
@@ -45,6 +49,22 @@ class Game(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class GameEnvironment(Environment):
+    """An environment whose episodes are games."""
+
+    class Config(Environment.Config):
+        max_turns: int = Field(default=32, ge=1)
+        """Moves of one episode, of all players together; it then ends as cut off."""
+
+    config: Config
+
+    @abstractmethod
+    def game(self) -> Game: ...
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        await play(self.game(), task, agents, max_turns=self.config.max_turns)
 
 
 async def play(game: Game, task: Prompt, agents: Agents, *, max_turns: int) -> None:

@@ -16,10 +16,9 @@ from pydantic import Field, field_validator
 
 from rill.config import Config
 from rill.data.base import DatasetConfig, Share, Split, check_template, on_side
-from rill.envs.agent import Agents
-from rill.envs.base import Environment
-from rill.envs.games import SEED, Step, play
-from rill.errors import ConfigError, MissingExtraError
+from rill.envs.games import SEED, GameEnvironment, Step
+from rill.errors import ConfigError
+from rill.registry import import_extra
 from rill.types import Message, Prompt
 
 
@@ -47,16 +46,14 @@ class GameConfig(Config):
         return template
 
 
-class GymnasiumEnvironment(Environment):
-    class Config(GameConfig, Environment.Config):
+class GymnasiumEnvironment(GameEnvironment):
+    class Config(GameConfig, GameEnvironment.Config):
         type: Literal["gymnasium"] = "gymnasium"
-        max_turns: int = Field(default=32, ge=1)
-        """Moves of one episode; it then ends as cut off."""
 
     config: Config
 
-    async def run(self, task: Prompt, agents: Agents) -> None:
-        await play(GymGame(self.config), task, agents, max_turns=self.config.max_turns)
+    def game(self) -> GymGame:
+        return GymGame(self.config)
 
 
 class GymnasiumTasks:
@@ -110,11 +107,7 @@ class GymnasiumTasks:
 
 def gymnasium_library() -> Any:
     """The one door to gymnasium; rill.envs.robots.gym comes through it too."""
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingExtraError('gymnasium is not installed: pip install "rill[envs]"') from error
-    return gymnasium
+    return import_extra("gymnasium", 'gymnasium is not installed: pip install "rill[envs]"')
 
 
 class GymGame:

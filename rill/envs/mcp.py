@@ -13,7 +13,6 @@ your own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,8 +24,7 @@ from rill.envs.base import Environment
 from rill.envs.rewards.base import REWARDS
 from rill.envs.rewards.per_loop import PerLoop
 from rill.envs.tools import Tool
-from rill.errors import MissingExtraError
-from rill.registry import load_target
+from rill.registry import import_extra, load_target
 from rill.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class McpServer:
     def __init__(self, config: ServerConfig, name: str = "mcp") -> None:
         self.name = name
         self._config = config
-        _import_mcp()
+        self._mcp = import_extra("mcp", 'MCP servers need the `mcp` library: pip install "rill[envs]"')
         self._connections = PerLoop(lambda: _Connection(self._open, name, config.start_timeout_s))
 
     async def tools(self) -> list[Tool]:
@@ -95,7 +93,7 @@ class McpServer:
         return [self._tool(described, connection) for described in await connection.list_tools()]
 
     def _open(self) -> Any:
-        mcp, config = _import_mcp(), self._config
+        mcp, config = self._mcp, self._config
         if config.object:
             return mcp.Client(load_target(config.object))
         if config.url:
@@ -142,9 +140,7 @@ class _Connection:
         client = await self._client()
         try:
             return await client.call_tool(name, dict(arguments))
-        except (
-            Exception
-        ) as error:  # boundary: what a call raises says nothing of the connection; it is raised again
+        except Exception as error:  # boundary: says nothing of the connection; it is raised again
             if not await self._is_alive(client):
                 self._drop()
                 raise ConnectionError(f"the MCP server {self._name} is gone") from error
@@ -187,11 +183,3 @@ class _Connection:
         if self._keeper is not None:
             self._keeper.cancel()
         self._keeper = self._ready = self._tools = None
-
-
-def _import_mcp() -> Any:
-    with contextlib.suppress(ImportError):
-        import mcp
-
-        return mcp
-    raise MissingExtraError('MCP servers need the `mcp` library: pip install "rill[envs]"')

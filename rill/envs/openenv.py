@@ -19,15 +19,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rill.envs.agent import Agents
-from rill.envs.base import Environment
-from rill.envs.games import Step, play
-from rill.errors import MissingExtraError
-from rill.types import Prompt
+from rill.envs.games import GameEnvironment, Step
+from rill.registry import import_extra
 
 
-class OpenEnvEnvironment(Environment):
-    class Config(Environment.Config):
+class OpenEnvEnvironment(GameEnvironment):
+    class Config(GameEnvironment.Config):
         type: Literal["openenv"] = "openenv"
         url: str = Field(pattern=r"^(http|ws)s?://")
         """Of the environment's server."""
@@ -37,8 +34,6 @@ class OpenEnvEnvironment(Environment):
         """The observation's field that is shown. Empty: all of it, as JSON."""
         arguments: dict[str, Any] = {}
         """Passed to reset, beside the seed."""
-        max_turns: int = Field(default=32, ge=1)
-        """Steps of one episode; it then ends as cut off."""
         invalid_reward: float = 0.0
         """For an answer without an action, or with one that the server refuses; the episode goes on."""
         step_timeout_s: float = Field(default=60.0, gt=0)
@@ -46,8 +41,8 @@ class OpenEnvEnvironment(Environment):
 
     config: Config
 
-    async def run(self, task: Prompt, agents: Agents) -> None:
-        await play(OpenEnvGame(self.config), task, agents, max_turns=self.config.max_turns)
+    def game(self) -> OpenEnvGame:
+        return OpenEnvGame(self.config)
 
 
 class Refused(Exception):
@@ -58,18 +53,18 @@ class OpenEnvGame:
     """rill.envs.games.Game over one session of a server's."""
 
     def __init__(self, config: OpenEnvEnvironment.Config) -> None:
-        _import_websockets()
+        needs = 'OpenEnv servers need websockets: pip install "rill[envs]"'
+        self._connect = import_extra("websockets.sync.client", needs).connect
         self._config = config
         self._connection = contextlib.ExitStack()
         self._socket: Any = None
 
     def start(self, seed: int) -> Step:
-        connect = _import_websockets()
         address = re.sub("^http", "ws", self._config.url.rstrip("/"))
         timeout_s = self._config.step_timeout_s
         try:
             self._socket = self._connection.enter_context(
-                connect(f"{address}/ws", open_timeout=timeout_s, max_size=1 << 26, proxy=None)
+                self._connect(f"{address}/ws", open_timeout=timeout_s, max_size=1 << 26, proxy=None)
             )
         except OSError as error:
             raise ConnectionError(f"there is no OpenEnv server at {self._config.url}: {error}") from error
@@ -95,6 +90,11 @@ class OpenEnvGame:
             return said if isinstance(said, Mapping) else {}
         if said.get("code") == "VALIDATION_ERROR":
             raise Refused(str(said.get("message"))[:500])
+        if said.get("code") == "CAPACITY_REACHED":
+            raise RuntimeError(
+                f"the OpenEnv server's {said.get('max_sessions')} sessions are all taken: raise its "
+                "max_concurrent_envs, or lower rollout.max_concurrent"
+            )
         raise RuntimeError(f"the OpenEnv server failed: {said.get('message')} ({said.get('code')})")
 
     def _action(self, text: str) -> Mapping[str, Any]:
@@ -126,11 +126,3 @@ class OpenEnvGame:
             rewards={} if reward is None else {"policy": float(reward)},
             is_over=bool(result.get("done")),
         )
-
-
-def _import_websockets() -> Any:
-    try:
-        from websockets.sync.client import connect
-    except ImportError as error:
-        raise MissingExtraError('OpenEnv servers need websockets: pip install "rill[envs]"') from error
-    return connect

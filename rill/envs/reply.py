@@ -54,10 +54,6 @@ class Reply:
     def stop_reason(self) -> StopReason:
         return self._completion.stop_reason
 
-    @property
-    def is_cut_off(self) -> bool:
-        return self.stop_reason is StopReason.LENGTH
-
     def then(self, what: str | TokenIds, *, role: str = "tool") -> Context:
         """This reply with something behind it, for agent.generate(). Text is encoded by itself."""
         if isinstance(what, str):

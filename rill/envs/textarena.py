@@ -15,15 +15,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rill.envs.agent import Agents
-from rill.envs.base import Environment
-from rill.envs.games import Step, play
-from rill.errors import MissingExtraError
-from rill.types import Prompt
+from rill.envs.games import GameEnvironment, Step
+from rill.registry import import_extra
 
 
-class TextArenaEnvironment(Environment):
-    class Config(Environment.Config):
+class TextArenaEnvironment(GameEnvironment):
+    class Config(GameEnvironment.Config):
         type: Literal["textarena"] = "textarena"
         id: str
         """Of a registered game, e.g. "TicTacToe-v0"."""
@@ -32,22 +29,18 @@ class TextArenaEnvironment(Environment):
         arguments: dict[str, Any] = {}
         """Passed to textarena.make."""
         max_turns: int = Field(default=64, ge=1)
-        """Moves of all players together; the game then ends as cut off."""
 
     config: Config
 
-    async def run(self, task: Prompt, agents: Agents) -> None:
-        await play(ArenaGame(self.config), task, agents, max_turns=self.config.max_turns)
+    def game(self) -> ArenaGame:
+        return ArenaGame(self.config)
 
 
 class ArenaGame:
     """rill.envs.games.Game over one game of TextArena's."""
 
     def __init__(self, config: TextArenaEnvironment.Config) -> None:
-        try:
-            import textarena
-        except ImportError as error:
-            raise MissingExtraError('textarena is not installed: pip install "rill[envs]"') from error
+        textarena = import_extra("textarena", 'textarena is not installed: pip install "rill[envs]"')
         self._players = config.players
         # Without the wrappers that repeat the history in every observation: a conversation has it already.
         name = config.id if config.id.endswith("-raw") else f"{config.id}-raw"
@@ -72,7 +65,5 @@ class ArenaGame:
 
     def _next(self, rewards: dict[str, float]) -> Step:
         player, messages = self._env.get_observation()
-        said = "\n".join(
-            str(text) for sender, text, *_ in messages if sender != player
-        )  # it knows its own words
+        said = "\n".join(str(text) for sender, text, *_ in messages if sender != player)  # not its own words
         return Step(player=self._players[int(player)], observation=said, rewards=rewards)

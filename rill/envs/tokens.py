@@ -37,8 +37,8 @@ class Node:
     """A stretch of tokens written by one side."""
 
     __slots__ = (
-        "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent", "pictures", "role",
-        "text", "token_ids",
+        "completion", "end", "hasher", "is_leaf", "is_trained", "metadata", "order", "parent",
+        "pictures", "role", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +54,8 @@ class Node:
         pictures: tuple[Picture, ...] = (),
     ) -> None:
         self.parent = parent
-        self.pictures = pictures
+        self.pictures: tuple[Picture, ...] = (parent.pictures if parent else ()) + pictures
+        """Of every node from the start to this one."""
         self.token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self.role = role
         self.text = text
@@ -90,9 +91,6 @@ class Node:
 
     def all_ids(self) -> TokenIds:
         return np.concatenate([node.token_ids for node in self.path()])
-
-    def all_pictures(self) -> tuple[Picture, ...]:
-        return tuple(picture for node in self.path() for picture in node.pictures)
 
 
 class TokenTree:
@@ -278,7 +276,7 @@ class TokenTree:
             turn_ids=turn_ids,
             turns=tuple(turns),
             routed_experts=_routed_experts(path, sample_id),
-            pictures=path[-1].all_pictures(),
+            pictures=path[-1].pictures,
             **common,
         )
 
@@ -303,11 +301,11 @@ def check_completion(completion: Completion) -> None:
             f"request {name}: the engine gave {length} tokens with {len(completion.logprobs)} log-probabilities and "
             f"{len(completion.versions)} versions"
         )
-    if length and (oldest := int(completion.versions.min())) < 0:
+    if length and (oldest := int(np.minimum.reduce(completion.versions))) < 0:
         raise InvalidSampleError(
             f"request {name}: the engine reported version {oldest} for a sampled token: versions start at 0"
         )
-    if length and not math.isfinite(completion.logprobs.sum()):  # one that is not makes the sum so
+    if length and not math.isfinite(np.add.reduce(completion.logprobs)):  # one that is not makes the sum so
         raise InvalidSampleError(f"request {name}: the engine reported a log-probability that is not finite")
 
 

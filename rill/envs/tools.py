@@ -10,7 +10,6 @@ colours removed, cut where it is too long.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -18,8 +17,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from rill.envs.deadline import Deadline
 from rill.envs.threads import in_thread
 from rill.errors import ConfigError
 
@@ -80,21 +81,23 @@ async def run_tool(
         return f"{ERROR}there is no tool {name!r}", False
     try:
         given = (
-            (json.loads(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
+            (msgspec.json.decode(arguments) if arguments.strip() else {})
+            if isinstance(arguments, str)
+            else arguments
         )
         if not isinstance(given, Mapping):
             raise ValueError("not a JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{ERROR}the arguments of {name} are not valid JSON: {error}", False
-    deadline = asyncio.timeout(timeout_s)
+    deadline = Deadline(timeout_s)
     try:
-        async with deadline:
+        with deadline:
             return shown(await tool.call(given), max_chars), True
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return shown(f"{ERROR}{name}: {wrong}", max_chars), False
     except Exception as error:  # noqa: BLE001  boundary: a tool is a user's code; the model is told what it raised
-        if deadline.expired():
+        if deadline.is_expired:
             return f"{ERROR}{name} took longer than {timeout_s:g} s", False
         return shown(f"{ERROR}{type(error).__name__}: {error}", max_chars), False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 from mcp.server.mcpserver import MCPServer
@@ -13,6 +14,13 @@ server = MCPServer("shop")
 def price(item: str) -> int:
     """What an item costs."""
     return {"tea": 42}[item]
+
+
+@server.tool()
+async def hang(seconds: float) -> str:
+    """Wait."""
+    await asyncio.sleep(seconds)
+    return "at last"
 
 
 @server.tool()

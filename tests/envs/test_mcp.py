@@ -23,8 +23,8 @@ def call(name: str = "price", **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-async def played(server: dict[str, Any], *replies: str) -> Episode:
-    config = McpEnvironment.Config.model_validate({"servers": {"shop": server}})
+async def played(server: dict[str, Any], *replies: str, **settings: Any) -> Episode:
+    config = McpEnvironment.Config.model_validate({"servers": {"shop": server}, **settings})
     tokenizer = tokenizer_for(HERMES)
     env = McpEnvironment(config, tokenizer)
     return await play(env, Scripted(*replies, tokenizer=tokenizer, ends="<|im_end|>"), TASK)
@@ -58,6 +58,17 @@ async def test_a_server_that_does_not_start_fails_the_episode_and_says_why() -> 
     episode = await played({"command": ["/no/such/program"]}, "x")
     assert episode.failure is Failure.ENVIRONMENT
     assert "the MCP server shop does not start" in str(episode.error)
+
+
+async def test_a_tool_that_hangs_costs_its_call_and_not_the_server() -> None:
+    limits = {"tool_timeout_s": 0.2}
+    episode = await played(OBJECT, call("hang", seconds=60), call(item="tea"), "42", limits=limits)
+    assert told(episode) == ["error: hang took longer than 0.2 s", "42"] and episode.reward == 1.0
+
+
+async def test_two_servers_with_a_tool_of_one_name_are_told_of() -> None:
+    episode = await played(OBJECT, "42", servers={"shop": OBJECT, "other": OBJECT})
+    assert episode.failure is Failure.ENVIRONMENT and "two tools have the name 'price'" in str(episode.error)
 
 
 def test_a_server_has_one_place() -> None:

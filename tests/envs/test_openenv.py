@@ -1,10 +1,21 @@
-"""Environments behind OpenEnv's protocol, played against a small server that speaks it."""
+"""Environments behind OpenEnv's protocol, played against a small server that speaks it.
+
+With RILL_OPENENV_PYTHON naming an interpreter that has openenv-core, the slow test plays OpenEnv's own server with the
+environment that its `openenv init` writes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import socket
+import subprocess
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +86,47 @@ async def test_what_fails_behind_the_protocol_is_told(url: str) -> None:
     for message, (settings, reply) in wanted.items():
         episode = await play(environment("openenv", **settings), Scripted(reply))
         assert episode.failure is Failure.ENVIRONMENT and message in str(episode.error)
+
+
+REAL = os.environ.get("RILL_OPENENV_PYTHON", "")
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Iterator[str]:
+    """OpenEnv's echo environment, which has one place: 0.1 for every character."""
+    bin_ = Path(REAL).parent
+    subprocess.run([bin_ / "openenv", "init", "echo_lab", "-o", tmp_path], check=True, timeout=300)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [REAL, "-m", "uvicorn", "server.app:app", "--port", str(port)]
+    serving = subprocess.Popen(command, cwd=tmp_path / "echo_lab")
+    try:
+        until_s = time.monotonic() + 300
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert serving.poll() is None and time.monotonic() < until_s, "the server does not start"
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serving.terminate()
+        serving.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not REAL, reason="RILL_OPENENV_PYTHON names no interpreter with openenv-core")
+async def test_openenvs_own_server_plays_and_says_when_it_is_full(echo: str) -> None:
+    settings = {"url": echo, "observation": "echoed_message", "max_turns": 3}
+    episode = await play(environment("openenv", **settings, action="message"), Scripted("ab", "abcd", "a"))
+    assert episode.failure is None and episode.reward == pytest.approx(0.7)
+    said = [turn.text for turn in episode.samples[0].turns[1:]]
+    assert said == ["ab", "ab", "abcd", "abcd", "a"] and episode.samples[0].is_truncated
+    wrong = await play(environment("openenv", **settings), Scripted('{"text": 1}', '{"message": "abc"}', "x"))
+    assert wrong.failure is None and wrong.reward == pytest.approx(0.3), "what it refuses, it is asked again"
+    env = environment("openenv", **settings, action="message")
+    both = await asyncio.gather(*(play(env, Scripted("a", "b", "c")) for _ in range(2)))
+    assert sorted(str(one.error).count("max_concurrent_envs") for one in both) == [0, 1]

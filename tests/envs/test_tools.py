@@ -63,7 +63,8 @@ async def test_results_are_text() -> None:
     assert await called(search, '{"query": "a", "num": "2"}') == ('["web:a:0", "web:a:1"]', True)
     assert await called(search, "") == ("error: f: query: Field required", False)
     assert (await called(search, "{"))[0].startswith("error: the arguments of f are not valid JSON")
-    assert (await called(search, "[1]"))[0].startswith("error: the arguments of f are not valid JSON")
+    for wrong in ("[1]", "[" * 100_000, '{"query": "\ud800', '{"query": "a"} and'):
+        assert (await called(search, wrong))[0].startswith("error: the arguments of f are not valid JSON")
 
 
 @pytest.mark.parametrize(

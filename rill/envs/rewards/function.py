@@ -13,8 +13,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.errors import UnknownNameError
-from rill.registry import load_target
+from rill.registry import load_function, load_target
 from rill.types import Prompt, Trajectory
 
 
@@ -29,19 +28,7 @@ class FunctionReward:
         @field_validator("function")
         @classmethod
         def _exists(cls, value: str) -> str:
-            """Looked up here, so that a misspelt name is found before anything is started."""
-            try:
-                target = load_target(value)
-            except UnknownNameError as error:
-                raise ValueError(str(error)) from error
-            if not callable(target):
-                raise ValueError(f"{value} is not a function but {type(target).__name__}")
-            try:
-                inspect.signature(target).bind("prompt", "response_text", "trajectory")
-            except TypeError as error:
-                raise ValueError(
-                    f"{value} cannot be called with (prompt, response_text, trajectory): {error}"
-                ) from error
+            load_function(value, "prompt", "response_text", "trajectory")
             return value
 
         @property

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rill.envs.rewards.answers import AnswerForm, extract_answer
 from rill.envs.rewards.base import Isolation, RewardConfig
-from rill.errors import MissingExtraError
+from rill.registry import import_extra
 from rill.types import Prompt, Trajectory
 
 
@@ -60,9 +60,6 @@ def _as_math(text: str) -> str:
 
 
 def _math_verify() -> Any:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise MissingExtraError('the math reward needs: pip install "rill[math]"') from error
+    math_verify = import_extra("math_verify", 'the math reward needs: pip install "rill[math]"')
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     return math_verify

@@ -132,9 +132,7 @@ class Bubblewrap:
             return
         self._is_closed = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # the first of a process tree takes all others with it
+            os.killpg(self._process.pid, signal.SIGKILL)  # the first of a process tree takes all with it
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
@@ -235,19 +233,8 @@ def _bwrap() -> str:
     found = shutil.which("bwrap")
     if found is None:
         raise UnsupportedError(f"programs nobody has read run in bubblewrap, which is not here: {INSTALL}")
-    probe = [
-        found,
-        "--unshare-pid",
-        "--unshare-net",
-        "--ro-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "true",
-    ]
+    places = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    probe = [found, "--unshare-pid", "--unshare-net", *places, "true"]
     try:
         done = subprocess.run(probe, capture_output=True, timeout=START_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
