@@ -206,16 +206,13 @@ class Cluster:
 
     def _make_context(self, node: Node, report_dir: Path | None) -> RuntimeContext:
         session = self.session
-        key = SessionKey.new() if self._backend.is_spread else None
-        if key is not None:
-            key.save(session.session_dir)  # for the hub
         site = Site(
             session_dir=session.session_dir,
             shm_dir=session.shm_dir,
             node_id=node.node_id,
             hub_endpoint=f"ipc://{session.session_dir}/hub.sock",
             host=node.host,
-            key=key,
+            key=SessionKey.new() if self._backend.is_spread else None,
             report_dir=report_dir,
         )
         return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id), "driver")

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rill.runtime.cluster import Cluster
+
 MARK = "RILL_TEST_MARK"
 SHM = Path("/dev/shm")
 GONE_WITHIN_S = 30.0
@@ -89,14 +91,14 @@ def becomes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     return condition()
 
 
-def hub_pid(session_dir: Path) -> int:
-    """The hub of a session of this process; it may be between two lives, or end while it is looked at."""
+def hub_pid(cluster: Cluster) -> int:
+    """A cluster's hub; it may be between two lives, or end while it is looked at."""
     deadline_s = time.monotonic() + 30.0
     while time.monotonic() < deadline_s:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # gone meanwhile, or a zombie, which has no command line
-                words = process.cmdline()
-                if "rill.runtime.hub.server" in words and str(session_dir) in words:
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            agent = psutil.Process(cluster._nodes["node0"].agent_pid)  # type: ignore[attr-defined]
+            for process in agent.children():
+                if process.name() == "hub":
                     return int(process.pid)
         time.sleep(0.02)
     raise AssertionError("no hub")

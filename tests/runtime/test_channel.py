@@ -409,7 +409,7 @@ def test_relays_killed_at_random_lose_nothing_and_double_nothing(cluster: Cluste
         relaying = relays.relay(numbers, onwards, 0.0002)
         time.sleep(rng.uniform(0.0, 0.12))
         if rng.random() < 0.5:
-            hub = hub_pid(cluster.session.session_dir)
+            hub = hub_pid(cluster)
             os.kill(hub, signal.SIGSTOP)  # what it is sent meanwhile lies in sockets
             time.sleep(0.05)
             os.kill(relays.addresses()[0].pid, signal.SIGKILL)
@@ -511,7 +511,7 @@ def test_killing_the_hub_in_the_middle_changes_nothing(
     producing = producers.produce(channel, 400, size=600, end=True)
     for _ in range(3):
         time.sleep(0.15)
-        os.kill(hub_pid(cluster.session.session_dir), signal.SIGKILL)
+        os.kill(hub_pid(cluster), signal.SIGKILL)
         time.sleep(0.3)
     produced = producing.wait(timeout_s=WAIT_S)
     taken = consuming.wait(timeout_s=WAIT_S)
@@ -592,7 +592,7 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
             time.sleep(rng.uniform(0.02, 0.25))
             victim = rng.choice(["producer", "consumer", "hub"])
             if victim == "hub":
-                kill(hub_pid(cluster.session.session_dir))
+                kill(hub_pid(cluster))
             elif victim == "producer":
                 kill(producers.addresses()[0].pid)
                 producers.relaunch(0)

@@ -635,7 +635,7 @@ def test_the_hub_may_die_while_devices_are_held(cluster: Cluster, tmp_path: Path
     first = one.hold(0.8)
     assert becomes_true(lambda: "inside" in states(cluster, one))
     second = other.hold(0.0)
-    os.kill(hub_pid(cluster.session.session_dir), signal.SIGKILL)
+    os.kill(hub_pid(cluster), signal.SIGKILL)
     (began_s,), (then_s,) = first.wait(timeout_s=WAIT_S), second.wait(timeout_s=WAIT_S)
     assert then_s >= began_s + 0.8
     one.close()

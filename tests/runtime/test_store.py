@@ -238,7 +238,7 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
     site = Site(
-        session_dir=hub.session_dir,
+        session_dir=hub.site.session_dir,
         shm_dir=shm_dir,
         node_id=node_id,
         hub_endpoint=hub.endpoint,

@@ -10,7 +10,7 @@ Started by `LocalNode`, here or inside a Ray actor. One single-threaded loop. Gu
   the child; what escapes from it is adopted (PR_SET_CHILD_SUBREAPER) and ends with the session.
 - A child marked `restart` (the hub, a store server) is started again whenever it ends, unless again and again.
 
-The worker's main, and `preload`, are imported once, here, and workers are forked with them in place: they start in
+The worker's main, and `preload`, are imported once, here, and children are forked with them in place: they start in
 milliseconds and share memory. The main reads no environment when it is loaded (no numpy, no torch). A worker whose
 environment speaks to the loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
 """
@@ -76,17 +76,13 @@ def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def bootstrap(entry: str, fd: int, sys_path: list[str]) -> list[str]:
-    """The command line of a fresh interpreter that calls `entry` with the bytes waiting in `fd`."""
+def bootstrap(entry: str, argument: str, sys_path: list[str]) -> list[str]:
+    """The command line of a fresh interpreter that calls `entry` with what the expression `argument` gives."""
     module, _, function = entry.partition(":")
-    code = f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({fd})"
+    code = (
+        f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({argument})"
+    )
     return [sys.executable, "-c", code]
-
-
-def read_all(fd: int) -> bytes:
-    """The content of an inherited memory file, which is closed."""
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
 
 
 # --- the agent --------------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ class Agent:
         self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
 
     def _become(self, request: Start) -> None:
-        """In the child: take the request's surroundings, then exec, or run the entry in this interpreter."""
+        """In the child: take the request's surroundings, then run the entry, here or in a fresh interpreter."""
         exit_code = 1
         try:
             os.setsid()
@@ -175,13 +171,11 @@ class Agent:
             die_with_parent(parent_pid)
             _redirect(request.log_path)
             os.environ.update(request.env)
-            if request.argv:
-                os.execv(request.argv[0], request.argv)
             if any(name.startswith(NEEDS_FRESH_PROCESS) for name in request.env):
                 fd = os.memfd_create("rill-start", 0)
                 os.write(fd, request.payload)
                 os.lseek(fd, 0, os.SEEK_SET)
-                command = bootstrap(request.entry, fd, self.spec.sys_path)
+                command = bootstrap(request.entry, f"open({fd}, 'rb').read()", self.spec.sys_path)
                 os.execv(command[0], command)
             self.control.close()
             os.close(self.wake_read)

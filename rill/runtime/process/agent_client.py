@@ -72,7 +72,7 @@ class LocalNode:
         self._lock = threading.Lock()
         self._closing = False
         self._control, theirs = socket.socketpair()
-        command = bootstrap("rill.runtime.process.agent:main", theirs.fileno(), list(sys.path))
+        command = bootstrap("rill.runtime.process.agent:main", str(theirs.fileno()), list(sys.path))
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )

@@ -18,9 +18,8 @@ class Start:
 
     key: str
     entry: str
-    """"module:function", called with `payload`; or empty when `argv` is given."""
-    payload: bytes = b""
-    argv: tuple[str, ...] = ()
+    """"module:function", called with `payload`."""
+    payload: bytes
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: str
     restart: bool = False

@@ -14,7 +14,6 @@ from typing import Any
 
 from rill.runtime.address import Site
 from rill.runtime.hub.client import HubClient
-from rill.runtime.process.agent import read_all
 from rill.runtime.transfer.segments import unlink
 from rill.runtime.transfer.store import Store
 from rill.runtime.transfer.tcp import ByteServer
@@ -24,9 +23,9 @@ STORE_GROUP = "store-"
 _HUB_S = 30.0
 
 
-def main(start: int | bytes) -> None:
-    """Entry of the process; `start` is a pickled Site or the descriptor of a file that holds one."""
-    site = pickle.loads(read_all(start) if isinstance(start, int) else start)
+def main(start: bytes) -> None:
+    """Entry of the process; `start` is a pickled Site."""
+    site = pickle.loads(start)
     assert isinstance(site, Site)
     identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
     serve_store(site, HubClient(site.hub_endpoint, identity, site.key))
