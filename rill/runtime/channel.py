@@ -1,6 +1,6 @@
 """Channel: a first-in first-out flow of objects between any producers and any consumers of a cluster.
 
-    producers ──put──▶ [ broker: descriptors, leases, epochs ] ──take──▶ consumers
+    producers ──put──▶ [ broker: items, leases, epochs ] ──take──▶ consumers
         └──────────── payload: shared memory of the producer's node ────────────┘
 
 A handle can be pickled and passed to workers; every process opens its own ends at first use (channels/). Guarantees:
@@ -24,7 +24,7 @@ from rill.runtime.channels.consumer import Consumer
 from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
 from rill.runtime.channels.producer import HUB_S, Producer
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.hub.messages import ChannelOptions, Descriptor, Take
+from rill.runtime.hub.messages import ChannelOptions, Item, Take
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
@@ -90,8 +90,8 @@ class Channel:
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
         weighted = zip(objects, weights or [1.0] * len(objects), strict=True)
-        descriptors = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
-        self._ends().producer.put(descriptors, timeout_s)
+        items = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
+        self._ends().producer.put(items, timeout_s)
 
     async def put_async(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
@@ -99,7 +99,7 @@ class Channel:
         """As `put`, without blocking the event loop while the channel is full."""
         await self._ends().producer.put_async([self._describe(obj, weight, key, timeout_s)], timeout_s)
 
-    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Descriptor:
+    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Item:
         return self._ends().producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:

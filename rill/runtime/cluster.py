@@ -102,7 +102,6 @@ class Cluster:
                 self._start_services(node.client)
             self._context.open()
             self._context.mailbox.start()
-            self._context.directory.publish(self._context.address)
             runtime_context.install(self._context)
             self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
             atexit.register(self._at_exit)

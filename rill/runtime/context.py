@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rill.errors import RunError
@@ -60,11 +60,11 @@ class RuntimeContext:
         socket_name: str,
         *,
         torch_device: str | None = None,
-        registration: dict[str, Any] | None = None,
+        registration: Mapping[str, Any] | None = None,
     ) -> None:
         """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
         folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
-        `registration`: what the hub is told about this rank when its line to the hub opens."""
+        `registration`: what the hub is told besides the address when this process's line to it opens."""
         self.site = site
         endpoint = f"ipc://{site.session_dir}/{socket_name}"
         self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
@@ -73,7 +73,7 @@ class RuntimeContext:
         self.calls = Calls(self.mailbox, self.address)
         """The remote calls that this process waits for."""
         self.torch_device = torch_device
-        self.registration = registration
+        self._registration = {**(registration or {}), "address": astuple(self.address)}
         self.channels: dict[str, ChannelEnds] = {}
         """The ends of channels that were used here, by name."""
         self.device_lock: DeviceLock | None = None
@@ -88,8 +88,7 @@ class RuntimeContext:
         from rill.runtime.hub.client import HubClient
 
         hub = HubClient(self.site.hub_endpoint, self.address.identity, self.site.key)
-        if self.registration is not None:  # does not wait: the hub may still be starting
-            hub.submit("registry.register", self.registration)
+        hub.submit("registry.register", self._registration)  # does not wait: the hub may still be starting
         return hub
 
     @_opened_once

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rill.runtime.address import Site
-from rill.runtime.hub.messages import Commit, Descriptor, Done, Grant, OutKind, Puts, Take
+from rill.runtime.hub.messages import Commit, Done, Grant, Item, OutKind, Puts, Take
 from rill.runtime.hub.state import Machine
 from rill.runtime.process.agent import bootstrap
 
@@ -100,13 +100,13 @@ class FakeHub:
             stream.confirm(self._seen_out.get(client, 0))
 
 
-def descriptor(value: int, weight: float = 1.0, key: Any = None) -> Descriptor:
+def an_item(value: int, weight: float = 1.0, key: Any = None) -> Item:
     """An inline item that carries a number."""
-    return Descriptor(weight, key, 8, str(value).encode(), None)
+    return Item(weight, key, 8, str(value).encode(), None)
 
 
 def puts(*values: int, channel: str = "c", **kwargs: Any) -> Puts:
-    return Puts(channel, [descriptor(value, **kwargs) for value in values])
+    return Puts(channel, [an_item(value, **kwargs) for value in values])
 
 
 def put(*values: int, channel: str = "c", wants_reply: bool = False, **kwargs: Any) -> Commit:

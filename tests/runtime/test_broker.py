@@ -14,10 +14,10 @@ from rill.runtime.hub.messages import (
     Cancel,
     ChannelOptions,
     Commit,
-    Descriptor,
     Done,
     GiveBack,
     GrantKind,
+    Item,
     Puts,
     Release,
 )
@@ -267,7 +267,7 @@ def test_closing_ends_every_wait(hub: FakeHub) -> None:
 
 def in_memory(owner: str, segment: str, offset: int) -> Commit:
     ref = Ref("n0", owner, segment, offset, 10, ())
-    return Commit([], [Puts("c", [Descriptor(1.0, None, 10, None, ref)])])
+    return Commit([], [Puts("c", [Item(1.0, None, 10, None, ref)])])
 
 
 def test_memory_goes_back_to_its_owner_only_when_it_is_done_and_released(hub: FakeHub) -> None:

@@ -107,10 +107,10 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
-        cluster.context.hub.call("registry.publish", ["key", "value", False], 20)
+        cluster.context.hub.call("registry.register", {"note": "value"}, 20)
         before = hub_pid(cluster)
         os.kill(before, signal.SIGKILL)
-        assert cluster.context.hub.call("registry.fetch", "key", 20) == "value"
+        assert members_of(cluster)["driver[0]#0"]["note"] == "value"
         assert hub_pid(cluster) != before
         assert becomes_true(
             lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text
@@ -141,14 +141,14 @@ def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_rea
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
         group = Echo.launch(cluster, name="echo", threads=1)
-        waiting = group.fetch("never/published")
+        waiting = group.find("never[0]")
         given_up = Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False)
         time.sleep(0.2)
         cluster._on_event(given_up)
         with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):
             waiting.wait(60)
         with pytest.raises(RillError, match="(?s)ended too often.*no room"):
-            cluster.context.hub.fetch("never/published", 20)
+            cluster.context.hub.find("never[0]", 20)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "not started again" in record.getMessage()
 

@@ -1,4 +1,4 @@
-"""The producing end of a channel in one process: objects become descriptors, descriptors go to the broker.
+"""The producing end of a channel in one process: objects become items, items go to the broker.
 
 put ──▶ encode ──▶ small: inside the descriptor; large: into this node's shared memory
           │
@@ -19,7 +19,7 @@ from rill import errors
 from rill.errors import RillError, RunError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.messages import Cancel, Commit, Descriptor, Done, Puts
+from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import encode
@@ -48,7 +48,7 @@ class Producer:
         self._error: RillError | None = None
         self._hub.on("commit_failed", self._fail)
 
-    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Descriptor:
+    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Item:
         """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
         encoded = encode(obj)
         num_bytes = encoded.num_bytes
@@ -56,29 +56,29 @@ class Producer:
         if num_bytes > INLINE_BYTES:
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             ref = self._context.store.write(encoded, limit_s)
-            return Descriptor(float(weight), key, num_bytes, None, ref)
+            return Item(float(weight), key, num_bytes, None, ref)
         inline: bytes | list[bytes] = encoded.header
         if encoded.buffers:
             inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
-        return Descriptor(float(weight), key, num_bytes, inline, None)
+        return Item(float(weight), key, num_bytes, inline, None)
 
-    def put(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+    def put(self, items: list[Item], timeout_s: float | None) -> None:
         """Into the lease that is worked on here, or to the broker."""
-        if not self._has_joined(descriptors):
-            self.commit([], [Puts(self.name, descriptors)], timeout_s)
+        if not self._has_joined(items):
+            self.commit([], [Puts(self.name, items)], timeout_s)
 
-    async def put_async(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+    async def put_async(self, items: list[Item], timeout_s: float | None) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        if not self._has_joined(descriptors):
-            await self.commit_async([], [Puts(self.name, descriptors)], timeout_s)
+        if not self._has_joined(items):
+            await self.commit_async([], [Puts(self.name, items)], timeout_s)
 
-    def _has_joined(self, descriptors: list[Descriptor]) -> bool:
+    def _has_joined(self, items: list[Item]) -> bool:
         self.check()
         lease = joined()
         if lease is None:
             return False
-        for descriptor in descriptors:
-            lease.add(self.name, descriptor)
+        for item in items:
+            lease.add(self.name, item)
         return True
 
     def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
@@ -152,9 +152,9 @@ class Producer:
             error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
             raise error
 
-    def forget(self, descriptors: Sequence[Descriptor]) -> None:
+    def forget(self, items: Sequence[Item]) -> None:
         """They will not be put: their memory is free again."""
-        self._context.store.free([d.ref.slot for d in descriptors if d.ref is not None])
+        self._context.store.free([item.ref.slot for item in items if item.ref is not None])
 
     def check(self) -> None:
         """Raise what the broker said against something that was put."""

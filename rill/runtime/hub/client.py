@@ -160,12 +160,12 @@ class HubClient:
         """Return when the hub has everything that was submitted so far."""
         self.call("registry.sync", None, timeout_s)
 
-    def fetch(self, key: str, timeout_s: float) -> Any:
-        """A published value; waits until somebody publishes it."""
-        asked = self.ask("registry.fetch", key)
+    def find(self, name: str, timeout_s: float) -> Any:
+        """The address of the process of this name; waits until there is one."""
+        asked = self.ask("registry.find", name)
         if not asked.came(timeout_s) and asked.cancel():
-            self.submit("registry.cancel_fetch", (key, asked.seq))
-            raise self._stuck(f"registry.fetch({key!r})", timeout_s)
+            self.submit("registry.cancel_find", asked.seq)
+            raise self._stuck(f"registry.find({name!r})", timeout_s)
         return asked.result()
 
     def _submit(self, method: str, payload: Any, asked: Asked[Any] | None) -> None:

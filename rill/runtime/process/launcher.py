@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, torch_device, visible_devices_env
 from rill.runtime.process.agent_client import NodeClient
@@ -20,7 +20,6 @@ from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import MainModule, describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
-from rill.runtime.transfer.store_server import STORE_GROUP
 
 HUB_KEY = "hub"
 
