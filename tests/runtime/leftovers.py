@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from rill.runtime.cluster import Cluster
+from rill.runtime.process.waits import dump
 
 MARK = "RILL_TEST_MARK"
 SHM = Path("/dev/shm")
@@ -89,6 +91,13 @@ def becomes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
             return True
         time.sleep(0.02)
     return condition()
+
+
+def own_waits() -> list[list[str]]:
+    """What the calling thread, or a task of its loop, waits for: what, and on whom. Threads that earlier tests of this
+    process have left behind are not looked at."""
+    mine = threading.current_thread().name
+    return [[what, on] for what, on, _, thread in dump()["waits"] if thread == mine]
 
 
 def hub_pid(cluster: Cluster) -> int:

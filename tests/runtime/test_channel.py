@@ -33,9 +33,8 @@ from rill.errors import (
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.process.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
-from tests.runtime.leftovers import hub_pid, nothing_left
+from tests.runtime.leftovers import hub_pid, nothing_left, own_waits
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60.0
@@ -195,7 +194,7 @@ async def test_a_cancelled_take_holds_nothing_back(cluster: Cluster) -> None:
     channel.put("x")
     assert channel.take(timeout_s=5) == "x"
     stats = channel.stats()
-    assert stats["depth"] == 0 and not dump()["waits"]
+    assert stats["depth"] == 0 and not own_waits()
 
 
 async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster) -> None:
@@ -203,7 +202,7 @@ async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster
     await channel.put_async(0)
     waiting = asyncio.ensure_future(channel.put_async(1))
     await asyncio.sleep(0.1)
-    assert [wait[0] for wait in dump()["waits"]] == [f"room in channel {channel.name!r}"]
+    assert [what for what, _ in own_waits()] == [f"room in channel {channel.name!r}"]
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -35,7 +35,7 @@ class Hub:
         self._journal = HubJournal(site.session_dir)
         self._machine: Machine = self._journal.recover(Machine)
         self._sent: dict[str, int] = {}
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
