@@ -30,7 +30,7 @@ from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import allow_many_files
 from rill.runtime.process.agent_client import NodeClient, NodeEvents
 from rill.runtime.process.agent_protocol import Exited
-from rill.runtime.process.backend import Backend, LocalBackend, OpenedNode
+from rill.runtime.process.backend import Backend, LocalBackend
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
@@ -85,9 +85,9 @@ class Cluster:
             events = NodeEvents(preload=tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost)
             undo.callback(self._close_nodes)
             opened = self._backend.open(self.session, events)
-            for node in opened:
-                self._admit(node)
-            first = opened[0].client.node
+            for client in opened:
+                self._admit(client)
+            first = opened[0].node
             self._context = self._make_context(first, report_dir)
             undo.callback(self._context.close)
             is_spread = self._backend.is_spread
@@ -98,9 +98,8 @@ class Cluster:
                 trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
             self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
-            for node in opened:
-                self._start_services(node.client)
-            self._context.open()
+            for client in opened:
+                self._start_services(client)
             self._context.mailbox.start()
             runtime_context.install(self._context)
             self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
@@ -162,14 +161,14 @@ class Cluster:
         node on this machine (a rehearsal); the cluster must be `elastic`.
         """
         self._check_open()
-        opened = self._backend.add(devices, labels, host)
+        client = self._backend.add(devices, labels, host)
         try:
-            self._admit(opened)
-            self._start_services(opened.client)
+            self._admit(client)
+            self._start_services(client)
         except BaseException:
-            self._dismiss(opened.client.node.node_id)
+            self._dismiss(client.node.node_id)
             raise
-        return opened.client.node
+        return client.node
 
     def remove_node(self, node_id: str, *, notice_s: float = 0.0) -> None:
         """End what runs on a node, as `WorkerGroup.remove` does, and give the node up. Items of channels that were put
@@ -220,11 +219,11 @@ class Cluster:
         for client in self._nodes.values():
             client.close()
 
-    def _admit(self, opened: OpenedNode) -> None:
+    def _admit(self, client: NodeClient) -> None:
         """Number a node's devices, after all that were ever there."""
-        numbered = number(opened.devices, self._next_device_id)
+        numbered = number(client.devices, self._next_device_id)
         self._next_device_id += len(numbered)
-        self._nodes[opened.client.node.node_id] = opened.client
+        self._nodes[client.node.node_id] = client
         self.devices = (*self.devices, *numbered)
 
     def _dismiss(self, node_id: str) -> None:

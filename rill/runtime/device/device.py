@@ -79,7 +79,7 @@ def devices_of_nodes(wanted: DeviceSpec, nodes: Sequence[Node]) -> dict[str, Nod
     return chosen
 
 
-def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) -> list[Device]:
+def local_devices(wanted: NodeDevices) -> list[Device]:
     """The devices of this machine that `wanted` names, without ids.
 
     "auto": every GPU and everything of a registered kind that can be counted, or one cpu slot per core where there is
@@ -87,17 +87,17 @@ def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) 
     "npu:auto" or "cuda:2,cpu:4": that many of each kind. A list of Device: as given.
     """
     if isinstance(wanted, str) and wanted != "auto":
-        return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip(), labels)]
+        return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip())]
     if isinstance(wanted, str):
         counted = [name for name in ACCELERATORS if name != CPU and accelerator(name).devices() is not None]
-        found = [device for name in counted for device in _devices_of_kind(f"{name}:auto", labels)]
-        return found or _devices_of_kind(f"{CPU}:auto", labels)
+        found = [device for name in counted for device in _devices_of_kind(f"{name}:auto")]
+        return found or _devices_of_kind(f"{CPU}:auto")
     if isinstance(wanted, int):
-        return _devices_of_kind(f"{CUDA if accelerator(CUDA).devices() else CPU}:{wanted}", labels)
-    return [replace(device, labels=device.labels | labels) for device in wanted]
+        return _devices_of_kind(f"{CUDA if accelerator(CUDA).devices() else CPU}:{wanted}")
+    return list(wanted)
 
 
-def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
+def _devices_of_kind(part: str) -> list[Device]:
     kind, _, count = part.partition(":")
     if not kind or not (count.isdigit() or count == "auto"):
         raise PlanError(f"devices={part!r} is not 'auto', a number or 'kind:number', e.g. 'cpu:4'")
@@ -118,7 +118,12 @@ def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
         )
     else:
         chosen = there[: int(count)]
-    return [Device(kind=kind, index=index, labels=labels) for index in chosen]
+    return [Device(kind=kind, index=index) for index in chosen]
+
+
+def on_node(devices: Sequence[Device], node: Node) -> list[Device]:
+    """The devices as those of a node, with its labels."""
+    return [replace(device, node_id=node.node_id, labels=device.labels | node.labels) for device in devices]
 
 
 def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:

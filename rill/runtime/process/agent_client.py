@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rill.errors import RunError
-from rill.runtime.device.device import Node
+from rill.runtime.device.device import Device, Node, on_node
 from rill.runtime.process.agent import bootstrap
 from rill.runtime.process.agent_protocol import (
     AgentSpec,
@@ -47,6 +47,8 @@ class NodeClient(Protocol):
     """What a cluster needs from a node, wherever it is."""
 
     node: Node
+    devices: Sequence[Device]
+    """Which the cluster numbers."""
     session_dir: str
     """The session's folders on that node."""
     shm_dir: str
@@ -64,8 +66,11 @@ class NodeClient(Protocol):
 class LocalNode:
     """A NodeClient for this machine."""
 
-    def __init__(self, node: Node, session: Session, events: NodeEvents) -> None:
+    def __init__(
+        self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
+    ) -> None:
         self.node = node
+        self.devices = on_node(devices, node)
         self.session_dir = str(session.session_dir)
         self.shm_dir = str(session.shm_dir)
         self._events = events

@@ -109,7 +109,6 @@ class WorkerProcess:
         mailbox.on(CALL, self._on_call)
         mailbox.on(STOP, lambda _: self._calls.put(None))
         mailbox.on(NO_HUB, lambda frames: context.hub.abandon(frames[0].decode()))
-        context.open()
         mailbox.start()
         driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])
