@@ -27,9 +27,8 @@ from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
-from rill.runtime.process.agent import allow_many_files
+from rill.runtime.process.agent import Exited, allow_many_files
 from rill.runtime.process.agent_client import NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Exited
 from rill.runtime.process.backend import Backend, LocalBackend
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import free_port

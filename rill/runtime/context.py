@@ -7,22 +7,26 @@ main in a worker. Everything that a channel, a lock or a transfer needs to know 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
 from rill.runtime.channels.recorder import Recorder
+from rill.runtime.handle import Handle
 from rill.runtime.hub.client import HubClient
 from rill.runtime.process.call import Calls
 from rill.runtime.process.directory import Directory
 from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.report import late
 from rill.runtime.process.waits import answer_dumps
 from rill.runtime.transfer.parcel import Parcels
 from rill.runtime.transfer.point_to_point import PointToPoint
+from rill.runtime.transfer.wire import Encoded
 
 if TYPE_CHECKING:
     from rill.runtime.channel import ChannelEnds
@@ -57,6 +61,8 @@ class RuntimeContext:
         """This worker's turn on its devices, once it has asked for one."""
         self.lock = threading.RLock()
         self._store: Store | None = None
+        self.late = functools.partial(late, self)
+        """Makes the error of a handle's deadline."""
         self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
         self.hub.submit("registry.register", {**(registration or {}), "address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
@@ -78,6 +84,20 @@ class RuntimeContext:
             with self.lock:
                 self._store = self._store or open_store(self)
         return self._store
+
+    def call(
+        self,
+        group: str,
+        method: str,
+        targets: Sequence[WorkerAddress],
+        arguments: Encoded,
+        *,
+        concurrent: bool = False,
+    ) -> Handle:
+        """Call a method on ranks of a group."""
+        handle = Handle(f"{group}.{method}", targets, self.late)
+        self.calls.call(handle, method, self.parcels.pack(arguments, targets), concurrent=concurrent)
+        return handle
 
     def close(self) -> None:
         """Close what is open, in the opposite order of its opening."""

@@ -22,7 +22,7 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
 from rill.runtime.handle import Handle
 from rill.runtime.process import agent_client, supervisor
-from rill.runtime.process.agent_protocol import Exited
+from rill.runtime.process.agent import Exited
 from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
 from tests.runtime.leftovers import becomes_true, hub_pid, is_running, marked_processes, nothing_left
 from tests.runtime.workers import Echo

@@ -15,7 +15,6 @@ from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import ChannelOptions, Grant, Requests
-from rill.runtime.hub.state import Machine
 from tests.runtime.hub_fakes import FakeHub, HubProcess, hub_process, put, take, values_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -142,7 +141,7 @@ def encoded(first_seq: int, *requests: list[object]) -> bytes:
 
 def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
     journal = HubJournal(tmp_path)
-    journal.recover(Machine)
+    journal.recover()
     journal.append("a[0]#0", encoded(1, ["registry.join", {}], ["registry.register", {"k": 1}]), 1.0)
     journal.commit()
     journal.append("a[0]#0", encoded(3, ["registry.register", {"k": 2}]), 2.0)
@@ -150,7 +149,7 @@ def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
     journal.close()
     log = tmp_path / "hub.0.log"
     log.write_bytes(log.read_bytes()[:-3])
-    machine = HubJournal(tmp_path).recover(Machine)
+    machine = HubJournal(tmp_path).recover()
     assert machine.membership.members == {"a[0]#0": {"k": 1}}
     assert machine.expected("a[0]#0") == 3
 
@@ -160,7 +159,7 @@ def test_compaction_keeps_the_state_and_drops_the_log(
 ) -> None:
     monkeypatch.setattr(hub_journal, "GROWN_BYTES", 2000)
     journal = HubJournal(tmp_path)
-    machine = journal.recover(Machine)
+    machine = journal.recover()
     num_compacted = 0
     for n in range(200):
         raw = encoded(n + 1, ["registry.register", {f"k{n % 7}": n}])
@@ -174,7 +173,7 @@ def test_compaction_keeps_the_state_and_drops_the_log(
     journal.close()
     assert num_compacted > 0
     assert len(list(tmp_path.glob("hub.*.log"))) == 1
-    again = HubJournal(tmp_path).recover(Machine)
+    again = HubJournal(tmp_path).recover()
     assert again.membership.members == machine.membership.members
     assert again.expected("a[0]#0") == 201
 

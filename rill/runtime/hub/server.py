@@ -20,7 +20,6 @@ import zmq
 from rill.runtime.address import Site
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Ping, Requests, ToHub
-from rill.runtime.hub.state import Machine
 from rill.runtime.transfer.segments import unlink
 
 _MAX_MESSAGES_PER_ROUND = 256
@@ -33,7 +32,7 @@ class Hub:
     def __init__(self, site: Site, tcp: str) -> None:
         self._shm_dir = site.shm_dir
         self._journal = HubJournal(site.session_dir)
-        self._machine: Machine = self._journal.recover(Machine)
+        self._machine = self._journal.recover()
         self._sent: dict[str, int] = {}
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

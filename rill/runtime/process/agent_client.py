@@ -17,14 +17,14 @@ from typing import Protocol
 
 from rill.errors import RunError
 from rill.runtime.device.device import Device, Node, on_node
-from rill.runtime.process.agent import bootstrap
-from rill.runtime.process.agent_protocol import (
+from rill.runtime.process.agent import (
     AgentSpec,
     Exited,
     Kill,
     Request,
     Shutdown,
     Start,
+    bootstrap,
     receive_message,
     send_message,
 )

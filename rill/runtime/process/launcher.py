@@ -15,8 +15,8 @@ from pathlib import Path
 from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, torch_device, visible_devices_env
+from rill.runtime.process.agent import Start
 from rill.runtime.process.agent_client import NodeClient
-from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import MainModule, describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec

@@ -30,8 +30,8 @@ from rill.runtime.device.device import (
     num_own_cores,
     on_node,
 )
+from rill.runtime.process.agent import Exited, Start
 from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Exited, Start
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0
