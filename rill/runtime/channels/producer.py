@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rill import errors
-from rill.errors import RillError, RunError
+from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.answer import Asked
 from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
@@ -84,42 +84,55 @@ class Producer:
     def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if not self._needs_room(puts):
-            if not self._hub.commit(done, puts, time.monotonic() + limit_s):
-                for part in puts:
-                    self.forget(part.items)
-                raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
-            return
-        with self._asking(done, puts) as asked:
-            is_in = came_while_lending(self._context, asked, limit_s)
-            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
-        if error is not None:
-            self._raise_unless_in(asked, done, puts, error)
-        asked.result()
+        if self._needs_room(puts):
+            with self._asking(done, puts, limit_s) as asked:
+                came_while_lending(self._context, asked, limit_s)
+        elif not self._hub.commit(done, puts, time.monotonic() + limit_s):
+            for part in puts:
+                self.forget(part.items)
+            raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
 
     async def commit_async(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """As `commit`, on an event loop."""
-        if not self._needs_room(puts):
-            self.commit(done, puts, timeout_s)
-            return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._asking(done, puts) as asked:
-            is_in, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
-            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
-        if error is not None:
-            await asyncio.to_thread(self._raise_unless_in, asked, done, puts, error)
-        asked.result()
+        if self._needs_room(puts):
+            with self._asking(done, puts, limit_s) as asked:
+                await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
+        else:
+            self.commit(done, puts, limit_s)
 
     @contextmanager
-    def _asking(self, done: list[Done], puts: list[Puts]) -> Iterator[Asked[int]]:
-        """Around the wait for room; whatever ends it early takes back what has none yet."""
+    def _asking(self, done: list[Done], puts: list[Puts], limit_s: float) -> Iterator[Asked[int]]:
+        """Around the wait for room. Whatever ends it early takes back what has none yet; but what came of something
+        that was taken stays with the hub, which will let it in."""
+        what = f"room in channel {_names(puts)}"
         asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
         try:
-            with waiting(f"room in channel {_names(puts)}", f"channel:{puts[0].channel}"):
+            with waiting(what, f"channel:{puts[0].channel}"):
                 yield asked
+                late = None if asked.done() else stuck(self._context, what, limit_s)
         except BaseException:
-            self._cancel(asked, done, puts)
+            self._take_back(asked, done, puts)
             raise
+        if late is not None:
+            self._take_back(asked, done, puts)
+            if done or self._is_left_out(asked, puts, late):
+                raise late
+        asked.result()
+
+    def _take_back(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
+        for part in puts if not done else ():
+            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
+
+    def _is_left_out(self, asked: Asked[int], puts: list[Puts], error: StuckError) -> bool:
+        """What became of a put that was taken back past its deadline; it may have got in at the last moment."""
+        if not asked.came(HUB_S):
+            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
+        num_left_out = asked.result()
+        if num_left_out:
+            num_items = sum(len(part.items) for part in puts)
+            error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
+        return num_left_out > 0
 
     def send(self, done: list[Done], puts: list[Puts]) -> None:
         """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
@@ -131,26 +144,6 @@ class Producer:
     def _needs_room(self, puts: Sequence[Puts]) -> bool:
         channels = self._context.channels
         return any(channels[part.channel].producer.is_bounded for part in puts)
-
-    def _cancel(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
-        """Take back what has no room yet, unless it is the outcome of something that was taken."""
-        for part in puts if not done else ():
-            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
-
-    def _raise_unless_in(
-        self, asked: Asked[int], done: list[Done], puts: list[Puts], error: RillError
-    ) -> None:
-        """Past the deadline. What is part of a lease stays with the hub, which will let it in."""
-        self._cancel(asked, done, puts)
-        if done:
-            raise error
-        if not asked.came(HUB_S):
-            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
-        num_left_out = asked.result()
-        if num_left_out:
-            num_items = sum(len(part.items) for part in puts)
-            error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
-            raise error
 
     def forget(self, items: Sequence[Item]) -> None:
         """They will not be put: their memory is free again."""

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rill.errors import RunError
@@ -79,7 +79,7 @@ class DeviceLock:
         self._is_asking = False
         self._num_urgent = 0
         """Threads that wait for the turn with work of no channel."""
-        self._spans: list[trace.Span] = []
+        self._spans = ExitStack()
         self._evictions: queue.SimpleQueue[Evict | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve_evictions, name="rill-lock", daemon=True)
         self._thread.start()
@@ -180,9 +180,7 @@ class DeviceLock:
         self._entered_s = time.monotonic()
         name = self._context.address.name
         for device in self._device_ids:
-            span = trace.span(name, lane=f"device {device}")
-            span.__enter__()
-            self._spans.append(span)
+            self._spans.enter_context(trace.span(name, lane=f"device {device}"))
         try:
             self._onload()
         except BaseException:  # user code failed: the devices are for others, and the caller learns of it
@@ -220,8 +218,7 @@ class DeviceLock:
 
     def _end_spans(self) -> None:
         self._context.recorder.had_turn(self._device_ids, time.monotonic() - self._entered_s)
-        while self._spans:
-            self._spans.pop().__exit__(None, None, None)
+        self._spans.close()
 
     def _serve_evictions(self) -> None:
         while (order := self._evictions.get()) is not None:
