@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
-HUB_WAIT_S = 30.0
 CLOSE_WAIT_S = 2.0
 """What all groups together are given to end in order when the cluster closes."""
 
@@ -131,17 +130,16 @@ class Cluster:
 
     def coreside(self, *groups: str) -> None:
         """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
-        self.context.hub.call("locks.coreside", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.coreside", list(groups))
 
     def take_turns(self, *groups: str) -> None:
         """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
-        self.context.hub.call("locks.take_turns", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.take_turns", list(groups))
 
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
         those that ended after this time.time()."""
-        hub = self.context.hub
-        records: list[CallRecord] = hub.call("history.calls", since_s, HUB_WAIT_S, list[CallRecord])
+        records: list[CallRecord] = self.context.hub.call("history.calls", since_s, answer=list[CallRecord])
         return records
 
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:

@@ -29,7 +29,7 @@ from rill.runtime.transfer.point_to_point import PointToPoint
 from rill.runtime.transfer.wire import Encoded
 
 if TYPE_CHECKING:
-    from rill.runtime.channel import ChannelEnds
+    from rill.runtime.channels.consumer import Consumer
     from rill.runtime.device.lock import DeviceLock
     from rill.runtime.transfer.store import Store
 
@@ -55,8 +55,8 @@ class RuntimeContext:
         tcp_endpoint = self.mailbox.tcp_endpoint
         self.address = replace(address, pid=os.getpid(), endpoint=endpoint, tcp_endpoint=tcp_endpoint)
         self.torch_device = torch_device
-        self.channels: dict[str, ChannelEnds] = {}
-        """The ends of channels that were used here, by name."""
+        self.channels: dict[str, Consumer] = {}
+        """Of the channels that were used here, by name; each has its producer."""
         self.device_lock: DeviceLock | None = None
         """This worker's turn on its devices, once it has asked for one."""
         self.lock = threading.RLock()
@@ -103,9 +103,9 @@ class RuntimeContext:
         """Close what is open, in the opposite order of its opening."""
         with self.lock:
             lock, self.device_lock = self.device_lock, None
-            ends = list(self.channels.values())
+            consumers = list(self.channels.values())
             self.channels.clear()
-        for used in (*ends, lock, self._store):
+        for used in (*consumers, lock, self._store):
             if used is not None:
                 used.close()
         for door in (

@@ -19,6 +19,7 @@ from rill import errors
 from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.answer import Asked
+from rill.runtime.hub.client import ANSWER_S
 from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 4096
 """Payloads up to this size ride in the descriptor."""
-HUB_S = 30.0
-"""What the hub is given to answer what needs no waiting."""
 
 
 class Producer:
@@ -126,7 +125,7 @@ class Producer:
 
     def _is_left_out(self, asked: Asked[int], puts: list[Puts], error: StuckError) -> bool:
         """What became of a put that was taken back past its deadline; it may have got in at the last moment."""
-        if not asked.came(HUB_S):
+        if not asked.came(ANSWER_S):
             raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
         num_left_out = asked.result()
         if num_left_out:

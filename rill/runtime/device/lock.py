@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 3600.0
 """As a call's: the wait for a turn lasts as long as the work of the groups before."""
-ASK_S = 30.0
 
 
 def device_lock_of(worker: Worker) -> DeviceLock:
@@ -50,7 +49,7 @@ def device_lock_of(worker: Worker) -> DeviceLock:
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
     """Groups with a rank that waits for its turn now."""
-    turns = context.hub.call("locks.turns", None, ASK_S)
+    turns = context.hub.call("locks.turns", None)
     return {turn["group"] for turn in turns if turn["waiting"]}
 
 

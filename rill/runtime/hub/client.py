@@ -34,6 +34,8 @@ _MAX_REQUESTS_PER_MESSAGE = 512
 _PING_S = 0.2
 _HEARTBEAT_S = 1.0
 
+ANSWER_S = 30.0
+"""What the hub is given to answer what needs no waiting."""
 WINDOW_ITEMS = 16384
 WINDOW_BYTES = 16 * 1024 * 1024
 """What may be on its way to the hub: more waits in `commit`."""
@@ -122,7 +124,7 @@ class HubClient:
         self._submit(method, payload, asked)
         return asked
 
-    def call(self, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
+    def call(self, method: str, payload: Any, timeout_s: float = ANSWER_S, answer: Any = Any) -> Any:
         """Ask and wait. Applied once even when the hub dies in between."""
         asked = self.ask(method, payload, answer)
         if not asked.came(timeout_s) and asked.cancel():
@@ -156,7 +158,7 @@ class HubClient:
         """Whether a commit might not be with the hub yet."""
         return self._num_unconfirmed > 0
 
-    def sync(self, timeout_s: float) -> None:
+    def sync(self, timeout_s: float = ANSWER_S) -> None:
         """Return when the hub has everything that was submitted so far."""
         self.call("registry.sync", None, timeout_s)
 

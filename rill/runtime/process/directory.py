@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
     from rill.runtime.group import Roster
 
-_ASK_WAIT_S = 30.0
-
 
 class Directory:
     """Addresses and deaths. Thread-safe."""
@@ -58,7 +56,7 @@ class Directory:
             "roster": pickle.dumps(roster),
         }
         if is_awaited:
-            self._context.hub.call("registry.group", word, _ASK_WAIT_S)
+            self._context.hub.call("registry.group", word)
         else:
             self._context.hub.submit("registry.group", word)
 
@@ -70,7 +68,7 @@ class Directory:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or any(address.identity in self._dead for address in roster.addresses):
-            word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
+            word = self._context.hub.call("registry.group_word", group)
             if word and word["version"] > roster.version:
                 found: Roster = pickle.loads(word["roster"])
                 roster = found if found.addresses else roster  # none: it is about to start elsewhere
@@ -79,7 +77,7 @@ class Directory:
 
     def everybody(self) -> list[WorkerAddress]:
         """Who is in the run now, the driver too, as the hub knows it."""
-        members = self._context.hub.call("registry.members", None, _ASK_WAIT_S).values()
+        members = self._context.hub.call("registry.members", None).values()
         told = [info["address"] for info in members if "address" in info]
         return [
             _as_address(address) for address in told if not isinstance(address, str)
@@ -154,7 +152,7 @@ class Directory:
         return address
 
     def _check_rank(self, group: str, rank: int) -> None:
-        word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
+        word = self._context.hub.call("registry.group_word", group)
         if word and rank not in word["ranks"]:
             ranks = ", ".join(map(str, word["ranks"]))
             raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")

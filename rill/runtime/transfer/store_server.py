@@ -18,8 +18,6 @@ from rill.runtime.transfer.segments import unlink
 from rill.runtime.transfer.store import Store
 from rill.runtime.transfer.tcp import ByteServer
 
-_HUB_S = 30.0
-
 
 def main(start: bytes) -> None:
     """Entry of the process; `start` is a pickled Site."""
@@ -46,5 +44,5 @@ def serve_store(site: Site, hub: HubClient) -> ByteServer:
 
     server = ByteServer(site.host, site.key, read)
     hub.on("store_unlink", carry_out)
-    hub.call("registry.register", {"serves_store": True, "address": server.endpoint}, _HUB_S)
+    hub.call("registry.register", {"serves_store": True, "address": server.endpoint})
     return server
