@@ -70,7 +70,7 @@ class LocalNode:
         self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
     ) -> None:
         self.node = node
-        self.devices = on_node(devices, node)
+        self.devices: Sequence[Device] = on_node(devices, node)
         self.session_dir = str(session.session_dir)
         self.shm_dir = str(session.shm_dir)
         self._events = events

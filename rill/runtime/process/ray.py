@@ -77,14 +77,15 @@ class RayBackend:
         self._local = nodes[0]
         local = self._start_local(local_devices(wanted[nodes[0].node_id]))
         remote = [self._start_remote(node) for node in nodes[1:]]  # side by side
+        opened: list[NodeClient] = [local, *remote]
         try:
             for client in remote:
                 client.wait_ready(wanted[client.node.node_id])
         except BaseException:
-            for opened in (local, *remote):
-                opened.close()
+            for started in opened:
+                started.close()
             raise
-        return [local, *remote]
+        return opened
 
     def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         """A node that has joined the Ray cluster, or has come back to it; `host`: that one."""
