@@ -425,4 +425,9 @@ class RelayAgainstModel(RuleBasedStateMachine):
 
 
 TestRelayAgainstModel = RelayAgainstModel.TestCase
-TestRelayAgainstModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRelayAgainstModel.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestRelayAgainstModelLonger(RelayAgainstModel.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

@@ -441,7 +441,12 @@ class OneOwnerPerDevice(RuleBasedStateMachine):
 
 
 TestOneOwnerPerDevice = OneOwnerPerDevice.TestCase
-TestOneOwnerPerDevice.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+TestOneOwnerPerDevice.settings = settings(max_examples=15, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestOneOwnerPerDeviceLonger(OneOwnerPerDevice.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
 def test_turns_survive_a_hub_restart() -> None:
