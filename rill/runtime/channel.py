@@ -16,8 +16,11 @@ A handle can be pickled and passed to workers; every process opens its own ends 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rill.errors import ConfigError
 from rill.runtime.channels.consumer import Consumer
@@ -211,18 +214,11 @@ def _checked_key(channel: str, key: Any) -> Any:
         return tuple(_checked_key(channel, part) for part in key)
     for kind in (bool, int, float, str):  # bool before int, which it is too
         if isinstance(key, kind):
-            plain: Any = kind(key)
-            if (kind is int and abs(plain) >= 1 << 63) or (kind is str and not _is_text(plain)):
-                break
-            return plain
+            with contextlib.suppress(
+                OverflowError, UnicodeEncodeError
+            ):  # a larger number; half of a surrogate pair
+                msgspec.msgpack.encode(plain := kind(key))
+                return plain
     raise ConfigError(
-        f"{channel}: a key is text, a number of 63 bits or a tuple of them; got {type(key).__name__}: {key!r}"
+        f"{channel}: a key is text, a number of 64 bits or a tuple of them; got {type(key).__name__}: {key!r}"
     )
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
