@@ -32,7 +32,7 @@ CALL, REPLY = b"call", b"reply"
 
 
 class Call(msgspec.Struct, array_like=True, gc=False):
-    """A call on its way to one rank. `identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
+    """A call on its way to one rank. `identity` is the caller's; `reply_to` is its mailbox."""
 
     call_id: int
     index: int
@@ -41,7 +41,6 @@ class Call(msgspec.Struct, array_like=True, gc=False):
     is_concurrent: bool
     reply_to: str
     identity: str
-    node_id: str
     payload: list[Any] = []
     """The arguments, which travel beside this record."""
 
@@ -130,7 +129,7 @@ class Calls:
                 handle.fill(index, Reply.lost(error))
                 continue
             reply_to = caller.endpoint_from(target.node_id)
-            call = Call(call_id, index, method, concurrent, reply_to, identity, caller.node_id)
+            call = Call(call_id, index, method, concurrent, reply_to, identity)
             self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
         self._drop_if_done(call_id, handle)
 

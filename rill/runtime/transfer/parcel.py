@@ -37,9 +37,6 @@ class Reader(Protocol):
     @property
     def identity(self) -> str: ...
 
-    @property
-    def node_id(self) -> str: ...
-
 
 class _Place(NamedTuple):
     """Where a parcel lies, and whom to tell when it has been read."""
