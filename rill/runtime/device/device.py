@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 from rill.errors import PlanError
@@ -131,15 +130,13 @@ def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
     return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 
 
-def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:
-    """The environment that shows a process these GPUs, and its `devices` of other kinds, and no others."""
+def visible_devices_env(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment that shows a process these devices, of every kind that has a variable for it, and no others."""
     env = {}
     for name in ACCELERATORS:
-        variable = accelerator(name).visible_env
-        if variable:
-            own = gpus if name == CUDA else dict.fromkeys(d.index for d in devices if d.kind == name)
-            env[variable] = ",".join(map(str, own))
-    return MappingProxyType(env)
+        if variable := accelerator(name).visible_env:
+            env[variable] = ",".join(dict.fromkeys(str(d.index) for d in devices if d.kind == name))
+    return env
 
 
 def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -149,8 +146,6 @@ def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
 
 def torch_device(devices: Sequence[Device]) -> str:
     """The torch name of a rank's first device, as its process sees it; "cpu" if torch knows none."""
-    if gpus_of(devices):
-        return "cuda:0"
     for device in devices:
         kind = accelerator(device.kind) if device.kind in ACCELERATORS else None
         if kind is not None and kind.torch_name and device.kind != CPU:
