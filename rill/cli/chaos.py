@@ -160,8 +160,7 @@ class Trained:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     self.everybody[process.pid] = process
-                    name = "hub" if "rill.runtime.hub.server" in process.cmdline() else process.name()
-                    found[name] = process
+                    found[process.name()] = process
         return dict(sorted(found.items()))
 
     def _start(self, arguments: list[str]) -> None:

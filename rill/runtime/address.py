@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rill.runtime.process.session_key import SessionKey
 
 DRIVER_GROUP = "driver"
+STORE_GROUP = "store-"
+"""Followed by a node's id: the name of its store server in the hub and at its agent."""
 
 
 @dataclass(frozen=True, slots=True)

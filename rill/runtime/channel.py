@@ -1,6 +1,6 @@
 """Channel: a first-in first-out flow of objects between any producers and any consumers of a cluster.
 
-    producers ──put──▶ [ broker: descriptors, leases, epochs ] ──take──▶ consumers
+    producers ──put──▶ [ broker: items, leases, epochs ] ──take──▶ consumers
         └──────────── payload: shared memory of the producer's node ────────────┘
 
 A handle can be pickled and passed to workers; every process opens its own ends at first use (channels/). Guarantees:
@@ -16,15 +16,18 @@ A handle can be pickled and passed to workers; every process opens its own ends 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rill.errors import ConfigError
 from rill.runtime.channels.consumer import Consumer
 from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
-from rill.runtime.channels.producer import HUB_S, Producer
+from rill.runtime.channels.producer import Producer
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.hub.messages import ChannelOptions, Descriptor, Take
+from rill.runtime.hub.messages import ChannelOptions, Item, Take
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
@@ -66,7 +69,7 @@ class Channel:
             if value is not None and value < 1:
                 raise ConfigError(f"channel {name!r}: {what}={value}: give at least 1")
         context = current() if cluster is None else cluster.context
-        context.hub.call("broker.create", options, HUB_S)
+        context.hub.call("broker.create", options)
         is_bounded = capacity_items is not None or capacity_bytes is not None
         return cls(name, is_bounded, timeout_s)
 
@@ -81,7 +84,7 @@ class Channel:
     ) -> None:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
-        self._ends().producer.put([self._describe(obj, weight, key, timeout_s)], timeout_s)
+        self._producer.put([self._describe(obj, weight, key, timeout_s)], timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -90,34 +93,34 @@ class Channel:
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
         weighted = zip(objects, weights or [1.0] * len(objects), strict=True)
-        descriptors = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
-        self._ends().producer.put(descriptors, timeout_s)
+        items = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
+        self._producer.put(items, timeout_s)
 
     async def put_async(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        await self._ends().producer.put_async([self._describe(obj, weight, key, timeout_s)], timeout_s)
+        await self._producer.put_async([self._describe(obj, weight, key, timeout_s)], timeout_s)
 
-    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Descriptor:
-        return self._ends().producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
+    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Item:
+        return self._producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
         before_wait()
-        producer = self._ends().producer
+        producer = self._producer
         current().hub.sync(self.timeout_s if timeout_s is None else timeout_s)
         producer.check()
 
     def end(self) -> None:
         """End the epoch (see above for whose call counts). The next epoch may begin at once."""
         before_wait()
-        current().hub.call("broker.end", self.name, HUB_S)
+        current().hub.call("broker.end", self.name)
 
     def take(self, timeout_s: float | None = None, *, keys: Sequence[Hashable] | None = None) -> Any:
         """The next object, of whatever epoch; with `keys`, the list of exactly those, once all of them are there."""
         wanted = None if keys is None else [_checked_key(self.name, key) for key in keys]
-        consumer = self._ends().consumer
+        consumer = self._consumer
         consumer.replace_taken(None)
         take = Take(self.name, keys=wanted)
         lease, values = consumer.take(take, self.timeout_s if timeout_s is None else timeout_s)
@@ -126,7 +129,7 @@ class Channel:
 
     def __iter__(self) -> Iterator[Any]:
         """Objects until the epoch ends. Each is finished, with what the body put, when the loop goes on."""
-        consumer = self._ends().consumer
+        consumer = self._consumer
         consumer.replace_taken(None)
         try:
             while True:
@@ -147,7 +150,7 @@ class Channel:
     async def leases(self) -> AsyncIterator[Lease]:
         """Objects until the epoch ends, for an event loop that works on several at a time: each is done when its own
         lease says so (`async with lease`, or `lease.done()`)."""
-        consumer = self._ends().consumer
+        consumer = self._consumer
         try:
             while True:
                 lease, values = await consumer.take_async(Take(self.name, in_loop=True), self.timeout_s)
@@ -161,39 +164,33 @@ class Channel:
 
     def stats(self) -> dict[str, Any]:
         """Depth, bytes, leases, epochs, who waits, what each worker put and took, and what was set aside."""
-        stats: dict[str, Any] = current().hub.call("broker.stats", self.name, HUB_S)
+        stats: dict[str, Any] = current().hub.call("broker.stats", self.name)
         return stats
 
     def close(self) -> None:
         """End the channel for everybody: waits end with ChannelClosedError, what is queued is dropped."""
         context = current()
-        context.hub.call("broker.close", self.name, HUB_S)
-        ends = context.channels.pop(self.name, None)
-        if ends is not None:
-            ends.consumer.close()
+        context.hub.call("broker.close", self.name)
+        consumer = context.channels.pop(self.name, None)
+        if consumer is not None:
+            consumer.close()
 
-    def _ends(self) -> ChannelEnds:
-        """This process's, made at its first use of the channel."""
+    @property
+    def _consumer(self) -> Consumer:
+        """This process's end, made at its first use of the channel."""
         context = current()
-        ends = context.channels.get(self.name)
-        if ends is None:
+        consumer = context.channels.get(self.name)
+        if consumer is None:
             with context.lock:
-                ends = context.channels.get(self.name)
-                if ends is None:
+                consumer = context.channels.get(self.name)
+                if consumer is None:
                     producer = Producer(context, self.name, self._is_bounded, self.timeout_s)
-                    ends = context.channels[self.name] = ChannelEnds(producer, Consumer(context, producer))
-        return ends
+                    consumer = context.channels[self.name] = Consumer(context, producer)
+        return consumer
 
-
-class ChannelEnds(NamedTuple):
-    """Both ends of a channel in one process; closed with it."""
-
-    producer: Producer
-    consumer: Consumer
-
-    def close(self) -> None:
-        self.consumer.return_ahead()
-        self.consumer.close()
+    @property
+    def _producer(self) -> Producer:
+        return self._consumer.producer
 
 
 def settle_call(context: RuntimeContext) -> None:
@@ -201,12 +198,12 @@ def settle_call(context: RuntimeContext) -> None:
     knows that and has what it put. Whoever hears the answer may end the epoch, or kill the process, and nothing is
     lost or delivered again."""
     end_call(None)
-    channels = list(context.channels.values())
-    has_passed = [ends.consumer.pass_end() for ends in channels]
-    if any(has_passed) or (channels and context.hub.has_unconfirmed):
-        context.hub.sync(HUB_S)
-        for ends in channels:
-            ends.producer.check()
+    consumers = list(context.channels.values())
+    has_passed = [consumer.pass_end() for consumer in consumers]
+    if any(has_passed) or (consumers and context.hub.has_unconfirmed):
+        context.hub.sync()
+        for consumer in consumers:
+            consumer.producer.check()
 
 
 def _checked_key(channel: str, key: Any) -> Any:
@@ -217,18 +214,11 @@ def _checked_key(channel: str, key: Any) -> Any:
         return tuple(_checked_key(channel, part) for part in key)
     for kind in (bool, int, float, str):  # bool before int, which it is too
         if isinstance(key, kind):
-            plain: Any = kind(key)
-            if (kind is int and abs(plain) >= 1 << 63) or (kind is str and not _is_text(plain)):
-                break
-            return plain
+            with contextlib.suppress(
+                OverflowError, UnicodeEncodeError
+            ):  # a larger number; half of a surrogate pair
+                msgspec.msgpack.encode(plain := kind(key))
+                return plain
     raise ConfigError(
-        f"{channel}: a key is text, a number of 63 bits or a tuple of them; got {type(key).__name__}: {key!r}"
+        f"{channel}: a key is text, a number of 64 bits or a tuple of them; got {type(key).__name__}: {key!r}"
     )
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True

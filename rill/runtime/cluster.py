@@ -27,10 +27,9 @@ from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, number
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
-from rill.runtime.process.agent import allow_many_files
+from rill.runtime.process.agent import Exited, allow_many_files
 from rill.runtime.process.agent_client import NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Exited
-from rill.runtime.process.backend import Backend, LocalBackend, OpenedNode
+from rill.runtime.process.backend import Backend, LocalBackend
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session
@@ -42,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
-HUB_WAIT_S = 30.0
 CLOSE_WAIT_S = 2.0
 """What all groups together are given to end in order when the cluster closes."""
 
@@ -85,9 +83,9 @@ class Cluster:
             events = NodeEvents(preload=tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost)
             undo.callback(self._close_nodes)
             opened = self._backend.open(self.session, events)
-            for node in opened:
-                self._admit(node)
-            first = opened[0].client.node
+            for client in opened:
+                self._admit(client)
+            first = opened[0].node
             self._context = self._make_context(first, report_dir)
             undo.callback(self._context.close)
             is_spread = self._backend.is_spread
@@ -98,11 +96,9 @@ class Cluster:
                 trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
             self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
-            for node in opened:
-                self._start_services(node.client)
-            self._context.open()
+            for client in opened:
+                self._start_services(client)
             self._context.mailbox.start()
-            self._context.directory.publish(self._context.address)
             runtime_context.install(self._context)
             self._at_exit = functools.partial(_close_at_exit, weakref.WeakMethod(self.close))
             atexit.register(self._at_exit)
@@ -134,17 +130,16 @@ class Cluster:
 
     def coreside(self, *groups: str) -> None:
         """Say that these groups fit on the devices they share: they keep their memory there and need no turns."""
-        self.context.hub.call("locks.coreside", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.coreside", list(groups))
 
     def take_turns(self, *groups: str) -> None:
         """Undo `coreside` for these groups: they take turns again, and give their memory back for others."""
-        self.context.hub.call("locks.take_turns", list(groups), HUB_WAIT_S)
+        self.context.hub.call("locks.take_turns", list(groups))
 
     def history(self, since_s: float = 0.0) -> list[CallRecord]:
         """What the last calls of all workers took, put, held and waited for: the planner's material. `since_s`: only
         those that ended after this time.time()."""
-        hub = self.context.hub
-        records: list[CallRecord] = hub.call("history.calls", since_s, HUB_WAIT_S, list[CallRecord])
+        records: list[CallRecord] = self.context.hub.call("history.calls", since_s, answer=list[CallRecord])
         return records
 
     def launch(self, cls: type[W], options: LaunchSpec) -> WorkerGroup[W]:
@@ -163,14 +158,14 @@ class Cluster:
         node on this machine (a rehearsal); the cluster must be `elastic`.
         """
         self._check_open()
-        opened = self._backend.add(devices, labels, host)
+        client = self._backend.add(devices, labels, host)
         try:
-            self._admit(opened)
-            self._start_services(opened.client)
+            self._admit(client)
+            self._start_services(client)
         except BaseException:
-            self._dismiss(opened.client.node.node_id)
+            self._dismiss(client.node.node_id)
             raise
-        return opened.client.node
+        return client.node
 
     def remove_node(self, node_id: str, *, notice_s: float = 0.0) -> None:
         """End what runs on a node, as `WorkerGroup.remove` does, and give the node up. Items of channels that were put
@@ -206,16 +201,13 @@ class Cluster:
 
     def _make_context(self, node: Node, report_dir: Path | None) -> RuntimeContext:
         session = self.session
-        key = SessionKey.new() if self._backend.is_spread else None
-        if key is not None:
-            key.save(session.session_dir)  # for the hub
         site = Site(
             session_dir=session.session_dir,
             shm_dir=session.shm_dir,
             node_id=node.node_id,
             hub_endpoint=f"ipc://{session.session_dir}/hub.sock",
             host=node.host,
-            key=key,
+            key=SessionKey.new() if self._backend.is_spread else None,
             report_dir=report_dir,
         )
         return RuntimeContext(site, WorkerAddress(DRIVER_GROUP, 0, node.node_id), "driver")
@@ -224,11 +216,11 @@ class Cluster:
         for client in self._nodes.values():
             client.close()
 
-    def _admit(self, opened: OpenedNode) -> None:
+    def _admit(self, client: NodeClient) -> None:
         """Number a node's devices, after all that were ever there."""
-        numbered = number(opened.devices, self._next_device_id)
+        numbered = number(client.devices, self._next_device_id)
         self._next_device_id += len(numbered)
-        self._nodes[opened.client.node.node_id] = opened.client
+        self._nodes[client.node.node_id] = client
         self.devices = (*self.devices, *numbered)
 
     def _dismiss(self, node_id: str) -> None:

@@ -1,53 +1,37 @@
 """Who this process is in a run: its session, its node, its address and its doors to the rest.
 
-One per process, set before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the worker's main
-in a worker. Everything that a channel, a lock or a transfer needs to know about its surroundings is read from
-`current()`. Doors open at their first use and close with the process, in the opposite order.
+One per process, made before user code runs: by `Cluster` in the driver (group "driver", rank 0) and by the worker's
+main in a worker. Everything that a channel, a lock or a transfer needs to know about its surroundings is read from
+`current()`. It hears nothing before `mailbox.start()`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any
 
 from rill.errors import RunError
 from rill.runtime.address import DRIVER_GROUP, Site, WorkerAddress
+from rill.runtime.channels.recorder import Recorder
+from rill.runtime.handle import Handle
+from rill.runtime.hub.client import HubClient
 from rill.runtime.process.call import Calls
+from rill.runtime.process.directory import Directory
 from rill.runtime.process.mailbox import Mailbox
+from rill.runtime.process.report import late
 from rill.runtime.process.waits import answer_dumps
+from rill.runtime.transfer.parcel import Parcels
+from rill.runtime.transfer.point_to_point import PointToPoint
+from rill.runtime.transfer.wire import Encoded
 
 if TYPE_CHECKING:
-    from rill.runtime.channel import ChannelEnds
-    from rill.runtime.channels.recorder import Recorder
+    from rill.runtime.channels.consumer import Consumer
     from rill.runtime.device.lock import DeviceLock
-    from rill.runtime.hub.client import HubClient
-    from rill.runtime.process.directory import Directory
-    from rill.runtime.transfer.parcel import Parcels
-    from rill.runtime.transfer.point_to_point import PointToPoint
     from rill.runtime.transfer.store import Store
-
-
-D = TypeVar("D")
-
-
-class _opened_once(Generic[D]):  # noqa: N801  used as a decorator
-    """A property that is made at its first use, under the context's lock, and lies in the instance from then on."""
-
-    def __init__(self, open_door: Callable[[Any], D]) -> None:
-        self._open = open_door
-        self._name = open_door.__name__
-        self.__doc__ = open_door.__doc__
-
-    def __get__(self, context: RuntimeContext, owner: type) -> D:
-        with context.lock:
-            if self._name not in context.__dict__:
-                door = context.__dict__[self._name] = self._open(context)
-                context.doors.append(door)
-            made: D = context.__dict__[self._name]
-            return made
 
 
 class RuntimeContext:
@@ -60,92 +44,83 @@ class RuntimeContext:
         socket_name: str,
         *,
         torch_device: str | None = None,
-        registration: dict[str, Any] | None = None,
+        registration: Mapping[str, Any] | None = None,
     ) -> None:
         """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
         folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
-        `registration`: what the hub is told about this rank when its line to the hub opens."""
+        `registration`: what the hub is told besides the address. Nothing waits for the hub, which may be starting."""
         self.site = site
         endpoint = f"ipc://{site.session_dir}/{socket_name}"
         self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
         tcp_endpoint = self.mailbox.tcp_endpoint
         self.address = replace(address, pid=os.getpid(), endpoint=endpoint, tcp_endpoint=tcp_endpoint)
-        self.calls = Calls(self.mailbox, self.address)
-        """The remote calls that this process waits for."""
         self.torch_device = torch_device
-        self.registration = registration
-        self.channels: dict[str, ChannelEnds] = {}
-        """The ends of channels that were used here, by name."""
+        self.channels: dict[str, Consumer] = {}
+        """Of the channels that were used here, by name; each has its producer."""
         self.device_lock: DeviceLock | None = None
         """This worker's turn on its devices, once it has asked for one."""
         self.lock = threading.RLock()
-        self.doors: list[Any] = []
-        """What was opened here, in that order, and is closed with the process."""
-
-    @_opened_once
-    def hub(self) -> HubClient:
-        """This process's client of the control plane."""
-        from rill.runtime.hub.client import HubClient
-
-        hub = HubClient(self.site.hub_endpoint, self.address.identity, self.site.key)
-        if self.registration is not None:  # does not wait: the hub may still be starting
-            hub.submit("registry.register", self.registration)
-        return hub
-
-    @_opened_once
-    def recorder(self) -> Recorder:
-        """What this process's calls do."""
-        from rill.runtime.channels.recorder import Recorder
-
-        return Recorder(self.address.group, self.address.rank, self.hub)
-
-    @_opened_once
-    def store(self) -> Store:
-        """This process's client of the payload store."""
-        from rill.runtime.transfer.store import open_store
-
-        return open_store(self)
-
-    @_opened_once
-    def directory(self) -> Directory:
-        """Where the other processes are, and which are gone."""
-        from rill.runtime.process.directory import Directory
-
-        return Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
-
-    @_opened_once
-    def parcels(self) -> Parcels:
-        """Packs objects for other processes of the node."""
-        from rill.runtime.transfer.parcel import Parcels
-
-        return Parcels(self)
-
-    @_opened_once
-    def transfer(self) -> PointToPoint:
-        """Point-to-point transfer between workers."""
-        from rill.runtime.transfer.point_to_point import PointToPoint
-
-        return PointToPoint(self)
-
-    def open(self) -> None:
-        """Open the doors that others knock at: from now on this process hears of deaths and can be sent to."""
-        parcels, directory = self.parcels, self.directory
+        self._store: Store | None = None
+        self.late = functools.partial(late, self)
+        """Makes the error of a handle's deadline."""
+        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
+        self.hub.submit("registry.register", {**(registration or {}), "address": astuple(self.address)})
+        self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
+        self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
+        self.parcels = Parcels(self)
+        self.calls = Calls(self.mailbox, self.address, self._unpack)
+        """The remote calls that this process waits for."""
+        self.transfer = PointToPoint(self)
+        self.directory.on_death(self.calls.peer_died)
+        self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         answer_dumps(self.mailbox, self.address.identity)
-        self.calls.unpack = lambda frames: parcels.unpack(frames, device=self.torch_device)
-        directory.on_death(self.calls.peer_died)
-        directory.on_death(lambda identity, _: parcels.peer_died(identity))
-        assert self.transfer is not None
+
+    @property
+    def store(self) -> Store:
+        """This process's client of the payload store, opened at its first use: it needs numpy."""
+        if self._store is None:
+            from rill.runtime.transfer.store import open_store
+
+            with self.lock:
+                self._store = self._store or open_store(self)
+        return self._store
+
+    def call(
+        self,
+        group: str,
+        method: str,
+        targets: Sequence[WorkerAddress],
+        arguments: Encoded,
+        *,
+        concurrent: bool = False,
+    ) -> Handle:
+        """Call a method on ranks of a group."""
+        handle = Handle(f"{group}.{method}", targets, self.late)
+        self.calls.call(handle, method, self.parcels.pack(arguments, targets), concurrent=concurrent)
+        return handle
 
     def close(self) -> None:
         """Close what is open, in the opposite order of its opening."""
         with self.lock:
             lock, self.device_lock = self.device_lock, None
-            doors: list[Any] = [*self.channels.values(), *([lock] if lock is not None else ())]
-            doors += reversed(self.doors)
+            consumers = list(self.channels.values())
             self.channels.clear()
-            self.doors.clear()
-        for door in (*doors, self.mailbox, self.calls):
+        for used in (*consumers, lock, self._store):
+            if used is not None:
+                used.close()
+        for door in (
+            self.transfer,
+            self.parcels,
+            self.directory,
+            self.recorder,
+            self.hub,
+            self.mailbox,
+            self.calls,
+        ):
             door.close()
+
+    def _unpack(self, frames: list[Any]) -> Any:
+        return self.parcels.unpack(frames, device=self.torch_device)
 
 
 _of_process: list[RuntimeContext] = []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rill.errors import StuckError, UserError
+from rill.errors import UserError
 from rill.registry import unknown_name_message
 from rill.runtime.address import WorkerAddress
 from rill.runtime.context import RuntimeContext, current
@@ -120,11 +120,8 @@ class WorkerGroup(Generic[W_co]):
             by_rank = {address.rank: address for address in targets}
             self._check_ranks(self._selected, by_rank)
             targets = tuple(by_rank[rank] for rank in self._selected)
-        context = self._members.context
-        handle = Handle(f"{self.name}.{method}", targets, self._members.diagnose)
-        payload = context.parcels.pack(encoded, targets)
-        context.calls.call(handle, method, payload, concurrent=is_concurrent(getattr(self._cls, method)))
-        return handle
+        concurrent = is_concurrent(getattr(self._cls, method))
+        return self._members.context.call(self.name, method, targets, encoded, concurrent=concurrent)
 
     def ready(self, timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every rank's `__init__` has run; raises what the first failing one raised. The others live on:
@@ -223,9 +220,6 @@ class _GivenMembers:
     def lost(self, group: str) -> list[int]:
         directory = current().directory
         return [a.rank for a in self.roster(group).addresses if directory.is_dead(a.identity)]
-
-    def diagnose(self, message: str, timeout_s: float) -> StuckError:
-        return StuckError(message)
 
 
 def _rebuild_group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
 import subprocess
@@ -15,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from rill.runtime.hub.messages import Commit, Descriptor, Done, Grant, OutKind, Puts, Take
-from rill.runtime.hub.server import hub_command
+from rill.runtime.address import Site
+from rill.runtime.hub.messages import Commit, Done, Grant, Item, OutKind, Puts, Take
 from rill.runtime.hub.state import Machine
+from rill.runtime.process.agent import bootstrap
 
 
 class FakeHub:
@@ -100,13 +100,13 @@ class FakeHub:
             stream.confirm(self._seen_out.get(client, 0))
 
 
-def descriptor(value: int, weight: float = 1.0, key: Any = None) -> Descriptor:
+def an_item(value: int, weight: float = 1.0, key: Any = None) -> Item:
     """An inline item that carries a number."""
-    return Descriptor(weight, key, 8, str(value).encode(), None)
+    return Item(weight, key, 8, str(value).encode(), None)
 
 
 def puts(*values: int, channel: str = "c", **kwargs: Any) -> Puts:
-    return Puts(channel, [descriptor(value, **kwargs) for value in values])
+    return Puts(channel, [an_item(value, **kwargs) for value in values])
 
 
 def put(*values: int, channel: str = "c", wants_reply: bool = False, **kwargs: Any) -> Commit:
@@ -135,21 +135,21 @@ def ids_of(grant: Grant) -> list[int]:
 class HubProcess:
     """A real hub that can be killed and started again."""
 
+    tcp = ""
+
     def __init__(self, folder: Path) -> None:
-        self.session_dir = folder / "s"
-        self.shm_dir = folder / "shm"
-        self.session_dir.mkdir()
-        self.shm_dir.mkdir()
-        self.endpoint = f"ipc://{self.session_dir}/hub.sock"
+        session_dir, shm_dir = folder / "s", folder / "shm"
+        session_dir.mkdir()
+        shm_dir.mkdir()
+        self.endpoint = f"ipc://{session_dir}/hub.sock"
+        self.site = Site(
+            session_dir=session_dir, shm_dir=shm_dir, node_id="node0", hub_endpoint=self.endpoint
+        )
         self.start()
 
-    def command(self) -> list[str]:
-        return hub_command(self.session_dir, self.endpoint, shm_dir=self.shm_dir)
-
     def start(self) -> None:
-        command = self.command()
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self.process = subprocess.Popen(command, env=env)
+        payload = pickle.dumps((self.site, self.tcp))
+        self.process = subprocess.Popen(bootstrap("rill.runtime.hub.server:main", repr(payload), sys.path))
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

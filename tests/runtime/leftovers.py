@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from rill.runtime.cluster import Cluster
+from rill.runtime.process.waits import dump
 
 MARK = "RILL_TEST_MARK"
 SHM = Path("/dev/shm")
@@ -89,14 +93,21 @@ def becomes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
     return condition()
 
 
-def hub_pid(session_dir: Path) -> int:
-    """The hub of a session of this process; it may be between two lives, or end while it is looked at."""
+def own_waits() -> list[list[str]]:
+    """What the calling thread, or a task of its loop, waits for: what, and on whom. Threads that earlier tests of this
+    process have left behind are not looked at."""
+    mine = threading.current_thread().name
+    return [[what, on] for what, on, _, thread in dump()["waits"] if thread == mine]
+
+
+def hub_pid(cluster: Cluster) -> int:
+    """A cluster's hub; it may be between two lives, or end while it is looked at."""
     deadline_s = time.monotonic() + 30.0
     while time.monotonic() < deadline_s:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # gone meanwhile, or a zombie, which has no command line
-                words = process.cmdline()
-                if "rill.runtime.hub.server" in words and str(session_dir) in words:
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            agent = psutil.Process(cluster._nodes["node0"].agent_pid)  # type: ignore[attr-defined]
+            for process in agent.children():
+                if process.name() == "hub":
                     return int(process.pid)
         time.sleep(0.02)
     raise AssertionError("no hub")

@@ -14,10 +14,10 @@ from rill.runtime.hub.messages import (
     Cancel,
     ChannelOptions,
     Commit,
-    Descriptor,
     Done,
     GiveBack,
     GrantKind,
+    Item,
     Puts,
     Release,
 )
@@ -267,7 +267,7 @@ def test_closing_ends_every_wait(hub: FakeHub) -> None:
 
 def in_memory(owner: str, segment: str, offset: int) -> Commit:
     ref = Ref("n0", owner, segment, offset, 10, ())
-    return Commit([], [Puts("c", [Descriptor(1.0, None, 10, None, ref)])])
+    return Commit([], [Puts("c", [Item(1.0, None, 10, None, ref)])])
 
 
 def test_memory_goes_back_to_its_owner_only_when_it_is_done_and_released(hub: FakeHub) -> None:
@@ -425,4 +425,9 @@ class RelayAgainstModel(RuleBasedStateMachine):
 
 
 TestRelayAgainstModel = RelayAgainstModel.TestCase
-TestRelayAgainstModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRelayAgainstModel.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestRelayAgainstModelLonger(RelayAgainstModel.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

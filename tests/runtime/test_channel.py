@@ -33,9 +33,8 @@ from rill.errors import (
 from rill.runtime.channel import Channel, Lease
 from rill.runtime.cluster import Cluster
 from rill.runtime.context import current
-from rill.runtime.process.waits import dump
 from tests.runtime.channel_workers import Consumer, GpuWorker, Producer
-from tests.runtime.leftovers import hub_pid, nothing_left
+from tests.runtime.leftovers import hub_pid, nothing_left, own_waits
 
 pytestmark = pytest.mark.timeout(120)
 WAIT_S = 60.0
@@ -195,7 +194,7 @@ async def test_a_cancelled_take_holds_nothing_back(cluster: Cluster) -> None:
     channel.put("x")
     assert channel.take(timeout_s=5) == "x"
     stats = channel.stats()
-    assert stats["depth"] == 0 and not dump()["waits"]
+    assert stats["depth"] == 0 and not own_waits()
 
 
 async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster) -> None:
@@ -203,7 +202,7 @@ async def test_a_cancelled_put_leaves_the_full_channel_as_it_is(cluster: Cluster
     await channel.put_async(0)
     waiting = asyncio.ensure_future(channel.put_async(1))
     await asyncio.sleep(0.1)
-    assert [wait[0] for wait in dump()["waits"]] == [f"room in channel {channel.name!r}"]
+    assert [what for what, _ in own_waits()] == [f"room in channel {channel.name!r}"]
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -409,7 +408,7 @@ def test_relays_killed_at_random_lose_nothing_and_double_nothing(cluster: Cluste
         relaying = relays.relay(numbers, onwards, 0.0002)
         time.sleep(rng.uniform(0.0, 0.12))
         if rng.random() < 0.5:
-            hub = hub_pid(cluster.session.session_dir)
+            hub = hub_pid(cluster)
             os.kill(hub, signal.SIGSTOP)  # what it is sent meanwhile lies in sockets
             time.sleep(0.05)
             os.kill(relays.addresses()[0].pid, signal.SIGKILL)
@@ -511,7 +510,7 @@ def test_killing_the_hub_in_the_middle_changes_nothing(
     producing = producers.produce(channel, 400, size=600, end=True)
     for _ in range(3):
         time.sleep(0.15)
-        os.kill(hub_pid(cluster.session.session_dir), signal.SIGKILL)
+        os.kill(hub_pid(cluster), signal.SIGKILL)
         time.sleep(0.3)
     produced = producing.wait(timeout_s=WAIT_S)
     taken = consuming.wait(timeout_s=WAIT_S)
@@ -592,7 +591,7 @@ def kill_at_random(num_kills: int, seed: int, folder: Path, size: int) -> None:
             time.sleep(rng.uniform(0.02, 0.25))
             victim = rng.choice(["producer", "consumer", "hub"])
             if victim == "hub":
-                kill(hub_pid(cluster.session.session_dir))
+                kill(hub_pid(cluster))
             elif victim == "producer":
                 kill(producers.addresses()[0].pid)
                 producers.relaunch(0)

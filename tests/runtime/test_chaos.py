@@ -51,7 +51,7 @@ def kill_lock_holders(num_kills: int, seed: int, folder: Path) -> None:
             time.sleep(rng.uniform(0.01, 0.1))
             victim = rng.choice([*groups, None])
             if victim is None:
-                kill(hub_pid(cluster.session.session_dir))
+                kill(hub_pid(cluster))
             else:
                 kill(victim.addresses()[0].pid)
                 with pytest.raises(PeerDiedError):  # and no other error: nobody was inside with it
@@ -182,7 +182,7 @@ def kill_pipeline(num_kills: int, seed: int, folder: Path) -> None:
             stop_first_s = rng.choice([0.0, 0.0, 0.1])
             n, rank = rng.choice(pipeline.ranks())
             if rng.random() < 0.25:
-                kill(hub_pid(cluster.session.session_dir), stop_first_s=stop_first_s)
+                kill(hub_pid(cluster), stop_first_s=stop_first_s)
             else:
                 kill(pipeline.stages[n].addresses()[rank].pid, stop_first_s=stop_first_s)
             assert not pipeline.errors, pipeline.errors

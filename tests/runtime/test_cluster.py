@@ -22,9 +22,9 @@ from rill.runtime.cluster import Cluster
 from rill.runtime.device.device import Device
 from rill.runtime.handle import Handle
 from rill.runtime.process import agent_client, supervisor
-from rill.runtime.process.agent_protocol import Exited
+from rill.runtime.process.agent import Exited
 from rill.runtime.process.session import LOCK_NAME, SESSION_PREFIX, sweep
-from tests.runtime.leftovers import becomes_true, is_running, marked_processes, nothing_left
+from tests.runtime.leftovers import becomes_true, hub_pid, is_running, marked_processes, nothing_left
 from tests.runtime.workers import Echo
 
 pytestmark = pytest.mark.timeout(90)
@@ -107,11 +107,11 @@ def test_the_hub_is_started_again_when_it_dies_and_the_driver_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
-        cluster.context.hub.call("registry.publish", ["key", "value", False], 20)
-        before = find_process("rill.runtime.hub.server", str(cluster.session.session_dir))
+        cluster.context.hub.call("registry.register", {"note": "value"}, 20)
+        before = hub_pid(cluster)
         os.kill(before, signal.SIGKILL)
-        assert cluster.context.hub.call("registry.fetch", "key", 20) == "value"
-        assert find_process("rill.runtime.hub.server", str(cluster.session.session_dir)) != before
+        assert members_of(cluster)["driver[0]#0"]["note"] == "value"
+        assert hub_pid(cluster) != before
         assert becomes_true(
             lambda: f"hub (pid {before}) ended and was started again: killed by SIGKILL" in caplog.text
         )
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_while_the_hub_is_down_is_buried_when_it_is_back() ->
     with Cluster(devices="cpu:2") as cluster:
         group = Echo.launch(cluster, name="echo", threads=1)
         assert becomes_true(lambda: {"echo[0]#0", "echo[1]#0"} <= members_of(cluster).keys())
-        hub = find_process("rill.runtime.hub.server", str(cluster.session.session_dir))
+        hub = hub_pid(cluster)
         os.kill(hub, signal.SIGSTOP)
         os.kill(group.addresses()[1].pid, signal.SIGKILL)
         assert becomes_true(lambda: group.lost() == [1])
@@ -141,14 +141,14 @@ def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_rea
 ) -> None:
     with Cluster(devices="cpu:1") as cluster:
         group = Echo.launch(cluster, name="echo", threads=1)
-        waiting = group.fetch("never/published")
+        waiting = group.find("never[0]")
         given_up = Exited(key="hub", pid=7, exit_code=1, log_tail="no room", is_restarted=False)
         time.sleep(0.2)
         cluster._on_event(given_up)
         with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):
             waiting.wait(60)
         with pytest.raises(RillError, match="(?s)ended too often.*no room"):
-            cluster.context.hub.fetch("never/published", 20)
+            cluster.context.hub.find("never[0]", 20)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "not started again" in record.getMessage()
 
@@ -157,7 +157,7 @@ def test_whatever_fails_while_a_cluster_opens_nothing_is_left(monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise OSError("no such file")
 
-    for place in ("Launcher.hub", "Cluster._make_context", "RuntimeContext.open"):
+    for place in ("Launcher.hub", "Cluster._make_context"):
         with nothing_left() as room, monkeypatch.context() as patched:
             patched.setattr(f"rill.runtime.cluster.{place}", refuse)
             with pytest.raises(OSError, match="no such file"):
@@ -181,18 +181,6 @@ def test_a_ray_cluster_that_does_not_answer_is_named_and_nothing_is_left(
         with pytest.raises(RunError, match=r"no Ray cluster answers at '10.0.0.1:6379'"):
             Cluster.ray("10.0.0.1:6379")
         room.note_sessions()
-
-
-def find_process(*words: str) -> int:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_text()
-            except OSError:
-                continue
-            if all(word in command for word in words):
-                return int(folder.name)
-    raise AssertionError(f"no process with {words}")
 
 
 def test_folders_of_dead_sessions_are_swept_and_live_ones_are_not() -> None:

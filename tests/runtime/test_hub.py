@@ -15,7 +15,6 @@ from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import ChannelOptions, Grant, Requests
-from rill.runtime.hub.state import Machine
 from tests.runtime.hub_fakes import FakeHub, HubProcess, hub_process, put, take, values_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,24 +33,24 @@ def client(hub: HubProcess) -> Iterator[HubClient]:
     client.close()
 
 
-def test_a_value_can_be_waited_for_before_it_is_published(hub: HubProcess, client: HubClient) -> None:
+def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client: HubClient) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.fetch("k", 20)))
+    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 20)))
     waiter.start()
-    client.call("registry.publish", ["k", {"port": 5}, True], 20)
+    client.call("registry.register", {"address": "tcp://5"}, 20)
     waiter.join(20)
     other.close()
-    assert found == [{"port": 5}]
+    assert found == ["tcp://5"]
 
 
-def test_a_fetch_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
-    with pytest.raises(StuckError, match="'never'"):
-        client.fetch("never", 0.05)
+def test_a_search_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
+    with pytest.raises(StuckError, match="'driver"):
+        client.find("driver[0]", 0.05)
     client.call("registry.sync", None, 20)
     assert not client._asked
-    client.call("registry.publish", ["never", 1, True], 20)
-    assert client.fetch("never", 20) == 1
+    client.call("registry.register", {"address": 1}, 20)
+    assert client.find("driver[0]", 20) == 1
 
 
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
@@ -62,9 +61,9 @@ def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
 
 def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(client: HubClient) -> None:
     with pytest.raises(RunError, match="cannot be sent"):
-        client.call("registry.publish", ["k", object(), False], 20)
-    client.call("registry.publish", ["k", 1, False], 20)
-    assert client.call("registry.fetch", "k", 20) == 1
+        client.call("registry.register", {"address": object()}, 20)
+    client.call("registry.register", {"address": 1}, 20)
+    assert client.find("driver[0]", 20) == 1
 
 
 def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
@@ -122,11 +121,11 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
 ) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.call("registry.fetch", "k", 30)))
+    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 30)))
     waiter.start()
     time.sleep(0.3)
     hub.kill()
-    client.submit("registry.publish", ["k", 7, False])
+    client.submit("registry.register", {"address": 7})
     hub.start()
     waiter.join(30)
     other.close()
@@ -142,16 +141,16 @@ def encoded(first_seq: int, *requests: list[object]) -> bytes:
 
 def test_a_torn_record_is_dropped_and_the_rest_is_kept(tmp_path: Path) -> None:
     journal = HubJournal(tmp_path)
-    journal.recover(Machine)
-    journal.append("a[0]#0", encoded(1, ["registry.join", {}], ["registry.publish", ["k", 1, False]]), 1.0)
+    journal.recover()
+    journal.append("a[0]#0", encoded(1, ["registry.join", {}], ["registry.register", {"k": 1}]), 1.0)
     journal.commit()
-    journal.append("a[0]#0", encoded(3, ["registry.publish", ["k", 2, False]]), 2.0)
+    journal.append("a[0]#0", encoded(3, ["registry.register", {"k": 2}]), 2.0)
     journal.commit()
     journal.close()
     log = tmp_path / "hub.0.log"
     log.write_bytes(log.read_bytes()[:-3])
-    machine = HubJournal(tmp_path).recover(Machine)
-    assert machine.membership.on_values("", 0, "") == {"k": 1}
+    machine = HubJournal(tmp_path).recover()
+    assert machine.membership.members == {"a[0]#0": {"k": 1}}
     assert machine.expected("a[0]#0") == 3
 
 
@@ -160,10 +159,10 @@ def test_compaction_keeps_the_state_and_drops_the_log(
 ) -> None:
     monkeypatch.setattr(hub_journal, "GROWN_BYTES", 2000)
     journal = HubJournal(tmp_path)
-    machine = journal.recover(Machine)
+    machine = journal.recover()
     num_compacted = 0
     for n in range(200):
-        raw = encoded(n + 1, ["registry.publish", [f"k{n % 7}", n, False]])
+        raw = encoded(n + 1, ["registry.register", {f"k{n % 7}": n}])
         journal.append("a[0]#0", raw, float(n))
         machine.apply("a[0]#0", n + 1, msgspec.msgpack.decode(raw, type=Requests).requests, float(n))
         machine.streams["a[0]#0"].confirm(10**9)
@@ -174,8 +173,8 @@ def test_compaction_keeps_the_state_and_drops_the_log(
     journal.close()
     assert num_compacted > 0
     assert len(list(tmp_path.glob("hub.*.log"))) == 1
-    again = HubJournal(tmp_path).recover(Machine)
-    assert again.membership.on_values("", 0, "") == machine.membership.on_values("", 0, "")
+    again = HubJournal(tmp_path).recover()
+    assert again.membership.members == machine.membership.members
     assert again.expected("a[0]#0") == 201
 
 

@@ -7,7 +7,6 @@ import pytest
 from rill.errors import PlanError
 from rill.runtime.device.device import (
     Device,
-    gpus_of,
     local_devices,
     number,
     torch_device,
@@ -81,9 +80,9 @@ def test_a_process_cannot_hold_devices_of_two_nodes() -> None:
 
 def test_a_process_sees_only_its_own_gpus() -> None:
     held = [Device(kind="cuda", index=3), Device(kind="cuda", index=5)]
-    assert visible_devices_env(gpus_of(held)) == {"CUDA_VISIBLE_DEVICES": "3,5"}
+    assert visible_devices_env(held) == {"CUDA_VISIBLE_DEVICES": "3,5"}
     assert torch_device(held) == "cuda:0"
-    assert visible_devices_env(gpus_of([Device(kind="cpu")])) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert visible_devices_env([Device(kind="cpu")]) == {"CUDA_VISIBLE_DEVICES": ""}
     assert torch_device([Device(kind="cpu")]) == "cpu"
 
 

@@ -65,6 +65,7 @@ def test_objects_arrive_in_order_and_by_tag(pair: WorkerGroup[Any]) -> None:
     sending.wait(10)
 
 
+@pytest.mark.slow
 def test_tensors_travel_and_collectives_run_in_workers_that_share_a_preloaded_torch() -> None:
     from tests.runtime.tensor_workers import TensorPeer
 

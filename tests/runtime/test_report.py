@@ -17,6 +17,7 @@ from rill.runtime.process import report as report_module
 from rill.runtime.process.report import Edge, Report
 from rill.runtime.process.waits import dump, waiting, watch_loop
 from tests.runtime.channel_workers import Consumer, Producer
+from tests.runtime.leftovers import own_waits
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -38,10 +39,9 @@ def test_a_chain_is_not_a_ring() -> None:
 
 def test_a_named_wait_is_visible_while_it_lasts() -> None:
     with waiting("an answer from the moon", "moon"):
-        seen = dump()
-    assert seen["waits"][0][:2] == ["an answer from the moon", "moon"]
-    assert "test_a_named_wait" in "".join(seen["stacks"].values())
-    assert dump()["waits"] == []
+        assert own_waits() == [["an answer from the moon", "moon"]]
+        assert "test_a_named_wait" in "".join(dump()["stacks"].values())
+    assert own_waits() == []
 
 
 def test_a_stuck_take_reports_everybody_with_their_stacks(

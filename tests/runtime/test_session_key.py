@@ -6,6 +6,7 @@ import queue
 import socket as sockets
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import pytest
 
 from rill.errors import RunError, StuckError
 from rill.runtime.hub.client import HubClient
-from rill.runtime.hub.server import hub_command
 from rill.runtime.process.mailbox import Mailbox, free_port
 from rill.runtime.process.session import open_session
-from rill.runtime.process.session_key import KEY_NAME, SessionKey
+from rill.runtime.process.session_key import SessionKey
 from tests.runtime.hub_fakes import HubProcess
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,9 +76,9 @@ class TcpHub(HubProcess):
         self.tcp = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         super().__init__(folder)
 
-    def command(self) -> list[str]:
-        KEY.save(self.session_dir)
-        return hub_command(self.session_dir, self.endpoint, tcp=self.tcp, shm_dir=self.shm_dir)
+    def start(self) -> None:
+        self.site = replace(self.site, key=KEY)
+        super().start()
 
 
 def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> None:
@@ -102,21 +102,16 @@ def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> N
     hub.close()
 
 
-def test_the_key_is_in_no_command_line_and_in_no_text(tmp_path: Path) -> None:
-    KEY.save(tmp_path)
-    command = " ".join(hub_command(tmp_path, "ipc://x", tcp="tcp://127.0.0.1:1"))
-    for told in (command, repr(KEY), str(KEY), f"{KEY}"):
+def test_the_key_does_not_show_itself_when_it_is_printed() -> None:
+    for told in (repr(KEY), str(KEY), f"{KEY}"):
         assert KEY.secret.decode() not in told and KEY.public.decode() not in told
-    assert SessionKey.read(tmp_path) == KEY
 
 
 def test_only_their_user_can_enter_the_session_s_folders() -> None:
     session = open_session()
     try:
-        KEY.save(session.session_dir)
         for folder in (session.session_dir, session.shm_dir):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((session.session_dir / KEY_NAME).stat().st_mode) == 0o600
     finally:
         session.close()
 

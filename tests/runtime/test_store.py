@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rill.errors import PeerDiedError, RunError, StuckError
-from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
+from rill.runtime.hub.client import HubClient
 from rill.runtime.process.scratch import ScratchFolder
 from rill.runtime.process.session import SHM_ROOT, is_shm_usable
 from rill.runtime.process.session_key import SessionKey
@@ -238,13 +240,24 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
     """A process of another node, as far as the store can tell."""
     shm_dir.mkdir(exist_ok=True)
     site = Site(
-        session_dir=hub.session_dir,
+        session_dir=hub.site.session_dir,
         shm_dir=shm_dir,
         node_id=node_id,
         hub_endpoint=hub.endpoint,
         key=KEY,
     )
     return RuntimeContext(site, WorkerAddress(group, 0, node_id), group)
+
+
+@contextmanager
+def store_server(context: RuntimeContext, launch: int) -> Iterator[None]:
+    """The store server of a context's node."""
+    site = context.site
+    client = HubClient(site.hub_endpoint, f"{STORE_GROUP}{site.node_id}[0]#{launch}", site.key)
+    server = serve_store(site, client)
+    yield
+    server.close()
+    client.close()
 
 
 @pytest.fixture
@@ -256,13 +269,12 @@ def hub(tmp_path: Path) -> Iterator[HubProcess]:
 def test_a_payload_of_another_node_comes_over_tcp_in_chunks(hub: HubProcess, tmp_path: Path) -> None:
     there = context_of(hub, tmp_path / "there", "n1", "producer")
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
-    server = serve_store(there.site, there.hub)
     released: list[int] = []
     original = {"x": np.random.default_rng(0).integers(0, 255, 11_000_000, dtype=np.uint8), "y": "z" * 9000}
-    read = here.store.read(there.store.write(encode(original)), lambda: released.append(1))
+    with store_server(there, 1):
+        read = here.store.read(there.store.write(encode(original)), lambda: released.append(1))
     assert np.array_equal(read["x"], original["x"]) and read["y"] == original["y"]
     assert released == [1]  # the copy is ours: the other node's memory is free
-    server.close()
     here.close()
     there.close()
 
@@ -274,15 +286,13 @@ def test_a_store_server_that_was_killed_is_found_again_at_its_new_address(
     there = context_of(hub, tmp_path / "there", "n1", "producer")
     here = context_of(hub, tmp_path / "here", "n0", "consumer")
     ref = there.store.write(megabytes(11))
-    first = serve_store(there.site, there.hub)
-    assert here.store.read(ref, lambda: None).size == 11 * 1024 * 1024
-    first.close()
+    with store_server(there, 1):
+        assert here.store.read(ref, lambda: None).size == 11 * 1024 * 1024
     released: list[int] = []
     reading = ThreadPoolExecutor(1).submit(lambda: here.store.read(ref, lambda: released.append(1)))
     time.sleep(1.5)
     assert not reading.done() and not released
-    second = serve_store(there.site, there.hub)
-    assert reading.result(20).size == 11 * 1024 * 1024 and released == [1]
-    second.close()
+    with store_server(there, 2):
+        assert reading.result(20).size == 11 * 1024 * 1024 and released == [1]
     here.close()
     there.close()

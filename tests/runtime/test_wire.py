@@ -108,11 +108,12 @@ def test_what_cannot_travel_is_named_by_its_path(value: object, path: str) -> No
         encode(value)
 
 
+_TEXT = st.text(alphabet="a é€\0😀", max_size=20)  # Hypothesis takes seconds to learn of all the others
 _LEAVES = st.one_of(
     st.none(),
     st.integers(),
     st.floats(allow_nan=False),
-    st.text(max_size=20),
+    _TEXT,
     st.integers(0, 20_000).map(bytes),
     st.integers(0, 20_000).map(lambda n: "é" * (n // 2)),
     st.integers(0, 20_000).map(bytearray),
@@ -120,10 +121,6 @@ _LEAVES = st.one_of(
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.recursive(
-        _LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner)
-    )
-)
+@given(st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(_TEXT, inner)))
 def test_any_nesting_of_plain_values_comes_out_equal(value: object) -> None:
     assert copy_through(value) == value

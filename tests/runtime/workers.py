@@ -100,8 +100,8 @@ class Echo(Worker):
     def start_child(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
-    def fetch(self, key: str) -> Any:
-        return current().hub.fetch(key, 60)
+    def find(self, name: str) -> Any:
+        return current().hub.find(name, 60)
 
     def take_one(self, channel: Channel) -> Any:
         return channel.take(20)

@@ -191,6 +191,7 @@ class Consumer:
 
     def close(self) -> None:
         """Nothing will be taken here any more."""
+        self.return_ahead()
         self._hub.remove_ticker(self._tick)
 
     def _return_ahead(self) -> None:

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rill.errors import RunError
-from rill.runtime.hub.messages import Descriptor, Done, Item, Puts
+from rill.runtime.hub.messages import Done, Item, Puts
 from rill.runtime.process import waits
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ class Lease:
 
     # --- for the ends of channels -----------------------------------------------------------------------------
 
-    def add(self, channel: str, descriptor: Descriptor) -> None:
+    def add(self, channel: str, item: Item) -> None:
         """A put joins."""
         if self.state is not LeaseState.OPEN:
             raise RunError(f"put into {channel!r} under a lease that is {self.state.value}: put it before")
         if self._puts and self._puts[-1].channel == channel:
-            self._puts[-1].items.append(descriptor)
+            self._puts[-1].items.append(item)
         else:
-            self._puts.append(Puts(channel, [descriptor]))
+            self._puts.append(Puts(channel, [item]))
 
     def send_puts(self) -> None:
         """A wait is coming: what was put so far goes now, and is no longer undone if this lease fails."""

@@ -1,4 +1,4 @@
-"""The producing end of a channel in one process: objects become descriptors, descriptors go to the broker.
+"""The producing end of a channel in one process: objects become items, items go to the broker.
 
 put ──▶ encode ──▶ small: inside the descriptor; large: into this node's shared memory
           │
@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rill import errors
-from rill.errors import RillError, RunError
+from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
 from rill.runtime.hub.answer import Asked
-from rill.runtime.hub.messages import Cancel, Commit, Descriptor, Done, Puts
+from rill.runtime.hub.client import ANSWER_S
+from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer.wire import encode
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 4096
 """Payloads up to this size ride in the descriptor."""
-HUB_S = 30.0
-"""What the hub is given to answer what needs no waiting."""
 
 
 class Producer:
@@ -48,7 +47,7 @@ class Producer:
         self._error: RillError | None = None
         self._hub.on("commit_failed", self._fail)
 
-    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Descriptor:
+    def describe(self, obj: Any, weight: float, key: Any, timeout_s: float | None) -> Item:
         """What the broker is told of an object, whose payload stays in this node's store unless it is small."""
         encoded = encode(obj)
         num_bytes = encoded.num_bytes
@@ -56,70 +55,83 @@ class Producer:
         if num_bytes > INLINE_BYTES:
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             ref = self._context.store.write(encoded, limit_s)
-            return Descriptor(float(weight), key, num_bytes, None, ref)
+            return Item(float(weight), key, num_bytes, None, ref)
         inline: bytes | list[bytes] = encoded.header
         if encoded.buffers:
             inline = [encoded.header, *(bytes(buffer) for buffer in encoded.buffers)]
-        return Descriptor(float(weight), key, num_bytes, inline, None)
+        return Item(float(weight), key, num_bytes, inline, None)
 
-    def put(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+    def put(self, items: list[Item], timeout_s: float | None) -> None:
         """Into the lease that is worked on here, or to the broker."""
-        if not self._has_joined(descriptors):
-            self.commit([], [Puts(self.name, descriptors)], timeout_s)
+        if not self._has_joined(items):
+            self.commit([], [Puts(self.name, items)], timeout_s)
 
-    async def put_async(self, descriptors: list[Descriptor], timeout_s: float | None) -> None:
+    async def put_async(self, items: list[Item], timeout_s: float | None) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        if not self._has_joined(descriptors):
-            await self.commit_async([], [Puts(self.name, descriptors)], timeout_s)
+        if not self._has_joined(items):
+            await self.commit_async([], [Puts(self.name, items)], timeout_s)
 
-    def _has_joined(self, descriptors: list[Descriptor]) -> bool:
+    def _has_joined(self, items: list[Item]) -> bool:
         self.check()
         lease = joined()
         if lease is None:
             return False
-        for descriptor in descriptors:
-            lease.add(self.name, descriptor)
+        for item in items:
+            lease.add(self.name, item)
         return True
 
     def commit(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """All of it or nothing; returns when it is on its way, or, where a channel is bounded, in."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if not self._needs_room(puts):
-            if not self._hub.commit(done, puts, time.monotonic() + limit_s):
-                for part in puts:
-                    self.forget(part.items)
-                raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
-            return
-        with self._asking(done, puts) as asked:
-            is_in = came_while_lending(self._context, asked, limit_s)
-            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
-        if error is not None:
-            self._raise_unless_in(asked, done, puts, error)
-        asked.result()
+        if self._needs_room(puts):
+            with self._asking(done, puts, limit_s) as asked:
+                came_while_lending(self._context, asked, limit_s)
+        elif not self._hub.commit(done, puts, time.monotonic() + limit_s):
+            for part in puts:
+                self.forget(part.items)
+            raise stuck(self._context, f"put to channel {_names(puts)}", limit_s)
 
     async def commit_async(self, done: list[Done], puts: list[Puts], timeout_s: float | None) -> None:
         """As `commit`, on an event loop."""
-        if not self._needs_room(puts):
-            self.commit(done, puts, timeout_s)
-            return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._asking(done, puts) as asked:
-            is_in, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
-            error = None if is_in else stuck(self._context, f"room in channel {_names(puts)}", limit_s)
-        if error is not None:
-            await asyncio.to_thread(self._raise_unless_in, asked, done, puts, error)
-        asked.result()
+        if self._needs_room(puts):
+            with self._asking(done, puts, limit_s) as asked:
+                await asyncio.wait([asyncio.wrap_future(asked)], timeout=limit_s)
+        else:
+            self.commit(done, puts, limit_s)
 
     @contextmanager
-    def _asking(self, done: list[Done], puts: list[Puts]) -> Iterator[Asked[int]]:
-        """Around the wait for room; whatever ends it early takes back what has none yet."""
+    def _asking(self, done: list[Done], puts: list[Puts], limit_s: float) -> Iterator[Asked[int]]:
+        """Around the wait for room. Whatever ends it early takes back what has none yet; but what came of something
+        that was taken stays with the hub, which will let it in."""
+        what = f"room in channel {_names(puts)}"
         asked = self._hub.ask("broker.commit", Commit(done, puts, True), int)
         try:
-            with waiting(f"room in channel {_names(puts)}", f"channel:{puts[0].channel}"):
+            with waiting(what, f"channel:{puts[0].channel}"):
                 yield asked
+                late = None if asked.done() else stuck(self._context, what, limit_s)
         except BaseException:
-            self._cancel(asked, done, puts)
+            self._take_back(asked, done, puts)
             raise
+        if late is not None:
+            self._take_back(asked, done, puts)
+            if done or self._is_left_out(asked, puts, late):
+                raise late
+        asked.result()
+
+    def _take_back(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
+        for part in puts if not done else ():
+            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
+
+    def _is_left_out(self, asked: Asked[int], puts: list[Puts], error: StuckError) -> bool:
+        """What became of a put that was taken back past its deadline; it may have got in at the last moment."""
+        if not asked.came(ANSWER_S):
+            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
+        num_left_out = asked.result()
+        if num_left_out:
+            num_items = sum(len(part.items) for part in puts)
+            error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
+        return num_left_out > 0
 
     def send(self, done: list[Done], puts: list[Puts]) -> None:
         """All of it or nothing, without waiting for room: the hub lets the rest in when there is some."""
@@ -132,29 +144,9 @@ class Producer:
         channels = self._context.channels
         return any(channels[part.channel].producer.is_bounded for part in puts)
 
-    def _cancel(self, asked: Asked[int], done: list[Done], puts: list[Puts]) -> None:
-        """Take back what has no room yet, unless it is the outcome of something that was taken."""
-        for part in puts if not done else ():
-            self._hub.submit("broker.cancel", Cancel(part.channel, asked.seq))
-
-    def _raise_unless_in(
-        self, asked: Asked[int], done: list[Done], puts: list[Puts], error: RillError
-    ) -> None:
-        """Past the deadline. What is part of a lease stays with the hub, which will let it in."""
-        self._cancel(asked, done, puts)
-        if done:
-            raise error
-        if not asked.came(HUB_S):
-            raise RunError(f"{self.name}: the hub does not answer: it is not known whether the put got in")
-        num_left_out = asked.result()
-        if num_left_out:
-            num_items = sum(len(part.items) for part in puts)
-            error.add_note(f"{num_items - num_left_out} of {num_items} items got in")
-            raise error
-
-    def forget(self, descriptors: Sequence[Descriptor]) -> None:
+    def forget(self, items: Sequence[Item]) -> None:
         """They will not be put: their memory is free again."""
-        self._context.store.free([d.ref.slot for d in descriptors if d.ref is not None])
+        self._context.store.free([item.ref.slot for item in items if item.ref is not None])
 
     def check(self) -> None:
         """Raise what the broker said against something that was put."""

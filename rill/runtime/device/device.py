@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 from rill.errors import PlanError
@@ -79,7 +78,7 @@ def devices_of_nodes(wanted: DeviceSpec, nodes: Sequence[Node]) -> dict[str, Nod
     return chosen
 
 
-def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) -> list[Device]:
+def local_devices(wanted: NodeDevices) -> list[Device]:
     """The devices of this machine that `wanted` names, without ids.
 
     "auto": every GPU and everything of a registered kind that can be counted, or one cpu slot per core where there is
@@ -87,17 +86,17 @@ def local_devices(wanted: NodeDevices, *, labels: frozenset[str] = frozenset()) 
     "npu:auto" or "cuda:2,cpu:4": that many of each kind. A list of Device: as given.
     """
     if isinstance(wanted, str) and wanted != "auto":
-        return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip(), labels)]
+        return [device for part in wanted.split(",") for device in _devices_of_kind(part.strip())]
     if isinstance(wanted, str):
         counted = [name for name in ACCELERATORS if name != CPU and accelerator(name).devices() is not None]
-        found = [device for name in counted for device in _devices_of_kind(f"{name}:auto", labels)]
-        return found or _devices_of_kind(f"{CPU}:auto", labels)
+        found = [device for name in counted for device in _devices_of_kind(f"{name}:auto")]
+        return found or _devices_of_kind(f"{CPU}:auto")
     if isinstance(wanted, int):
-        return _devices_of_kind(f"{CUDA if accelerator(CUDA).devices() else CPU}:{wanted}", labels)
-    return [replace(device, labels=device.labels | labels) for device in wanted]
+        return _devices_of_kind(f"{CUDA if accelerator(CUDA).devices() else CPU}:{wanted}")
+    return list(wanted)
 
 
-def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
+def _devices_of_kind(part: str) -> list[Device]:
     kind, _, count = part.partition(":")
     if not kind or not (count.isdigit() or count == "auto"):
         raise PlanError(f"devices={part!r} is not 'auto', a number or 'kind:number', e.g. 'cpu:4'")
@@ -118,7 +117,12 @@ def _devices_of_kind(part: str, labels: frozenset[str]) -> list[Device]:
         )
     else:
         chosen = there[: int(count)]
-    return [Device(kind=kind, index=index, labels=labels) for index in chosen]
+    return [Device(kind=kind, index=index) for index in chosen]
+
+
+def on_node(devices: Sequence[Device], node: Node) -> list[Device]:
+    """The devices as those of a node, with its labels."""
+    return [replace(device, node_id=node.node_id, labels=device.labels | node.labels) for device in devices]
 
 
 def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
@@ -126,15 +130,13 @@ def number(devices: Sequence[Device], first: int = 0) -> tuple[Device, ...]:
     return tuple(replace(device, id=first + n) for n, device in enumerate(devices))
 
 
-def visible_devices_env(gpus: Sequence[int], devices: Sequence[Device] = ()) -> Mapping[str, str]:
-    """The environment that shows a process these GPUs, and its `devices` of other kinds, and no others."""
+def visible_devices_env(devices: Sequence[Device]) -> dict[str, str]:
+    """The environment that shows a process these devices, of every kind that has a variable for it, and no others."""
     env = {}
     for name in ACCELERATORS:
-        variable = accelerator(name).visible_env
-        if variable:
-            own = gpus if name == CUDA else dict.fromkeys(d.index for d in devices if d.kind == name)
-            env[variable] = ",".join(map(str, own))
-    return MappingProxyType(env)
+        if variable := accelerator(name).visible_env:
+            env[variable] = ",".join(dict.fromkeys(str(d.index) for d in devices if d.kind == name))
+    return env
 
 
 def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -144,8 +146,6 @@ def gpus_of(devices: Sequence[Device]) -> tuple[int, ...]:
 
 def torch_device(devices: Sequence[Device]) -> str:
     """The torch name of a rank's first device, as its process sees it; "cpu" if torch knows none."""
-    if gpus_of(devices):
-        return "cuda:0"
     for device in devices:
         kind = accelerator(device.kind) if device.kind in ACCELERATORS else None
         if kind is not None and kind.torch_name and device.kind != CPU:

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rill.errors import RunError
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_S = 3600.0
 """As a call's: the wait for a turn lasts as long as the work of the groups before."""
-ASK_S = 30.0
 
 
 def device_lock_of(worker: Worker) -> DeviceLock:
@@ -50,7 +49,7 @@ def device_lock_of(worker: Worker) -> DeviceLock:
 
 def groups_in_line(context: RuntimeContext) -> set[str]:
     """Groups with a rank that waits for its turn now."""
-    turns = context.hub.call("locks.turns", None, ASK_S)
+    turns = context.hub.call("locks.turns", None)
     return {turn["group"] for turn in turns if turn["waiting"]}
 
 
@@ -79,7 +78,7 @@ class DeviceLock:
         self._is_asking = False
         self._num_urgent = 0
         """Threads that wait for the turn with work of no channel."""
-        self._spans: list[trace.Span] = []
+        self._spans = ExitStack()
         self._evictions: queue.SimpleQueue[Evict | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve_evictions, name="rill-lock", daemon=True)
         self._thread.start()
@@ -180,9 +179,7 @@ class DeviceLock:
         self._entered_s = time.monotonic()
         name = self._context.address.name
         for device in self._device_ids:
-            span = trace.span(name, lane=f"device {device}")
-            span.__enter__()
-            self._spans.append(span)
+            self._spans.enter_context(trace.span(name, lane=f"device {device}"))
         try:
             self._onload()
         except BaseException:  # user code failed: the devices are for others, and the caller learns of it
@@ -220,8 +217,7 @@ class DeviceLock:
 
     def _end_spans(self) -> None:
         self._context.recorder.had_turn(self._device_ids, time.monotonic() - self._entered_s)
-        while self._spans:
-            self._spans.pop().__exit__(None, None, None)
+        self._spans.close()
 
     def _serve_evictions(self) -> None:
         while (order := self._evictions.get()) is not None:

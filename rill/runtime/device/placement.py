@@ -81,16 +81,16 @@ def seats_on_free_devices(
 
 
 def _parse(text: str, devices: Sequence[Device]) -> list[list[Device]]:
-    entries = _split_entries(text)
-    if not any(_ranks_of(entry) for entry in entries):
+    entries = [_match(entry) for entry in _split_entries(text)]
+    if not any(entry["ranks"] for entry in entries):
         return [[device] for entry in entries for device in _devices_of(entry, devices, text)]
     held: dict[int, list[Device]] = {}
     for entry in entries:
-        ranks = _ranks_of(entry)
-        if ranks is None:
+        if entry["ranks"] is None:
             raise PlanError(
                 f"placement {text!r}: give processes to all parts, as in '0-1:0,2-3:1', or to none"
             )
+        ranks = _numbers(entry["ranks"], entry.string)
         shares = _share_out(_devices_of(entry, devices, text), len(ranks), text)
         for rank, chosen in zip(ranks, shares, strict=True):
             if rank in held:
@@ -123,22 +123,16 @@ def _match(entry: str) -> re.Match[str]:
     return match
 
 
-def _ranks_of(entry: str) -> list[int] | None:
-    ranks = _match(entry)["ranks"]
-    return None if ranks is None else _numbers(ranks, entry)
-
-
-def _devices_of(entry: str, devices: Sequence[Device], text: str) -> list[Device]:
-    match = _match(entry)
-    name, wanted = match["name"], match["devices"]
+def _devices_of(entry: re.Match[str], devices: Sequence[Device], text: str) -> list[Device]:
+    name, wanted = entry["name"], entry["devices"]
     if name is None:
-        return list(devices) if wanted == "all" else _pick(_numbers(wanted, entry), devices, text)
+        return list(devices) if wanted == "all" else _pick(_numbers(wanted, entry.string), devices, text)
     named = [device for device in devices if device.kind == name or name in device.labels]
     if not named:
         raise PlanError(f"placement {text!r}: no device has the kind or label {name!r}; {_existing(devices)}")
     if wanted == "all":
         return named
-    picks = _numbers(wanted, entry)
+    picks = _numbers(wanted, entry.string)
     if max(picks) >= len(named):
         raise PlanError(f"placement {text!r}: there are {len(named)} devices {name!r}, counted from 0")
     return [named[pick] for pick in picks]

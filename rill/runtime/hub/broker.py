@@ -5,7 +5,7 @@ of the payload. Every take is a lease: a Commit finishes it, together with what 
 GiveBack, returns it to the front.
 
 Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. `ledger`
-owns the payloads' memory, `view` shows what can be seen from outside.
+owns the payloads' memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rill.runtime.hub.messages import (
     Take,
 )
 from rill.runtime.hub.service import ServiceError, group_of, name_of
-from rill.runtime.hub.view import BrokerView
 from rill.runtime.transfer.segments import Ref
 
 if TYPE_CHECKING:
@@ -49,16 +48,23 @@ class Broker:
         """client -> channel -> ids of items it leases or whose memory it looks at."""
         self._entering: dict[tuple[str, int], int] = {}
         """(client, seq) of a commit -> channels that have not let all of it in."""
-        self.view = BrokerView(machine, self.channels)
 
     def on_stats(self, client: str, seq: int, name: str) -> Any:
-        return self.view.stats(self._channel(name))
+        return self._channel(name).stats()
 
     def on_all_stats(self, client: str, seq: int, payload: None) -> Any:
-        return {name: self.view.stats(channel) for name, channel in self.channels.items()}
+        return {name: channel.stats() for name, channel in self.channels.items()}
 
-    def on_waits(self, client: str, seq: int, payload: None) -> Any:
-        return self.view.waits()
+    def on_waits(self, client: str, seq: int, payload: None) -> list[tuple[str, str, str, float]]:
+        return self.waits()
+
+    def waits(self) -> list[tuple[str, str, str, float]]:
+        """Who waits on which channel: (client, channel, "put" or "take", since)."""
+        found = []
+        for name, channel in self.channels.items():
+            found += [(wait.client, name, "take", wait.since_s) for wait in channel.takes]
+            found += [(wait.client, name, "put", wait.since_s) for wait in channel.puts]
+        return found
 
     # --- channels -----------------------------------------------------------------------------------------
 
@@ -113,8 +119,8 @@ class Broker:
             targets = [self._open_channel(puts.channel) for puts in commit.puts]
         except ServiceError as error:
             for puts in commit.puts:
-                for descriptor in puts.items:
-                    self.ledger.free(descriptor.ref)
+                for item in puts.items:
+                    self.ledger.free(item.ref)
             if commit.wants_reply:
                 raise
             channels = [puts.channel for puts in commit.puts]
@@ -125,7 +131,7 @@ class Broker:
         is_waiting = False
         producer = name_of(client)
         for channel, puts in zip(targets, commit.puts, strict=True):
-            entries = [channel.new_entry(producer, descriptor) for descriptor in puts.items]
+            entries = [channel.new_entry(producer, item) for item in puts.items]
             if channel.is_bounded and commit.wants_reply:
                 self._enter(channel, PutWait(client, seq, deque(entries), self._machine.now_s))
                 is_waiting = True
@@ -146,12 +152,12 @@ class Broker:
             entry = channel.items[item_id]
             if entry.state is ItemState.LEASED:
                 channel.finish(entry, self._machine.now_s)
-            if entry.descriptor.ref is None or entry.is_released:
+            if entry.item.ref is None or entry.is_released:
                 self._forget(channel, held, entry)
 
     def _forget(self, channel: ChannelState, held: set[int], entry: Entry) -> None:
         held.discard(entry.id)
-        self.ledger.free(channel.items.pop(entry.id).descriptor.ref)
+        self.ledger.free(channel.items.pop(entry.id).item.ref)
 
     # --- taking -------------------------------------------------------------------------------------------
 
@@ -159,9 +165,7 @@ class Broker:
         channel = self._open_channel(take.channel)
         channel.passing.discard(client)
         name = name_of(client)
-        if name not in channel.consumer_epoch:
-            seen_at = self._machine.membership.seen_at(name)
-            channel.consumer_epoch[name] = channel.epochs_drained_before(seen_at)
+        channel.consumer_epoch[name] = channel.epoch_of(name, self._machine.membership.seen_at(name))
         keys = None if take.keys is None else [as_key(key) for key in take.keys]
         channel.takes.append(TakeWait(client, seq, take, keys, self._machine.now_s))
         self._serve(channel)
@@ -217,7 +221,7 @@ class Broker:
 
     def _drop(self, channel: ChannelState, entry: Entry) -> None:
         channel.drop(entry)
-        self.ledger.free(entry.descriptor.ref)
+        self.ledger.free(entry.item.ref)
 
     # --- serving who waits --------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class Broker:
         for entry in found:
             channel.lease(entry, wait.client)
             held.add(entry.id)
-        self._machine.reply(wait.client, wait.seq, Grant(GrantKind.ITEMS, [entry.wire() for entry in found]))
+        self._machine.reply(wait.client, wait.seq, Grant(GrantKind.ITEMS, [entry.item for entry in found]))
         return True
 
     # --- epochs -------------------------------------------------------------------------------------------
@@ -350,7 +354,7 @@ class Broker:
             channel = self.channels[name]
             leased = self._leased(channel, ids, sorted(ids))
             for item_id in sorted(ids):  # done, but looked at until now
-                self.ledger.free(channel.items.pop(item_id).descriptor.ref)
+                self.ledger.free(channel.items.pop(item_id).item.ref)
             channel.num_redelivered += len(leased)
             self._return(channel, leased)
         for channel in self.channels.values():
@@ -365,7 +369,7 @@ class Broker:
     def _refs(self) -> Iterator[Ref | None]:
         for channel in self.channels.values():
             for entry in channel.items.values():
-                yield entry.descriptor.ref
+                yield entry.item.ref
             for wait in channel.puts:
                 for entry in wait.entries:
-                    yield entry.descriptor.ref
+                    yield entry.item.ref

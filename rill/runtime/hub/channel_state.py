@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from rill.runtime.hub.messages import ChannelOptions, Descriptor, Item, Take
-from rill.runtime.hub.service import name_of
+from rill.runtime.hub.messages import ChannelOptions, Item, Take
+from rill.runtime.hub.service import group_of, name_of
 
 MAX_NAMED = 100
 """Of the items that were set aside, so many are kept by name."""
@@ -40,18 +40,13 @@ class Entry:
     id: int
     epoch: int
     producer: str
-    descriptor: Descriptor
-    key: Any
+    item: Item
     state: ItemState = ItemState.QUEUED
     client: str = ""
     """Who leases it."""
     is_released: bool = False
     """Its consumer looks at the memory no more, though it is not done yet."""
     num_failures: int = 0
-
-    def wire(self) -> Item:
-        d = self.descriptor
-        return Item(self.id, d.weight, d.key, d.num_bytes, d.inline, d.ref)
 
 
 class PutWait(NamedTuple):
@@ -120,9 +115,10 @@ class ChannelState:
         self.num_set_aside = 0
         self.set_aside: list[dict[str, Any]] = []
 
-    def new_entry(self, producer: str, descriptor: Descriptor) -> Entry:
+    def new_entry(self, producer: str, item: Item) -> Entry:
         epoch = max(self.producer_epoch.get(producer, 0), self.epoch)
-        entry = Entry(self.next_id, epoch, producer, descriptor, as_key(descriptor.key))
+        item.id, item.key = self.next_id, as_key(item.key)
+        entry = Entry(item.id, epoch, producer, item)
         self.next_id += 1
         self.unfinished[epoch] = self.unfinished.get(epoch, 0) + 1
         self.put_in_epoch.setdefault(epoch, set()).add(producer)
@@ -139,13 +135,13 @@ class ChannelState:
             return True
         if options.capacity_items is not None and self.num_queued >= options.capacity_items:
             return False
-        num_bytes = self.queued_bytes + entry.descriptor.num_bytes
+        num_bytes = self.queued_bytes + entry.item.num_bytes
         return options.capacity_bytes is None or num_bytes <= options.capacity_bytes
 
     def admit(self, entry: Entry, now_s: float) -> None:
         self.items[entry.id] = entry
         self._enqueue(entry)
-        self.producers[entry.producer].count(entry.descriptor.num_bytes, now_s)
+        self.producers[entry.producer].count(entry.item.num_bytes, now_s)
 
     def drop(self, entry: Entry) -> None:
         """It never got in, or is not wanted any more: its epoch does not wait for it."""
@@ -157,7 +153,9 @@ class ChannelState:
         entry.client = ""
         entry.is_released = False
         queue = self.queues.setdefault(entry.epoch, deque())
-        lines = [queue] if entry.key is None else [queue, self.by_key.setdefault(entry.key, deque())]
+        lines = (
+            [queue] if entry.item.key is None else [queue, self.by_key.setdefault(entry.item.key, deque())]
+        )
         for line in lines:
             if at_front:
                 line.appendleft(entry.id)
@@ -166,7 +164,7 @@ class ChannelState:
         if len(queue) > 4 * self.num_queued + 256:  # mostly entries of items taken by key
             self.queues[entry.epoch] = deque(i for i in dict.fromkeys(queue) if self._is_queued(i))
         self.num_queued += 1
-        self.queued_bytes += entry.descriptor.num_bytes
+        self.queued_bytes += entry.item.num_bytes
 
     def _is_queued(self, item_id: int) -> bool:
         entry = self.items.get(item_id)
@@ -177,12 +175,12 @@ class ChannelState:
         entry.state = ItemState.LEASED
         entry.client = client
         self.num_queued -= 1
-        self.queued_bytes -= entry.descriptor.num_bytes
-        if entry.key is not None:
-            ids = self.by_key[entry.key]
+        self.queued_bytes -= entry.item.num_bytes
+        if entry.item.key is not None:
+            ids = self.by_key[entry.item.key]
             ids.remove(entry.id)
             if not ids:
-                del self.by_key[entry.key]
+                del self.by_key[entry.item.key]
 
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
         """The first queued items of epochs up to `last_epoch`."""
@@ -219,7 +217,7 @@ class ChannelState:
 
     def finish(self, entry: Entry, now_s: float) -> None:
         """The consumer is done with it: it will never be delivered again."""
-        self.consumers[name_of(entry.client)].count(entry.descriptor.num_bytes, now_s)
+        self.consumers[name_of(entry.client)].count(entry.item.num_bytes, now_s)
         self._count_down(entry.epoch)
         entry.state = ItemState.HELD
 
@@ -230,7 +228,7 @@ class ChannelState:
             return False
         self.num_set_aside += 1
         if len(self.set_aside) < MAX_NAMED:
-            row = {"id": entry.id, "key": entry.key, "producer": entry.producer, "error": error}
+            row = {"id": entry.id, "key": entry.item.key, "producer": entry.producer, "error": error}
             self.set_aside.append(row)
         return True
 
@@ -255,9 +253,44 @@ class ChannelState:
             self.num_drained += 1
             self.drained_at.append(num_events)
 
-    def epochs_drained_before(self, event: int) -> int:
-        """How many epochs were over at that event: where a consumer that came then begins."""
-        return bisect_right(self.drained_at, event)
+    # --- what can be seen of it ---------------------------------------------------------------------------
+
+    def epoch_of(self, consumer: str, seen_at: int) -> int:
+        """The epoch that a consumer is in; one that has taken nothing yet begins after those that were over when it
+        came, at the event `seen_at`."""
+        epoch = self.consumer_epoch.get(consumer)
+        return bisect_right(self.drained_at, seen_at) if epoch is None else epoch
+
+    def producing_groups(self) -> set[str]:
+        return {group_of(producer) for producer in self.producers}
+
+    def is_taken_by(self, group: str) -> bool:
+        """Whether a rank of this group has asked for something."""
+        return any(group_of(consumer) == group for consumer in self.consumer_epoch)
+
+    def stats(self) -> dict[str, Any]:
+        states = [entry.state for entry in self.items.values()]
+        return {
+            "name": self.name,
+            "depth": self.num_queued,
+            "queued_bytes": self.queued_bytes,
+            "leased": states.count(ItemState.LEASED),
+            "held": states.count(ItemState.HELD),
+            "epoch": self.epoch,
+            "epochs_drained": self.num_drained,
+            "waiting_producers": len(self.puts),
+            "waiting_consumers": len(self.takes),
+            "num_redelivered": self.num_redelivered,
+            "num_set_aside": self.num_set_aside,
+            "set_aside": self.set_aside,
+            "is_closed": self.is_closed,
+            "producers": _rows(self.producers),
+            "consumers": _rows(self.consumers),
+        }
+
+
+def _rows(side: dict[str, Traffic]) -> dict[str, dict[str, float]]:
+    return {n: {"items": t.num_items, "bytes": t.num_bytes, "last_s": t.last_s} for n, t in side.items()}
 
 
 def as_key(key: Any) -> Any:

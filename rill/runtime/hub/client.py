@@ -34,6 +34,8 @@ _MAX_REQUESTS_PER_MESSAGE = 512
 _PING_S = 0.2
 _HEARTBEAT_S = 1.0
 
+ANSWER_S = 30.0
+"""What the hub is given to answer what needs no waiting."""
 WINDOW_ITEMS = 16384
 WINDOW_BYTES = 16 * 1024 * 1024
 """What may be on its way to the hub: more waits in `commit`."""
@@ -122,7 +124,7 @@ class HubClient:
         self._submit(method, payload, asked)
         return asked
 
-    def call(self, method: str, payload: Any, timeout_s: float, answer: Any = Any) -> Any:
+    def call(self, method: str, payload: Any, timeout_s: float = ANSWER_S, answer: Any = Any) -> Any:
         """Ask and wait. Applied once even when the hub dies in between."""
         asked = self.ask(method, payload, answer)
         if not asked.came(timeout_s) and asked.cancel():
@@ -156,16 +158,16 @@ class HubClient:
         """Whether a commit might not be with the hub yet."""
         return self._num_unconfirmed > 0
 
-    def sync(self, timeout_s: float) -> None:
+    def sync(self, timeout_s: float = ANSWER_S) -> None:
         """Return when the hub has everything that was submitted so far."""
         self.call("registry.sync", None, timeout_s)
 
-    def fetch(self, key: str, timeout_s: float) -> Any:
-        """A published value; waits until somebody publishes it."""
-        asked = self.ask("registry.fetch", key)
+    def find(self, name: str, timeout_s: float) -> Any:
+        """The address of the process of this name; waits until there is one."""
+        asked = self.ask("registry.find", name)
         if not asked.came(timeout_s) and asked.cancel():
-            self.submit("registry.cancel_fetch", (key, asked.seq))
-            raise self._stuck(f"registry.fetch({key!r})", timeout_s)
+            self.submit("registry.cancel_find", asked.seq)
+            raise self._stuck(f"registry.find({name!r})", timeout_s)
         return asked.result()
 
     def _submit(self, method: str, payload: Any, asked: Asked[Any] | None) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from rill.runtime.hub.messages import Requests
-
-if TYPE_CHECKING:
-    from rill.runtime.hub.state import Machine
+from rill.runtime.hub.state import Machine
 
 _LENGTH = struct.Struct("<I")
 GROWN_BYTES = 32 * 1024 * 1024
@@ -38,9 +36,9 @@ class HubJournal:
         self._num_bytes = 0
         self._grown_bytes = GROWN_BYTES
 
-    def recover(self, create: Callable[[], Machine]) -> Machine:
+    def recover(self) -> Machine:
         """The machine as it was when the last hub of this session ended."""
-        machine = create()
+        machine = Machine()
         if self._snapshot_path.exists():
             self._generation, machine = pickle.loads(self._snapshot_path.read_bytes())
         decoder = msgspec.msgpack.Decoder()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
+from rill.runtime.hub.channel_state import ChannelState
 from rill.runtime.hub.messages import Acquire, Evict, Evicted
 from rill.runtime.hub.service import group_of, name_of
 
@@ -263,10 +264,12 @@ class LockService:
         """The holder's ranks all wait on a channel that the other group works on: it cannot go on without it."""
         if holder.state != TurnState.HELD or holder.lending or holder.asked or not holder.inside:
             return
-        blocked_on = self._machine.broker.view.blocked_on()
-        if not all(client in blocked_on for client in holder.inside):
+        waits = [
+            (client, name) for client, name, *_ in self._machine.broker.waits() if client in holder.inside
+        ]
+        if {client for client, _ in waits} != holder.inside:
             return
-        waited = set().union(*(blocked_on[client] for client in holder.inside))
+        waited = {name for _, name in waits}
         if not (any(self._works_on(wanting, name) for name in waited) or self._feeds(wanting, waited)):
             return
         holder.lending = set(holder.inside)
@@ -278,41 +281,55 @@ class LockService:
     def _readiness(self, turn: Turn) -> Readiness:
         if turn.is_resumed or not turn.channels:
             return Readiness.READY
-        view, asking = self._machine.broker.view, [name_of(client) for client in turn.asked]
-        roles = [view.role_of(turn.group, channel, asking) for channel in turn.channels]
-        inputs = [role for role in roles if not role.is_producer]
-        if not inputs or any(role.has_data for role in inputs):
+        channels = [self._channels[name] for name in turn.channels if name in self._channels]
+        inputs = [channel for channel in channels if turn.group not in channel.producing_groups()]
+        if not inputs or any(self._has_data(channel, turn) for channel in inputs):
             return Readiness.READY
-        if any(role.is_consumer or role.has_other_producers for role in inputs):
+        if any(channel.is_taken_by(turn.group) or channel.producers for channel in inputs):
             return Readiness.NO_DATA
         return Readiness.UNKNOWN
+
+    def _has_data(self, channel: ChannelState, turn: Turn) -> bool:
+        """Whether it holds an item, or an epoch's end that one of those who ask has not met."""
+        if channel.num_queued or channel.is_closed:
+            return True
+        seen_at, asking = self._machine.membership.seen_at, map(name_of, turn.asked)
+        return any(channel.epoch_of(name, seen_at(name)) < channel.epoch for name in asking)
+
+    @property
+    def _channels(self) -> dict[str, ChannelState]:
+        return self._machine.broker.channels
 
     def _is_wanted(self, turn: Turn) -> bool:
         """Whether another group waits for devices of this turn."""
         others = [t for t in self._turns if t.state == TurnState.WAITING and t.group != turn.group]
         return any(self._conflict(other, turn) for other in others)
 
-    def _works_on(self, turn: Turn, channel: str) -> bool:
-        role = self._machine.broker.view.role_of(turn.group, channel)
-        return channel in turn.channels or role.is_producer or role.is_consumer
+    def _works_on(self, turn: Turn, name: str) -> bool:
+        channel = self._channels[name]
+        return (
+            name in turn.channels
+            or turn.group in channel.producing_groups()
+            or channel.is_taken_by(turn.group)
+        )
 
     def _feeds(self, turn: Turn, awaited: set[str]) -> bool:
         """Whether what a group makes reaches one of these channels, through any number of other groups."""
-        view = self._machine.broker.view
         named = {t.group: set(t.channels) for t in self._turns}
         seen: set[str] = set()
         frontier = list(awaited)
         while frontier:
-            channel = frontier.pop()
-            if channel in seen:
+            name = frontier.pop()
+            if name in seen or name not in self._channels:
                 continue
-            seen.add(channel)
-            around = [group for group, names in named.items() if channel in names]
-            may_put = {group for group in around if not view.role_of(group, channel).is_consumer}
-            for group in view.producers_of(channel) | may_put:
+            seen.add(name)
+            channel = self._channels[name]
+            may_put = {g for g, names in named.items() if name in names and not channel.is_taken_by(g)}
+            for group in channel.producing_groups() | may_put:
                 if group == turn.group:
                     return True
-                frontier += view.taken_by(group) | named.get(group, set())
+                frontier += [other for other, c in self._channels.items() if c.is_taken_by(group)]
+                frontier += named.get(group, ())
         return False
 
     def _holders(self, turn: Turn) -> list[Turn]:

@@ -2,7 +2,7 @@
 
 A client joins with its first request; a worker then tells its group, rank and devices (`register`). Which ranks a group
 has is the driver's word (`group`); whether a process lives is the agent's, by way of the driver (`died`). Ends are
-pushed to everybody as "peer_died". Small values (endpoints) are published under a key and can be waited for.
+pushed to everybody as "peer_died". An address that a process has told can be asked for by its name, and waited for.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LEFT = "left"
 
 
 class Membership:
-    """Processes by identity; values by key."""
+    """Processes by identity, groups by name."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.members: dict[str, dict[str, Any]] = {}
-        """identity -> what it told: pid, host, and for a worker group, rank, world_size, devices, endpoints …"""
+        """identity -> what it told: pid, address, and for a worker rank, world_size and devices."""
         self.first_seen: dict[str, int] = {}
         """group -> number of the event at which its first process joined; and so for a rank that was added later."""
         self._seats: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}
@@ -34,8 +34,8 @@ class Membership:
         self._groups: dict[str, dict[str, Any]] = {}
         """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
         self._claims: dict[str, tuple[str, float]] = {}
-        self._values: dict[str, tuple[Any, str | None]] = {}
-        self._waiting: dict[str, list[tuple[str, int]]] = {}
+        self._finding: list[tuple[str, int, str]] = []
+        """(client, seq, name) of those who wait for an address."""
 
     def ranks(self, group: str) -> frozenset[int]:
         """The ids of a group's ranks now, dead ones included; rank 0 when nobody said."""
@@ -76,10 +76,6 @@ class Membership:
         """The driver's last word on a group; empty: there was none."""
         return self._groups.get(group, {})
 
-    def on_values(self, client: str, seq: int, prefix: str) -> dict[str, Any]:
-        """What is published, by key."""
-        return {key: value for key, (value, _) in self._values.items() if key.startswith(prefix)}
-
     def on_join(self, client: str, seq: int, info: dict[str, Any]) -> None:
         machine = self._machine
         older = [c for c in self.members if name_of(c) == name_of(client) and c != client]
@@ -104,7 +100,27 @@ class Membership:
             seat = (int(client.rpartition("#")[2]), frozenset(info["devices"]))
             self._seats.setdefault(group, {})[info["rank"]] = seat
             self._machine.locks.advance()
+        if "address" in info:
+            found = [wait for wait in self._finding if wait[2] == name_of(client)]
+            for waiter, waiter_seq, _ in found:
+                self._machine.reply(waiter, waiter_seq, info["address"])
+            self._finding = [wait for wait in self._finding if wait not in found]
         return True
+
+    def on_find(self, client: str, seq: int, name: str) -> Any:
+        """The address of the process of this name; answered when there is one."""
+        for member, info in self.members.items():
+            if "address" in info and name_of(member) == name:
+                return info["address"]
+        self._finding.append((client, seq, name))
+        return None
+
+    def on_cancel_find(self, client: str, seq: int, find_seq: int) -> None:
+        """Answered with nothing, unless it was answered already."""
+        cancelled = [wait for wait in self._finding if wait[:2] == (client, find_seq)]
+        if cancelled:
+            self._finding.remove(cancelled[0])
+            self._machine.reply(client, find_seq, None)
 
     def on_group(self, client: str, seq: int, word: dict[str, Any]) -> bool:
         """The driver's word: {group, version, ranks, launches, roster}. The devices of launches before these do not
@@ -136,14 +152,6 @@ class Membership:
         for member in dead:
             self._machine.end_client(member, reason, self._machine.now_s)
 
-    def on_publish(self, client: str, seq: int, payload: tuple[str, Any, bool]) -> bool:
-        """[key, value, whether it goes away with the publisher]."""
-        key, value, is_owned = payload
-        self._values[key] = (value, client if is_owned else None)
-        for waiter, waiter_seq in self._waiting.pop(key, []):
-            self._machine.reply(waiter, waiter_seq, value)
-        return True
-
     def on_claim(self, client: str, seq: int, payload: tuple[str, str, float]) -> str:
         """[key, value, seconds]: empty for the first who asks; for so long, others get the first one's value."""
         key, value, hold_s = payload
@@ -153,31 +161,10 @@ class Membership:
         self._claims[key] = (value, self._machine.now_s + hold_s)
         return ""
 
-    def on_fetch(self, client: str, seq: int, key: str) -> Any:
-        """Answered when the key is published."""
-        if key in self._values:
-            return self._values[key][0]
-        self._waiting.setdefault(key, []).append((client, seq))
-        return None
-
-    def on_cancel_fetch(self, client: str, seq: int, payload: tuple[str, int]) -> None:
-        """[key, seq of the fetch]: answered with nothing, unless it was answered already."""
-        key, fetch_seq = payload
-        waiting = self._waiting.get(key, [])
-        if (client, fetch_seq) in waiting:
-            waiting.remove((client, fetch_seq))
-            self._machine.reply(client, fetch_seq, None)
-            if not waiting:
-                del self._waiting[key]
-
     def end_client(self, client: str, reason: str) -> None:
-        info = self.members.pop(client, {})
-        self._values = {k: v for k, v in self._values.items() if v[1] != client}
-        for key in list(self._waiting):
-            self._waiting[key] = [w for w in self._waiting[key] if w[0] != client]
-            if not self._waiting[key]:
-                del self._waiting[key]
-        note = {"identity": client, "name": name_of(client), "reason": reason, "info": info}
+        self.members.pop(client, None)
+        self._finding = [wait for wait in self._finding if wait[0] != client]
+        note = {"identity": client, "reason": reason}
         if reason != LEFT:
             self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):

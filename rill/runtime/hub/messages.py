@@ -84,32 +84,23 @@ class ChannelOptions(_Message):
     max_failures: int = 3
 
 
-class Descriptor(_Message):
-    """An item on its way in: everything but the payload, or the payload too where it is small."""
-
-    weight: float
-    key: Any
-    num_bytes: int
-    inline: bytes | list[bytes] | None
-    ref: Ref | None
-
-
 class Item(_Message):
-    """An item on its way out."""
+    """What the broker is told, and tells, of an object: everything but the payload, or that too where it is small."""
 
-    id: int
     weight: float
     key: Any
     num_bytes: int
     inline: bytes | list[bytes] | None
     ref: Ref | None
+    id: int = 0
+    """In its channel, from 1: the broker's."""
 
 
 class Puts(_Message):
     """Items for one channel, in order."""
 
     channel: str
-    items: list[Descriptor]
+    items: list[Item]
 
 
 class Done(_Message):

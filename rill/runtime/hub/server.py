@@ -11,64 +11,46 @@ Started by the cluster; it may be killed at any moment and started again with th
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
+import pickle
 import time
-from pathlib import Path
 
 import msgspec
 import zmq
 
+from rill.runtime.address import Site
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import Expelled, FromHub, Gap, Output, Ping, Requests, ToHub
-from rill.runtime.hub.state import Machine
-from rill.runtime.process.session_key import SessionKey
 from rill.runtime.transfer.segments import unlink
 
 _MAX_MESSAGES_PER_ROUND = 256
 _POLL_MS = 500
 
 
-def hub_command(session_dir: Path, endpoint: str, *, tcp: str = "", shm_dir: Path | None = None) -> list[str]:
-    """The command line that a cluster runs, again and again when it dies. `tcp` is "tcp://HOST:PORT"; it
-    needs the session's key in the session's folder."""
-    command = [sys.executable, "-P", "-m", "rill.runtime.hub.server", "--session-dir", str(session_dir)]
-    command += ["--endpoint", endpoint]
-    if tcp:
-        command += ["--tcp", tcp]
-    if shm_dir is not None:
-        command += ["--shm-dir", str(shm_dir)]
-    return command
-
-
 class Hub:
     """One ROUTER socket over a Machine."""
 
-    def __init__(self, session_dir: Path, endpoint: str, *, tcp: str, shm_dir: Path | None) -> None:
-        self._shm_dir = shm_dir
-        self._journal = HubJournal(session_dir)
-        self._machine: Machine = self._journal.recover(Machine)
+    def __init__(self, site: Site, tcp: str) -> None:
+        self._shm_dir = site.shm_dir
+        self._journal = HubJournal(site.session_dir)
+        self._machine = self._journal.recover()
         self._sent: dict[str, int] = {}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(endpoint)
+        self._socket.bind(site.hub_endpoint)
         if tcp:
-            SessionKey.read(session_dir).guard(self._socket)
+            assert site.key is not None, "a hub for other nodes in a session without a key"
+            site.key.guard(self._socket)
             self._socket.bind(tcp)
         self._decoder: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
         self._encoder = msgspec.msgpack.Encoder()
-        self.is_stopping = False
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the process ends."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        while not self.is_stopping:
+        while True:
             ready = dict(poller.poll(self._poll_ms()))
             if self._socket in ready:
                 self._drain()
@@ -78,11 +60,6 @@ class Hub:
             self._unlink()
             if self._journal.is_grown:
                 self._journal.compact(self._machine)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-        self._journal.close()
 
     def _poll_ms(self) -> int:
         due_s = self._machine.locks.next_due_s()
@@ -160,29 +137,13 @@ class Hub:
 
     def _unlink(self) -> None:
         orders, self._machine.unlinks = self._machine.unlinks, []
-        if self._shm_dir is not None:
-            for order in orders:
-                unlink(self._shm_dir, order)
+        for order in orders:
+            unlink(self._shm_dir, order)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`python -m rill.runtime.hub.server`."""
-    parser = argparse.ArgumentParser(description="the control plane of one rill cluster")
-    parser.add_argument("--session-dir", type=Path, required=True)
-    parser.add_argument("--endpoint", required=True, help="ipc://PATH")
-    parser.add_argument("--tcp", default="", help="tcp://HOST:PORT for clients on other machines")
-    parser.add_argument("--shm-dir", type=Path, default=None)
-    args = parser.parse_args(argv)
-    hub = Hub(args.session_dir, args.endpoint, tcp=args.tcp, shm_dir=args.shm_dir)
-
-    def stop(_signum: int, _frame: object) -> None:
-        hub.is_stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the driver, and the driver ends the hub
-    hub.run()
-    hub.close()
-
-
-if __name__ == "__main__":
-    main()
+def main(start: bytes) -> None:
+    """Entry of the process; `start` is a pickled pair: the Site of its node, and "tcp://HOST:PORT" for clients on other
+    nodes, or nothing."""
+    site, tcp = pickle.loads(start)
+    assert isinstance(site, Site)
+    Hub(site, tcp).run()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -42,19 +42,16 @@ class Letter(msgspec.Struct, array_like=True, gc=False):
     """None stands for a large frame, which follows as a part of its own."""
 
 
-M = TypeVar("M")
-
-
-class Outgoing(Generic[M]):
+class Outgoing:
     """Messages to one peer. Used under the peer's lock."""
 
     def __init__(self) -> None:
         self.token = os.urandom(8)
         self.num_sent = 0
-        self._unconfirmed: deque[tuple[int, M]] = deque()
+        self._unconfirmed: deque[tuple[int, Any]] = deque()
         self._heard_s = 0.0
 
-    def number(self, message: M) -> int:
+    def number(self, message: Any) -> int:
         """Count and keep a message."""
         if not self._unconfirmed:
             self._heard_s = time.monotonic()
@@ -69,7 +66,7 @@ class Outgoing(Generic[M]):
         while self._unconfirmed and self._unconfirmed[0][0] <= num_received:
             self._unconfirmed.popleft()
 
-    def unconfirmed(self) -> list[tuple[int, M]]:
+    def unconfirmed(self) -> list[tuple[int, Any]]:
         return list(self._unconfirmed)
 
     def must_probe(self, now_s: float) -> bool:

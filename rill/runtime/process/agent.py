@@ -10,7 +10,7 @@ Started by `LocalNode`, here or inside a Ray actor. One single-threaded loop. Gu
   the child; what escapes from it is adopted (PR_SET_CHILD_SUBREAPER) and ends with the session.
 - A child marked `restart` (the hub, a store server) is started again whenever it ends, unless again and again.
 
-The worker's main, and `preload`, are imported once, here, and workers are forked with them in place: they start in
+The worker's main, and `preload`, are imported once, here, and children are forked with them in place: they start in
 milliseconds and share memory. The main reads no environment when it is loaded (no numpy, no torch). A worker whose
 environment speaks to the loader or the interpreter (LD_*, PYTHON*) is a fresh process instead.
 """
@@ -22,26 +22,19 @@ import ctypes
 import gc
 import importlib
 import os
+import pickle
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rill.runtime.process.agent_protocol import (
-    AgentSpec,
-    Exited,
-    Kill,
-    Shutdown,
-    Start,
-    receive_message,
-    send_message,
-)
 from rill.runtime.process.session import hold_session, remove_session
 from rill.runtime.process.threads import loading_for_workers
 
@@ -76,17 +69,100 @@ def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def bootstrap(entry: str, fd: int, sys_path: list[str]) -> list[str]:
-    """The command line of a fresh interpreter that calls `entry` with the bytes waiting in `fd`."""
+def bootstrap(entry: str, argument: str, sys_path: list[str]) -> list[str]:
+    """The command line of a fresh interpreter that calls `entry` with what the expression `argument` gives."""
     module, _, function = entry.partition(":")
-    code = f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({fd})"
+    code = (
+        f"import sys; sys.path[:] = {sys_path!r}; from {module} import {function} as main; main({argument})"
+    )
     return [sys.executable, "-c", code]
 
 
-def read_all(fd: int) -> bytes:
-    """The content of an inherited memory file, which is closed."""
-    with os.fdopen(fd, "rb") as file:
-        return file.read()
+# --- what driver and agent say to each other, over a socketpair -----------------------------------------------
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Request: start a process and call it `key`."""
+
+    key: str
+    entry: str
+    """"module:function", called with `payload`."""
+    payload: bytes
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: str
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Request: kill the process group of `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Request: end everything, remove the session's folders, exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """Event: the process ended."""
+
+    key: str
+    pid: int
+    exit_code: int
+    """Negative: killed by that signal."""
+    log_tail: str
+    is_restarted: bool
+    """Whether another was started in its place at once, as `Start.restart` asks."""
+
+    def how(self) -> str:
+        """In words, with the end of what it printed."""
+        code = self.exit_code
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}\n--- end of its log ---\n{self.log_tail}" if self.log_tail else how
+
+
+Request = Start | Kill | Shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSpec:
+    """What an agent needs to know from its start."""
+
+    session_dir: str
+    shm_dir: str
+    sys_path: list[str]
+    preload: tuple[str, ...] = ()
+
+
+def send_message(sock: socket.socket, message: object) -> None:
+    """One length-prefixed pickle. Both ends are ours and on one machine."""
+    data = pickle.dumps(message)
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(sock: socket.socket) -> object:
+    """The next message; EOFError when the other end is closed."""
+    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
+    return pickle.loads(_receive_exactly(sock, length))
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            part = sock.recv(num_bytes - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise EOFError("the other end is closed")
+        data += part
+    return bytes(data)
 
 
 # --- the agent --------------------------------------------------------------------------------------------
@@ -164,7 +240,7 @@ class Agent:
         self.children[pid] = _Child(request, pid, [*starts_s, time.monotonic()])
 
     def _become(self, request: Start) -> None:
-        """In the child: take the request's surroundings, then exec, or run the entry in this interpreter."""
+        """In the child: take the request's surroundings, then run the entry, here or in a fresh interpreter."""
         exit_code = 1
         try:
             os.setsid()
@@ -175,13 +251,11 @@ class Agent:
             die_with_parent(parent_pid)
             _redirect(request.log_path)
             os.environ.update(request.env)
-            if request.argv:
-                os.execv(request.argv[0], request.argv)
             if any(name.startswith(NEEDS_FRESH_PROCESS) for name in request.env):
                 fd = os.memfd_create("rill-start", 0)
                 os.write(fd, request.payload)
                 os.lseek(fd, 0, os.SEEK_SET)
-                command = bootstrap(request.entry, fd, self.spec.sys_path)
+                command = bootstrap(request.entry, f"open({fd}, 'rb').read()", self.spec.sys_path)
                 os.execv(command[0], command)
             self.control.close()
             os.close(self.wake_read)

@@ -11,20 +11,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rill.errors import RunError
-from rill.runtime.device.device import Node
-from rill.runtime.process.agent import bootstrap
-from rill.runtime.process.agent_protocol import (
+from rill.runtime.device.device import Device, Node, on_node
+from rill.runtime.process.agent import (
     AgentSpec,
     Exited,
     Kill,
     Request,
     Shutdown,
     Start,
+    bootstrap,
     receive_message,
     send_message,
 )
@@ -47,6 +47,8 @@ class NodeClient(Protocol):
     """What a cluster needs from a node, wherever it is."""
 
     node: Node
+    devices: Sequence[Device]
+    """Which the cluster numbers."""
     session_dir: str
     """The session's folders on that node."""
     shm_dir: str
@@ -64,15 +66,18 @@ class NodeClient(Protocol):
 class LocalNode:
     """A NodeClient for this machine."""
 
-    def __init__(self, node: Node, session: Session, events: NodeEvents) -> None:
+    def __init__(
+        self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
+    ) -> None:
         self.node = node
+        self.devices: Sequence[Device] = on_node(devices, node)
         self.session_dir = str(session.session_dir)
         self.shm_dir = str(session.shm_dir)
         self._events = events
         self._lock = threading.Lock()
         self._closing = False
         self._control, theirs = socket.socketpair()
-        command = bootstrap("rill.runtime.process.agent:main", theirs.fileno(), list(sys.path))
+        command = bootstrap("rill.runtime.process.agent:main", str(theirs.fileno()), list(sys.path))
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )

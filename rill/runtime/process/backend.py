@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rill.errors import RunError
@@ -12,24 +11,16 @@ from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
 from rill.runtime.process.session import Session, open_session
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedNode:
-    """A node with its agent, and its devices, which the cluster numbers."""
-
-    client: NodeClient
-    devices: Sequence[Device]
-
-
 class Backend(Protocol):
     """A place to run."""
 
     is_spread: bool
     """Whether there are several nodes, or may be later: processes then listen on TCP too, under a key."""
 
-    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
+    def open(self, session: Session, events: NodeEvents) -> Sequence[NodeClient]:
         """Start an agent on every node, the driver's own first. Where one fails, none is left."""
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         """Start an agent on one more node."""
 
     def reopen(self, node_id: str) -> NodeClient:
@@ -63,40 +54,39 @@ class LocalBackend:
         own = [*node_labels, *[()] * (num_nodes - len(node_labels))]
         self._first = [Node(node_id=f"node{n}", labels=labels.union(own[n])) for n in range(num_nodes)]
         by_node = devices_of_nodes(devices, self._first)
-        self._devices = {n.node_id: local_devices(by_node[n.node_id], labels=n.labels) for n in self._first}
+        self._devices = {node_id: local_devices(wanted) for node_id, wanted in by_node.items()}
         self.is_spread = num_nodes > 1 or elastic
         self._num_made = num_nodes
         self._nodes: dict[str, tuple[Node, Session]] = {}
         self._driver_session: Session | None = None
         self._events: NodeEvents | None = None
 
-    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
+    def open(self, session: Session, events: NodeEvents) -> Sequence[NodeClient]:
         self._events = events
         self._driver_session = session
-        opened: list[OpenedNode] = []
+        opened: list[NodeClient] = []
         try:
             for n, node in enumerate(self._first):
                 own = session if n == 0 else open_session(f"{session.session_id}-{node.node_id}")
                 opened.append(self._start(node, own, self._devices[node.node_id]))
         except BaseException:
-            for made in opened:
-                made.client.close()
+            for client in opened:
+                client.close()
             raise
         return opened
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         if not self.is_spread:
             raise RunError("this cluster was opened for one node: others need elastic=True, or Cluster.ray")
         assert self._driver_session is not None
         node = Node(node_id=f"node{self._num_made}", host=host or "127.0.0.1", labels=frozenset(labels))
-        found = local_devices(devices, labels=node.labels)
+        found = local_devices(devices)
         self._num_made += 1
         own = open_session(f"{self._driver_session.session_id}-{node.node_id}")
         return self._start(node, own, found)
 
     def reopen(self, node_id: str) -> NodeClient:
-        node, session = self._nodes[node_id]
-        return self._start(node, session, ()).client
+        return self._start(*self._nodes[node_id], ())
 
     def release(self, node_id: str) -> None:
         """The folders of the driver's own node are the cluster's to remove."""
@@ -108,8 +98,7 @@ class LocalBackend:
         for node_id in list(self._nodes):
             self.release(node_id)
 
-    def _start(self, node: Node, session: Session, devices: Sequence[Device]) -> OpenedNode:
+    def _start(self, node: Node, session: Session, devices: Sequence[Device]) -> NodeClient:
         assert self._events is not None
         self._nodes[node.node_id] = (node, session)
-        client = LocalNode(node, session, self._events)
-        return OpenedNode(client, [replace(device, node_id=node.node_id) for device in devices])
+        return LocalNode(node, session, self._events, devices)

@@ -32,7 +32,7 @@ CALL, REPLY = b"call", b"reply"
 
 
 class Call(msgspec.Struct, array_like=True, gc=False):
-    """A call on its way to one rank. `identity` and `node_id` are the caller's; `reply_to` is its mailbox."""
+    """A call on its way to one rank. `identity` is the caller's; `reply_to` is its mailbox."""
 
     call_id: int
     index: int
@@ -41,7 +41,6 @@ class Call(msgspec.Struct, array_like=True, gc=False):
     is_concurrent: bool
     reply_to: str
     identity: str
-    node_id: str
     payload: list[Any] = []
     """The arguments, which travel beside this record."""
 
@@ -102,12 +101,12 @@ _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Calls:
     """The calls that this process waits for. Thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, caller: WorkerAddress) -> None:
+    def __init__(self, mailbox: Mailbox, caller: WorkerAddress, unpack: Callable[[Frames], Any]) -> None:
+        """`unpack`: how results are read."""
         self._mailbox = mailbox
         self._caller = caller
         self._identity = caller.identity
-        self.unpack: Callable[[Frames], Any] = _refuse
-        """How results are read: set when the process's doors open."""
+        self._unpack = unpack
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
         self._dead: dict[str, str] = {}
@@ -130,7 +129,7 @@ class Calls:
                 handle.fill(index, Reply.lost(error))
                 continue
             reply_to = caller.endpoint_from(target.node_id)
-            call = Call(call_id, index, method, concurrent, reply_to, identity, caller.node_id)
+            call = Call(call_id, index, method, concurrent, reply_to, identity)
             self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
         self._drop_if_done(call_id, handle)
 
@@ -166,14 +165,14 @@ class Calls:
         handle = self._pending.get(answer.call_id)
         if handle is None:
             return  # the peer was declared dead meanwhile
-        read = functools.partial(self.unpack, frames[1:])
+        read = functools.partial(self._unpack, frames[1:])
         if answer.is_error:
             read = functools.partial(self._read_error, frames[1:], handle.targets[answer.index])
         handle.fill(answer.index, Reply(answer.is_error, answer.seconds, answer.timers, read))
         self._drop_if_done(answer.call_id, handle)
 
     def _read_error(self, payload: Frames, target: WorkerAddress) -> WorkerError:
-        message, remote_traceback, cause = self.unpack(payload)
+        message, remote_traceback, cause = self._unpack(payload)
         error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
         error.__cause__ = cause
         return error
@@ -181,10 +180,6 @@ class Calls:
     def _drop_if_done(self, call_id: int, handle: Handle) -> None:
         if handle.done():
             self._pending.pop(call_id, None)
-
-
-def _refuse(_: Frames) -> Any:
-    raise AssertionError("a reply arrived before the process was open")
 
 
 _NO_ARGUMENTS = wire.encode(((), {}))

@@ -1,8 +1,8 @@
 """Where the other processes of the run are, as this one knows it: asked once from the hub, dropped at their death.
 
-Workers publish their address at start under "address/<group>/<rank>"; it goes away with them. Which ranks a group has,
-and where those are that can be called, is the driver's word (`announce`), kept by the hub. The hub pushes every death
-and every change of a group to everybody; whoever waits for a peer registers with `on_death`.
+A process tells the hub its address when it starts; it goes away with the process. Which ranks a group has, and where
+those are that can be called, is the driver's word (`announce`), kept by the hub. The hub pushes every death and every
+change of a group to everybody; whoever waits for a peer registers with `on_death`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rill.errors import PeerDiedError, StuckError, UserError
 from rill.runtime.address import WorkerAddress
+from rill.runtime.hub.service import name_of
 
 if TYPE_CHECKING:
     from rill.runtime.context import RuntimeContext
     from rill.runtime.group import Roster
-
-_ASK_WAIT_S = 30.0
 
 
 class Directory:
@@ -30,21 +29,19 @@ class Directory:
         """The driver does not follow the hub: it hears of deaths from the agents, with the cause."""
         self._context = context
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, int], WorkerAddress] = {}
+        self._known: dict[str, WorkerAddress] = {}
+        """By name."""
         self._dead: dict[str, str] = {}
-        self._last_dead: dict[tuple[str, int], str] = {}
+        """identity -> why."""
+        self._last_dead: dict[str, str] = {}
+        """name -> identity of its last process, unless there is known to be a newer one."""
         self._rosters: dict[str, Roster] = {}
         self._newest: dict[str, int] = {}
         """group -> the version of the driver's last word on it, as the hub has pushed it."""
         self._listeners: list[Callable[[str, str], None]] = []
         if follows_hub:
-            context.hub.on("peer_died", self._on_peer_died)
+            context.hub.on("peer_died", lambda note: self.report_death(note["identity"], note["reason"]))
             context.hub.on("group_changed", self._on_group_changed)
-
-    def publish(self, address: WorkerAddress) -> None:
-        """Make this process known. Does not wait: whoever asks waits."""
-        key = _key(address.group, address.rank)
-        self._context.hub.submit("registry.publish", [key, list(astuple(address)), True])
 
     def announce(
         self, group: str, roster: Roster, launches: Mapping[int, int], *, is_awaited: bool = False
@@ -59,7 +56,7 @@ class Directory:
             "roster": pickle.dumps(roster),
         }
         if is_awaited:
-            self._context.hub.call("registry.group", word, _ASK_WAIT_S)
+            self._context.hub.call("registry.group", word)
         else:
             self._context.hub.submit("registry.group", word)
 
@@ -71,7 +68,7 @@ class Directory:
             roster = given
         is_old = self._newest.get(group, 0) > roster.version
         if is_old or any(address.identity in self._dead for address in roster.addresses):
-            word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
+            word = self._context.hub.call("registry.group_word", group)
             if word and word["version"] > roster.version:
                 found: Roster = pickle.loads(word["roster"])
                 roster = found if found.addresses else roster  # none: it is about to start elsewhere
@@ -80,60 +77,62 @@ class Directory:
 
     def everybody(self) -> list[WorkerAddress]:
         """Who is in the run now, the driver too, as the hub knows it."""
-        values = self._context.hub.call("registry.values", "address/", _ASK_WAIT_S)
-        return [replace(WorkerAddress(*found), gpus=()) for found in values.values()]
+        members = self._context.hub.call("registry.members", None).values()
+        told = [info["address"] for info in members if "address" in info]
+        return [
+            _as_address(address) for address in told if not isinstance(address, str)
+        ]  # else a store server's
+
+    def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
+        """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
+        name = f"{group}[{rank}]"
+        if name not in self._known and (death := self.death_of(name)):
+            raise PeerDiedError(f"{name} is gone: {death}")
+        if known := self._known.get(name):
+            return known
+        try:
+            found = self._context.hub.find(name, timeout_s)
+        except StuckError as error:
+            self._check_rank(group, rank)
+            raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
+        return self._learn(_as_address(found))
+
+    def death_of(self, name: str) -> str:
+        """Why the last process of a rank is gone; empty: it is not, or there is a newer one."""
+        last_dead = self._last_dead.get(name)
+        if last_dead is None:
+            return ""
+        for address in self.everybody():
+            if address.name == name and address.identity not in self._dead:
+                self._learn(address)
+                return ""
+        return self._dead[last_dead]
+
+    def last_death(self, name: str) -> tuple[str, str]:
+        """Identity and end of a rank's last process, as far as this process has heard; empty: of none."""
+        identity = self._last_dead.get(name, "")
+        return identity, self._dead.get(identity, "")
 
     def is_dead(self, identity: str) -> bool:
         """Whether this process has heard of its death."""
         return identity in self._dead
 
-    def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
-        """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
-        with self._lock:
-            known = self._known.get((group, rank))
-            last_dead = self._last_dead.get((group, rank))
-        if known is not None:
-            return known
-        if last_dead is not None:
-            return self._find_relaunched(group, rank, last_dead)
-        try:
-            found = self._context.hub.fetch(_key(group, rank), timeout_s)
-        except StuckError as error:
-            self._check_rank(group, rank)
-            raise StuckError(f"{self._context.address.name}: no worker {group}[{rank}] came up") from error
-        return self._learn(found)
-
     def on_death(self, listener: Callable[[str, str], None]) -> None:
         """Call `listener(identity, reason)` for every death."""
         self._listeners.append(listener)
 
-    def death_of(self, group: str, rank: int) -> str | None:
-        """Why the last process of a rank is gone, unless there is a newer one."""
-        with self._lock:
-            identity = self._last_dead.get((group, rank))
-        if identity is None:
-            return None
-        try:
-            self._find_relaunched(group, rank, identity)
-        except PeerDiedError:
-            return self._dead[identity]
-        return None
-
     def report_death(self, identity: str, reason: str) -> None:
         """Said by the hub, or by the driver, which knows first."""
+        name = name_of(identity)
         with self._lock:
             if identity in self._dead:
                 return
             self._dead[identity] = reason
-            name, _, _ = identity.rpartition("#")
-            group, _, rank = name.rstrip("]").rpartition("[")
-            self._last_dead[group, int(rank)] = identity
-            known = self._known.get((group, int(rank)))
+            self._last_dead[name] = identity
+            known = self._known.get(name)
             if known is not None and known.identity == identity:
-                del self._known[group, int(rank)]
-            else:
-                known = None
-        if known is not None:
+                del self._known[name]
+        if known is not None and known.identity == identity:
             self._context.mailbox.forget(known.endpoint_from(self._context.site.node_id))
         for listener in self._listeners:
             listener(identity, reason)
@@ -142,35 +141,23 @@ class Directory:
         """Nobody here wants to hear of deaths any more."""
         self._listeners.clear()
 
-    def _on_peer_died(self, note: Any) -> None:
-        self.report_death(note["identity"], note["reason"])
-
     def _on_group_changed(self, change: Any) -> None:
         self._newest[change["group"]] = change["version"]
 
-    def _find_relaunched(self, group: str, rank: int, last_dead: str) -> WorkerAddress:
-        values = self._context.hub.call("registry.values", _key(group, rank), _ASK_WAIT_S)
-        found = values.get(_key(group, rank))
-        address = self._learn(found) if found is not None else None
-        if address is None or address.identity in self._dead:
-            raise PeerDiedError(f"{group}[{rank}] is gone: {self._dead[last_dead]}")
-        return address
-
-    def _learn(self, found: list[Any]) -> WorkerAddress:
-        address = WorkerAddress(*found)
-        address = replace(address, gpus=tuple(address.gpus))
+    def _learn(self, address: WorkerAddress) -> WorkerAddress:
         with self._lock:
             if address.identity not in self._dead:
-                self._known[address.group, address.rank] = address
-                self._last_dead.pop((address.group, address.rank), None)
+                self._known[address.name] = address
+                self._last_dead.pop(address.name, None)
         return address
 
     def _check_rank(self, group: str, rank: int) -> None:
-        word = self._context.hub.call("registry.group_word", group, _ASK_WAIT_S)
+        word = self._context.hub.call("registry.group_word", group)
         if word and rank not in word["ranks"]:
             ranks = ", ".join(map(str, word["ranks"]))
             raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")
 
 
-def _key(group: str, rank: int) -> str:
-    return f"address/{group}/{rank}"
+def _as_address(told: list[Any]) -> WorkerAddress:
+    address = WorkerAddress(*told)
+    return replace(address, gpus=tuple(address.gpus))

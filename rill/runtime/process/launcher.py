@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, torch_device, visible_devices_env
-from rill.runtime.hub.server import hub_command
+from rill.runtime.process.agent import Start
 from rill.runtime.process.agent_client import NodeClient
-from rill.runtime.process.agent_protocol import Start
 from rill.runtime.process.main_module import MainModule, describe_main
 from rill.runtime.process.threads import thread_env
 from rill.runtime.process.worker_main import WorkerSpec
-from rill.runtime.transfer.store_server import STORE_GROUP
 
 HUB_KEY = "hub"
 
@@ -46,13 +43,10 @@ class Launcher:
 
     def hub(self) -> Start:
         """The control plane, on the driver's node."""
-        site = self.context.site
-        command = hub_command(site.session_dir, site.hub_endpoint, tcp=self.hub_tcp, shm_dir=site.shm_dir)
         return Start(
             key=HUB_KEY,
-            entry="",
-            argv=tuple(command),
-            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            entry="rill.runtime.hub.server:main",
+            payload=pickle.dumps((self.context.site, self.hub_tcp)),
             log_path=str(self.log_dir / "hub.log"),
             restart=True,
         )
@@ -94,7 +88,7 @@ class Launcher:
             key=address.identity,
             entry="rill.runtime.process.worker_main:main",
             payload=pickle.dumps(spec),
-            env={**visible_devices_env(address.gpus, devices), **thread_env(num_threads, env)},
+            env={**visible_devices_env(devices), **thread_env(num_threads, env)},
             log_path=self._log_path(client, f"{address.group}-{address.rank}-{address.incarnation}.log"),
         )
 

@@ -201,7 +201,7 @@ class _Peer:
     used by one thread at a time, hence the lock."""
 
     def __init__(self, context: Any, endpoint: str, reply_to: str, key: SessionKey | None) -> None:
-        self.outgoing: Outgoing[_Parts] = Outgoing()
+        self.outgoing = Outgoing()
         self.incoming = Incoming()
         self._context = context
         self._endpoint = endpoint

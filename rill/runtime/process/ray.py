@@ -28,10 +28,10 @@ from rill.runtime.device.device import (
     devices_of_nodes,
     local_devices,
     num_own_cores,
+    on_node,
 )
+from rill.runtime.process.agent import Exited, Start
 from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
-from rill.runtime.process.agent_protocol import Exited, Start
-from rill.runtime.process.backend import OpenedNode
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0
@@ -65,7 +65,7 @@ class RayBackend:
         """Node id -> Ray's id of the node, for those in use."""
         self._num_made = 0
 
-    def open(self, session: Session, events: NodeEvents) -> list[OpenedNode]:
+    def open(self, session: Session, events: NodeEvents) -> list[NodeClient]:
         ray = self._ray
         if not ray.is_initialized():
             self._connect()
@@ -75,17 +75,19 @@ class RayBackend:
         nodes = [self._take(raw) for raw in raws]
         wanted = devices_of_nodes(self._devices, nodes)
         self._local = nodes[0]
-        opened = [OpenedNode(self._start_local(), _on_node(local_devices(wanted["node0"]), nodes[0]))]
+        local = self._start_local(local_devices(wanted[nodes[0].node_id]))
         remote = [self._start_remote(node) for node in nodes[1:]]  # side by side
+        opened: list[NodeClient] = [local, *remote]
         try:
-            opened += [_ready(client, wanted[client.node.node_id]) for client in remote]
+            for client in remote:
+                client.wait_ready(wanted[client.node.node_id])
         except BaseException:
-            for client in (opened[0].client, *remote):
-                client.close()
+            for started in opened:
+                started.close()
             raise
         return opened
 
-    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> OpenedNode:
+    def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         """A node that has joined the Ray cluster, or has come back to it; `host`: that one."""
         unused = [raw for raw in self._unused() if host in (None, raw["NodeManagerAddress"])]
         if not unused:
@@ -94,11 +96,12 @@ class RayBackend:
         node = self._take(unused[0], labels)
         client = self._start_remote(node)
         try:
-            return _ready(client, devices)
+            client.wait_ready(devices)
         except BaseException:
             client.close()
             self.release(node.node_id)
             raise
+        return client
 
     def reopen(self, node_id: str) -> NodeClient:
         if self._local is None or node_id != self._local.node_id:
@@ -124,9 +127,9 @@ class RayBackend:
         of_ray = {value for key, value in raw.get("Labels", {}).items() if not key.startswith("ray.io/")}
         return Node(node_id=node_id, host=raw["NodeManagerAddress"], labels=frozenset(of_ray).union(labels))
 
-    def _start_local(self) -> LocalNode:
+    def _start_local(self, devices: Sequence[Device] = ()) -> LocalNode:
         assert self._local is not None and self._session is not None and self._events is not None
-        return LocalNode(self._local, self._session, self._events)
+        return LocalNode(self._local, self._session, self._events, devices)
 
     def _start_remote(self, node: Node) -> RayNode:
         assert self._session is not None and self._events is not None
@@ -154,6 +157,7 @@ class RayNode:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.node = node
+        self.devices: Sequence[Device] = ()
         self.session_dir = ""
         self.shm_dir = ""
         self._ray = ray
@@ -164,8 +168,8 @@ class RayNode:
         actor = actor.options(num_cpus=0, max_concurrency=3, scheduling_strategy=affinity)
         self._actor = actor.remote(node, session_id, events.preload, list(sys.path))
 
-    def ready(self, wanted: NodeDevices) -> list[Device]:
-        """Wait until the agent runs; the node's devices."""
+    def wait_ready(self, wanted: NodeDevices) -> None:
+        """Until the agent runs, and the node's devices are known."""
         try:
             asked = self._actor.describe.remote(wanted, dict(ACCELERATORS))
             described = self._ray.get(asked, timeout=START_WAIT_S)
@@ -173,9 +177,8 @@ class RayNode:
             raise RunError(f"no agent came up on {self.node.node_id} ({self.node.host}): {error}") from error
         self.session_dir, self.shm_dir, devices, num_cores = described
         self.node = replace(self.node, num_cores=num_cores)
+        self.devices = on_node(devices, self.node)
         threading.Thread(target=self._read_events, name="rill-node-events", daemon=True).start()
-        found: list[Device] = devices
-        return found
 
     def start(self, request: Start) -> None:
         self._do(self._actor.start.remote(request))
@@ -251,12 +254,3 @@ class NodeActor:
     def close(self) -> None:
         self._local.close()
         self._session.close()
-
-
-def _ready(client: RayNode, wanted: NodeDevices) -> OpenedNode:
-    devices = client.ready(wanted)
-    return OpenedNode(client, _on_node(devices, client.node))
-
-
-def _on_node(devices: Sequence[Device], node: Node) -> list[Device]:
-    return [replace(device, node_id=node.node_id, labels=device.labels | node.labels) for device in devices]

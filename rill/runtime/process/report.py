@@ -7,6 +7,7 @@ to raise. Where one process is stuck, all soon are: for REPORT_EVERY_S the other
 
 from __future__ import annotations
 
+import graphlib
 import logging
 import os
 import pickle
@@ -57,13 +58,14 @@ class Report:
 
     def cycle(self) -> list[str]:
         """Names that wait for each other in a ring, empty when there is none."""
-        needs: dict[str, list[str]] = {}
+        waits: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
         for edge in self.edges:
-            needs.setdefault(edge.waiter, []).append(edge.needed)
-        for start in needs:
-            path = _find_ring(start, needs)
-            if path:
-                return path
+            waits.add(edge.waiter, edge.needed)
+        try:
+            waits.prepare()
+        except graphlib.CycleError as error:
+            ring: list[str] = error.args[1]  # from each to the one that waits for it, and back to the first
+            return ring[:0:-1]
         return []
 
     def summary(self) -> str:
@@ -93,10 +95,12 @@ class Report:
 def stuck(context: RuntimeContext, what: str, limit_s: float) -> StuckError:
     """The error to raise for a wait on `what` that passed its deadline, with the report written beside it."""
     me = context.address.name
-    message = f"{me} waited {limit_s:g} s for {what}"
-    if limit_s < REPORT_FROM_S:
-        return StuckError(message)
-    return StuckError(explain(context, message, Edge(me, what, what, limit_s)))
+    return late(context, f"{me} waited {limit_s:g} s for {what}", limit_s, Edge(me, what, what, limit_s))
+
+
+def late(context: RuntimeContext, message: str, limit_s: float, own: Edge | None = None) -> StuckError:
+    """A passed deadline as an error; a long one comes with the report of who waits for whom."""
+    return StuckError(explain(context, message, own) if limit_s >= REPORT_FROM_S else message)
 
 
 def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
@@ -190,23 +194,3 @@ def _edges(answers: dict[str, Any], channels: Any, turns: Any, channel_waits: An
                 known.add((waiter, what))
                 edges.append(Edge(waiter, on, what, wait_s))
     return edges
-
-
-def _find_ring(start: str, needs: dict[str, list[str]]) -> list[str]:
-    path: list[str] = []
-    seen: set[str] = set()
-
-    def walk(name: str) -> bool:
-        if name in path:
-            del path[: path.index(name)]
-            return True
-        if name in seen:
-            return False
-        seen.add(name)
-        path.append(name)
-        if any(walk(needed) for needed in needs.get(name, ())):
-            return True
-        path.pop()
-        return False
-
-    return path if walk(start) else []

@@ -5,8 +5,8 @@ that only its user can enter.
     requests to a store server  a MAC over each request, and over that part of the answer that will be unpickled
     payloads of a store         in the clear: encryption costs a large part of the bandwidth
 
-The key reaches other processes inside their start requests, and the hub as a file of mode 0600; never on a command
-line, in the environment or in a log. Nothing is unpickled that was not made by a holder of it. CURVE's server key,
+The key reaches other processes inside their start requests; never in a file, on a command line, in the environment or
+in a log. Nothing is unpickled that was not made by a holder of it. CURVE's server key,
 public elsewhere, is known only to holders here: knowing it is the proof that a client gives.
 """
 
@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import zmq
-
-KEY_NAME = "session.key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +30,6 @@ class SessionKey:
     @classmethod
     def new(cls) -> SessionKey:
         return cls(*zmq.curve_keypair())
-
-    @classmethod
-    def read(cls, session_dir: Path) -> SessionKey:
-        """The key that `save` left in the session's folder."""
-        public, secret = (session_dir / KEY_NAME).read_bytes().split()
-        return cls(public, secret)
-
-    def save(self, session_dir: Path) -> None:
-        """Leave the key for processes that are started by a command line, readable by this user only."""
-        descriptor = os.open(session_dir / KEY_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(self.public + b"\n" + self.secret)
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
         """Let only holders of the key in at the endpoints that `socket` binds from now on."""

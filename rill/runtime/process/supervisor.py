@@ -29,7 +29,6 @@ from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.members import Group, Member
 from rill.runtime.process.move import move_group
-from rill.runtime.process.report import REPORT_FROM_S, explain
 from rill.runtime.process.worker_main import GOODBYE, HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
@@ -182,10 +181,6 @@ class Supervisor:
         with contextlib.suppress(RunError):  # no hub any more: nobody needs to know
             self.context.directory.announce(name, Roster(group.version, ()), {})
 
-    def diagnose(self, message: str, timeout_s: float) -> StuckError:
-        """A passed deadline as an error; a long one comes with the report of who waits for whom."""
-        return StuckError(explain(self.context, message) if timeout_s >= REPORT_FROM_S else message)
-
     # --- starting and ending processes --------------------------------------------------------------------
 
     def begin(self, group: Group, seats: Sequence[Seat]) -> None:
@@ -211,10 +206,8 @@ class Supervisor:
     def call(self, members: Iterable[Member], method: str, *args: object, concurrent: bool = False) -> Handle:
         """Call a method of the runtime's own on members that have said hello."""
         targets = [member.address for member in members]
-        handle = Handle(f"{targets[0].group if targets else ''}.{method}", targets, self.diagnose)
-        payload = self.context.parcels.pack(encode_arguments(args, {}), targets)
-        self.context.calls.call(handle, method, payload, concurrent=concurrent)
-        return handle
+        group = targets[0].group if targets else ""
+        return self.context.call(group, method, targets, encode_arguments(args, {}), concurrent=concurrent)
 
     def wait_started(self, members: Sequence[Member], timeout_s: float) -> None:
         """Until every `__init__` has run; raises what the first failing one raised."""
@@ -263,7 +256,9 @@ class Supervisor:
             self._launches[group.name, seat.rank] += 1
             gpus = gpus_of(seat.devices)
             address = WorkerAddress(group.name, seat.rank, seat.node_id, incarnation=incarnation, gpus=gpus)
-            member = Member(group, seat, address, Handle(f"{group.name}.{INIT}", [address], self.diagnose))
+            member = Member(
+                group, seat, address, Handle(f"{group.name}.{INIT}", [address], self.context.late)
+            )
             self._by_key[member.identity] = member
         num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
         request = self._launcher.worker(node, address, ranks, seat.devices, options.env, num_threads)

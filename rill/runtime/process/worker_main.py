@@ -27,7 +27,6 @@ from rill.runtime.address import Site, WorkerAddress
 from rill.runtime.channel import settle_call
 from rill.runtime.channels.lease import end_call
 from rill.runtime.context import RuntimeContext
-from rill.runtime.process.agent import read_all
 from rill.runtime.process.call import CALL, Call
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.main_module import MainModule, install_main
@@ -63,9 +62,9 @@ class WorkerSpec:
     """Short, because the path of a Unix socket may have 107 characters."""
 
 
-def main(start: int | bytes) -> None:
-    """Entry of the process; `start` is a pickled WorkerSpec or the descriptor of a file that holds one."""
-    spec = pickle.loads(read_all(start) if isinstance(start, int) else start)
+def main(start: bytes) -> None:
+    """Entry of the process; `start` is a pickled WorkerSpec."""
+    spec = pickle.loads(start)
     assert isinstance(spec, WorkerSpec)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -110,8 +109,6 @@ class WorkerProcess:
         mailbox.on(CALL, self._on_call)
         mailbox.on(STOP, lambda _: self._calls.put(None))
         mailbox.on(NO_HUB, lambda frames: context.hub.abandon(frames[0].decode()))
-        context.open()
-        context.directory.publish(context.address)
         mailbox.start()
         driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])

@@ -37,9 +37,6 @@ class Reader(Protocol):
     @property
     def identity(self) -> str: ...
 
-    @property
-    def node_id(self) -> str: ...
-
 
 class _Place(NamedTuple):
     """Where a parcel lies, and whom to tell when it has been read."""
@@ -64,9 +61,8 @@ class Parcels:
     def __init__(self, context: RuntimeContext) -> None:
         self._context = context
         self._lock = threading.Lock()
-        self._readers: Counter[Slot] = Counter()
-        self._lent: dict[str, Counter[Slot]] = {}
-        self._dead: set[str] = set()
+        self._lent: dict[Slot, Counter[str]] = {}
+        """slot -> how often it is lent to whom, by identity."""
         # A release may come from a destructor at any moment: SimpleQueue.put is safe there, a lock is not.
         self._released: queue.SimpleQueue[tuple[str, Slot] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -80,12 +76,10 @@ class Parcels:
             return pack_inline(encoded)
         ref = self._context.store.write(encoded, timeout_s)
         with self._lock:
-            self._readers[ref.slot] = len(readers)
-            for reader in readers:
-                self._lent.setdefault(reader.identity, Counter())[ref.slot] += 1
-            dead = {reader.identity for reader in readers} & self._dead
-        for identity in dead:
-            self.peer_died(identity)
+            self._lent[ref.slot] = Counter(reader.identity for reader in readers)
+        for reader in readers:
+            if self._context.directory.is_dead(reader.identity):
+                self.peer_died(reader.identity)
         mailbox = self._context.mailbox
         return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
 
@@ -103,15 +97,15 @@ class Parcels:
     def peer_died(self, identity: str) -> None:
         """Take back what a dead process had borrowed."""
         with self._lock:
-            self._dead.add(identity)
-            lent = self._lent.pop(identity, Counter())
-        for slot, count in lent.items():
-            self._give_back(slot, count)
+            counts = [(slot, readers[identity]) for slot, readers in self._lent.items()]
+        for slot, count in counts:
+            for _ in range(count):
+                self._returned(identity, slot)
 
     def num_lent(self) -> int:
         """Slots that some reader still holds."""
         with self._lock:
-            return len(self._readers)
+            return len(self._lent)
 
     def close(self) -> None:
         """Stop telling owners about releases; everything ends now."""
@@ -139,21 +133,17 @@ class Parcels:
             self._context.mailbox.post(owner_endpoint, [FREE, pickle.dumps((identity, slot))])
 
     def _on_free(self, frames: Frames) -> None:
-        identity, slot = pickle.loads(frames[0])
-        with self._lock:
-            lent = self._lent.get(identity)
-            if lent is None or lent[slot] == 0:
-                return  # taken back when the reader was declared dead
-            lent[slot] -= 1
-            if lent[slot] == 0:
-                del lent[slot]
-        self._give_back(slot, 1)
+        self._returned(*pickle.loads(frames[0]))
 
-    def _give_back(self, slot: Slot, count: int) -> None:
+    def _returned(self, identity: str, slot: Slot) -> None:
+        """By a reader; not again what was taken back when it was declared dead."""
         with self._lock:
-            self._readers[slot] -= count
-            is_free = self._readers[slot] <= 0
+            readers = self._lent.get(slot, Counter())
+            if not readers[identity]:
+                return
+            readers[identity] -= 1
+            is_free = not readers.total()
             if is_free:
-                del self._readers[slot]
+                del self._lent[slot]
         if is_free:
             self._context.store.free([slot])

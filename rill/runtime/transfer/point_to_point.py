@@ -69,8 +69,6 @@ class PointToPoint:
         self._unreceived: set[int] = set()
         """Sends that wait for their receipt."""
         self._numbers = count(1)
-        self._deaths: dict[str, tuple[str, str]] = {}
-        """Identity and end of the last of each rank's processes, by the rank's name."""
         self._routes: Counter[str] = Counter()
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
@@ -160,10 +158,10 @@ class PointToPoint:
         """The next object from a worker with this tag."""
         source, peer = (group, rank, tag), f"{group}[{rank}]"
         with self._changed:
-            before = self._deaths.get(peer)
+            before = self._directory.last_death(peer)
             is_there = source in self._arrivals
         # Asked outside the lock, because it may ask the hub; a death after that ends the wait.
-        death = None if is_there else self._directory.death_of(group, rank)
+        death = "" if is_there else self._directory.death_of(peer)
         with waiting(f"recv from {peer}", peer), self._changed:
             self._changed.wait_for(
                 lambda: source in self._arrivals or death or self._end_of(peer, before), timeout_s
@@ -194,10 +192,10 @@ class PointToPoint:
             del self._arrivals[source]  # a tag may be used only once
         return arrival
 
-    def _end_of(self, peer: str, before: tuple[str, str] | None) -> str:
+    def _end_of(self, peer: str, before: tuple[str, str]) -> str:
         """Why nothing will come of a peer that has died since; empty: it may."""
-        death = self._deaths.get(peer)
-        if death is not None and death != before:
+        death = self._directory.last_death(peer)
+        if death[0] and death != before:
             return death[1]
         return "this process is closing" if self._is_closed else ""
 
@@ -226,7 +224,6 @@ class PointToPoint:
 
     def _on_death(self, identity: str, reason: str) -> None:
         with self._changed:
-            self._deaths[identity.rpartition("#")[0]] = (identity, reason)
             self._changed.notify_all()
 
     def _count(self, route: str) -> None:

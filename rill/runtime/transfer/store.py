@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rill.errors import PeerDiedError, RunError, StuckError
+from rill.runtime.address import STORE_GROUP
 from rill.runtime.transfer.memory_copy import copy_bytes
 from rill.runtime.transfer.segments import (
     FULL_WAIT_S,
@@ -77,11 +78,11 @@ class _Fetcher:
         """The whole payload, laid out as in its slot."""
         client = self._clients.get(ref.node_id)
         if client is None:
-            key, hub, name = self._context.site.key, self._context.hub, f"store/{ref.node_id}"
+            key, hub, name = self._context.site.key, self._context.hub, f"{STORE_GROUP}{ref.node_id}[0]"
             assert key is not None, "payloads of other nodes in a session that has one node"
             client = self._clients[ref.node_id] = ByteClient(
                 key,
-                lambda timeout_s: str(hub.fetch(name, timeout_s)),
+                lambda timeout_s: str(hub.find(name, timeout_s)),
                 f"{ref.node_id}'s store",
                 timeout_s=self._timeout_s,
             )

@@ -1,7 +1,7 @@
 """The process that serves one node's payloads to the other nodes. Where a run has one node there is none.
 
 It holds no payload of its own: it maps what the node's workers wrote, so a worker's death loses nothing. Its address is
-published under "store/<node>". It may be killed at any moment; the agent starts it again, under a new identity, and
+known by its name in the hub. It may be killed at any moment; the agent starts it again, under a new identity, and
 readers ask the hub for its new address. Of a payload only the header, which is unpickled, is signed: see tcp.py.
 """
 
@@ -12,21 +12,16 @@ import pickle
 import signal
 from typing import Any
 
-from rill.runtime.address import Site
+from rill.runtime.address import STORE_GROUP, Site
 from rill.runtime.hub.client import HubClient
-from rill.runtime.process.agent import read_all
 from rill.runtime.transfer.segments import unlink
 from rill.runtime.transfer.store import Store
 from rill.runtime.transfer.tcp import ByteServer
 
-STORE_GROUP = "store-"
-"""Followed by the node's id: the name of the server in the hub and at its agent."""
-_HUB_S = 30.0
 
-
-def main(start: int | bytes) -> None:
-    """Entry of the process; `start` is a pickled Site or the descriptor of a file that holds one."""
-    site = pickle.loads(read_all(start) if isinstance(start, int) else start)
+def main(start: bytes) -> None:
+    """Entry of the process; `start` is a pickled Site."""
+    site = pickle.loads(start)
     assert isinstance(site, Site)
     identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
     serve_store(site, HubClient(site.hub_endpoint, identity, site.key))
@@ -49,6 +44,5 @@ def serve_store(site: Site, hub: HubClient) -> ByteServer:
 
     server = ByteServer(site.host, site.key, read)
     hub.on("store_unlink", carry_out)
-    hub.call("registry.register", {"serves_store": True}, _HUB_S)
-    hub.call("registry.publish", [f"store/{site.node_id}", server.endpoint, True], _HUB_S)
+    hub.call("registry.register", {"serves_store": True, "address": server.endpoint})
     return server
