@@ -9,7 +9,9 @@ each, from one folder with a fresh Llama shape, the same prompts, the same preci
 the end the ratios, and how near the native engine comes to a step that is nothing but its matrix products (torch's, at
 the batch's size).
 
---options runs the native engine with batch_invariant and with the modules' own forward methods as well.
+--options runs the native engine with batch_invariant, with the modules' own forward methods and with drafts
+(num_speculative_tokens) as well. Text that repeats itself, where drafts pay: --options --requests 1 --temperature 0.3
+(a random tied model repeats its last token at low temperatures); try 1 to 16 requests, and 1.0 for text that does not.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def run_native(args: argparse.Namespace, **options: Any) -> None:
     model = ModelConfig(path=args.folder, tokenizer="chars")
     engine = NativeEngine(
         NativeEngine.Config(
-            model=model, dtype=args.dtype, device="cpu", max_num_seqs=args.requests, num_kv_blocks=2048, **options
+            model=model, dtype=args.dtype, device="cpu", max_num_seqs=max(16, args.requests), num_kv_blocks=2048,
+            **options,
         )
     )  # fmt: skip
     calls = 0
@@ -112,7 +115,9 @@ def run_native(args: argparse.Namespace, **options: Any) -> None:
             Request(
                 id=f"{calls}-{i}",
                 token_ids=np.array(prompt, dtype=np.int32),
-                sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i),
+                sampling=SamplingParams(
+                    max_new_tokens=tokens, ignore_eos=True, seed=i, temperature=args.temperature
+                ),
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -136,7 +141,8 @@ def run_transformers(args: argparse.Namespace) -> None:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             min_new_tokens=tokens,
-            do_sample=True,
+            do_sample=args.temperature > 0,
+            temperature=args.temperature or None,
             pad_token_id=0,
         )
         return len(prompts) * tokens
@@ -155,7 +161,14 @@ def run_vllm(args: argparse.Namespace) -> None:
 
     def run(prompts: list[list[int]], tokens: int) -> int:
         params = [
-            SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, detokenize=False, logprobs=0)
+            SamplingParams(
+                max_tokens=tokens,
+                ignore_eos=True,
+                seed=i,
+                detokenize=False,
+                logprobs=0,
+                temperature=args.temperature,
+            )
             for i in range(len(prompts))
         ]
         done = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -191,7 +204,7 @@ def products_s(args: argparse.Namespace) -> float:
 
 def in_process(role: str, python: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     command = [python, str(Path(__file__).resolve()), "--role", role, "--folder", folder]
-    for name in ("requests", "tokens", "prompt", "rounds", "dtype", "threads"):
+    for name in ("requests", "tokens", "prompt", "rounds", "dtype", "threads", "temperature"):
         command += [f"--{name}", str(getattr(args, name))]
     env = {
         **os.environ, "OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -222,7 +235,7 @@ def compare(args: argparse.Namespace) -> None:
     )  # fmt: skip
     roles = ["rill", "transformers"]
     if args.options:
-        roles += ["rill-invariant", "rill-modules"]
+        roles += ["rill-invariant", "rill-modules", "rill-drafts"]
     pythons = dict.fromkeys(roles, sys.executable)
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python
@@ -247,6 +260,7 @@ ROLES: dict[str, Callable[[argparse.Namespace], None]] = {
     "rill": run_native,
     "rill-invariant": lambda args: run_native(args, batch_invariant=True),
     "rill-modules": lambda args: run_native(args, fast_path=False),
+    "rill-drafts": lambda args: run_native(args, num_speculative_tokens=7),
     "transformers": run_transformers,
     "vllm": run_vllm,
 }
@@ -264,7 +278,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3, help="measurements in each process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each system")
-    parser.add_argument("--options", action="store_true", help="also batch_invariant, and the modules' path")
+    parser.add_argument("--options", action="store_true", help="also batch_invariant, modules, drafts")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--vllm-python", help="a Python that has vLLM's CPU build")
     parser.add_argument("--role", choices=sorted(ROLES))
     parser.add_argument("--folder", help="the model, for a role")

@@ -320,10 +320,42 @@ def invariant(shared: NativeEngine) -> None:
     engine.close()
 
 
+def speculation(shared: NativeEngine) -> None:
+    """Few sequences with and without drafts. A random tied model repeats its last token at temperature 0 and less and
+    less above it; at 1 nothing repeats. Each in turns, best of three."""
+    drafting = make_engine(shared._runner.model, num_speculative_tokens=15, kv_memory_fraction=0.3)
+    for count in (1, 4, 16, 32):
+        for temperature in (0.0, 0.3, 0.5, 1.0):
+            rates = {"plain": 0.0, "drafting": 0.0}
+            for attempt in range(4):  # the first captures graphs
+                before = drafting.stats()
+                for name, engine in (("plain", shared), ("drafting", drafting)):
+                    prompts = random_prompts(count, 128, 500 + attempt)
+                    tag = f"{name}-{count}-{temperature}-{attempt}"
+                    seconds, tokens = timed(
+                        engine, requests(prompts, [512] * count, tag, temperature=temperature)
+                    )
+                    if attempt:
+                        rates[name] = max(rates[name], tokens / seconds)
+            after = drafting.stats()
+            num_drafted = after.num_draft_tokens - before.num_draft_tokens
+            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+            report(
+                result=f"drafts, {count} sequences at temperature {temperature}",
+                tokens_per_s=round(rates["drafting"]),
+                without=round(rates["plain"]),
+                ratio=round(rates["drafting"] / rates["plain"], 3),
+                drafted_of_tokens=round(num_drafted / (512 * count), 3),
+                accepted_of_drafted=round(num_accepted / max(1, num_drafted), 3),
+            )
+    drafting.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--only", default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant"
+        "--only",
+        default="fixed,profile,tail,narrow,groups,cascade,update,memory,growth,invariant,speculation",
     )
     parser.add_argument("--steps", type=int, default=4, help="num_scheduler_steps: 1 is a step to a turn")
     arguments = parser.parse_args()
@@ -354,6 +386,7 @@ def main() -> None:
                     "memory": memory,
                     "growth": growth,
                     "invariant": invariant,
+                    "speculation": speculation,
                 }[name](engine)
         except Exception as error:  # noqa: BLE001 boundary: one failed part must not hide the others' figures
             import traceback

@@ -179,6 +179,9 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Proposed by speculation, and how many of them came true."""
+    num_accepted_tokens: int = 0
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
     version: PolicyVersion = PolicyVersion(0)

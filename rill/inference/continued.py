@@ -1,7 +1,7 @@
 """An answer that was cut off and goes on later: the request that continues it, and the two parts as one.
 
 Tokens, log-probabilities and versions of both parts stay as they were sampled: the answer tells for every token which
-policy made it. Pure functions; called by the policy client.
+policy made it. Pure functions; called by the policy client and by flights.
 """
 
 from __future__ import annotations
@@ -30,19 +30,27 @@ def nothing_said(request: Request) -> Completion:
     )
 
 
-def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) -> Request:
-    """Asks for the rest. What was sampled counts towards the limits."""
-    num_sampled = len(before.token_ids)
-    left = sampling.max_new_tokens - num_sampled
-    assert left > 0, f"{before.request_id} had reached its limit and was cut off all the same"
-    return Request(
-        id=before.request_id,
-        token_ids=np.concatenate([prompt, before.token_ids]),
-        num_generated=num_sampled,
+def rest_of(request: Request, said: TokenIds) -> Request:
+    """The same request behind what was said to it, which counts towards its limits."""
+    sampling, num_said = request.sampling, len(said)
+    return replace(
+        request,
+        token_ids=np.concatenate([request.token_ids, said]),
+        num_generated=request.num_generated + num_said,
         sampling=replace(
-            sampling, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - num_sampled)
+            sampling,
+            max_new_tokens=sampling.max_new_tokens - num_said,
+            min_new_tokens=max(0, sampling.min_new_tokens - num_said),
         ),
     )
+
+
+def continued(before: Completion, prompt: TokenIds, sampling: SamplingParams) -> Request:
+    """Asks for the rest."""
+    asked = Request(id=before.request_id, token_ids=prompt, sampling=sampling)
+    rest = rest_of(asked, before.token_ids)
+    assert rest.sampling.max_new_tokens > 0, f"{asked.id} had reached its limit and was cut off all the same"
+    return rest
 
 
 def joined(before: Completion, after: Completion, stop: Sequence[str], decode: Decode) -> Completion:

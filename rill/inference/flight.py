@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rill.inference.base import Completion, Delta, Request, TopTokens
+from rill.inference.continued import rest_of
 from rill.types import StopReason
 
 log = logging.getLogger(__name__)
@@ -40,18 +41,7 @@ class Flight:
         """The request as the next replica gets it: everything so far is its prompt."""
         if not self._done:
             return self.request
-        kept = self.num_kept
-        sampling = self.request.sampling
-        return replace(
-            self.request,
-            token_ids=np.concatenate([self.request.token_ids, *(d.token_ids for d in self._done)]),
-            num_generated=self.request.num_generated + kept,
-            sampling=replace(
-                sampling,
-                max_new_tokens=sampling.max_new_tokens - kept,
-                min_new_tokens=max(0, sampling.min_new_tokens - kept),
-            ),
-        )
+        return rest_of(self.request, np.concatenate([d.token_ids for d in self._done]))
 
     def record(self, delta: Delta) -> None:
         with self._lock:
@@ -73,15 +63,7 @@ class Flight:
 
     def joined(self, completion: Completion) -> Completion:
         """A replica's completion with the tokens of those before it."""
-        if not self._done:
-            return completion
-        return replace(
-            completion,
-            token_ids=np.concatenate([*(d.token_ids for d in self._done), completion.token_ids]),
-            logprobs=np.concatenate([*(d.logprobs for d in self._done), completion.logprobs]),
-            versions=np.concatenate([*(d.versions for d in self._done), completion.versions]),
-            top=TopTokens.joined([*(d.top for d in self._done), completion.top]),
-        )
+        return replace(completion, **_whole([*self._done, completion])) if self._done else completion
 
     def already_ended(self) -> Completion | None:
         """The replica died after the last token: its completion can be made from the deltas."""
@@ -100,20 +82,13 @@ class Flight:
     ) -> Completion:
         """Everything that was recorded, of all attempts."""
         with self._lock:
-            parts = self._done + self._now
-
-        def whole(name: str, kind: type[np.generic]) -> Any:
-            return np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in parts)], dtype=kind)
-
+            whole = _whole(self._done + self._now)
         return Completion(
             request_id=self.request.id,
-            token_ids=whole("token_ids", np.int32),
-            logprobs=whole("logprobs", np.float32),
-            versions=whole("versions", np.int32),
             stop_reason=reason,
             stop_text=stop_text,
             num_cached_tokens=num_cached_tokens,
-            top=TopTokens.joined(d.top for d in parts),
+            **whole,
         )
 
     def finish(self, outcome: Completion | BaseException) -> None:
@@ -123,3 +98,13 @@ class Flight:
             self.future.set_exception(outcome)
         else:
             self.future.set_result(outcome)
+
+
+def _whole(parts: Sequence[Delta | Completion]) -> dict[str, Any]:
+    """Their tokens with all that belongs to them, one after the other."""
+    kinds = {"token_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
+    found: dict[str, Any] = {
+        name: np.concatenate([np.empty(0, kind), *(getattr(part, name) for part in parts)], dtype=kind)
+        for name, kind in kinds.items()
+    }
+    return found | {"top": TopTokens.joined(part.top for part in parts)}

@@ -49,7 +49,7 @@ class OpenAIEngine(RemoteEngine):
         super().__init__(config, "openai", transport)
         self.config = config
         self._tokenizer = self._load_tokenizer() if config.mode == "text" else None
-        self._max_context = config.max_context or self._call(
+        self.max_context = config.max_context or self._call(
             self._ask_context(), "models", config.connect_timeout_s + 30
         )
 
@@ -58,10 +58,6 @@ class OpenAIEngine(RemoteEngine):
         if self.config.mode == "text":
             return frozenset()
         return frozenset({Feature.STREAM, Feature.PARTIAL_ROLLOUT})
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._tokenizer is not None:

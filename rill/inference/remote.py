@@ -37,7 +37,7 @@ from rill.inference.base import (
 from rill.inference.flight import Flight
 from rill.inference.remote_flights import Chunk, RemoteFlights
 from rill.inference.remote_http import ServerHttp
-from rill.inference.requests import check_fits, check_request, wait_for_all
+from rill.inference.requests import Generates, check_fits, check_request
 from rill.types import Floats, PolicyVersion, TokenIds
 
 T = TypeVar("T")
@@ -59,13 +59,15 @@ class RemoteConfig(PartConfig):
     """To reach the server, in seconds."""
 
 
-class RemoteEngine:
+class RemoteEngine(Generates):
     """Base of the HTTP adapters. See rill.inference.base.Engine for what each method promises."""
 
     def __init__(
         self, config: RemoteConfig, name: str, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.name = name
+        self.max_context = 0
+        """Set by a subclass: what its server takes."""
         self.vocab_size: int | None = None
         """Set by a subclass that knows it: bad ids are then refused in submit()."""
         self._http = ServerHttp(
@@ -84,28 +86,22 @@ class RemoteEngine:
     def features(self) -> frozenset[Feature]:
         raise AssertionError("a subclass says what it has")
 
-    @property
-    def max_context(self) -> int:
-        raise AssertionError("a subclass says what its server takes")
-
     def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         raise AssertionError("a subclass speaks to its server")
 
     async def _load_weights(self, tensors: NamedTensors, version: PolicyVersion, partial: bool) -> None:
         """Afterwards the server has them, and nothing in its prefix cache is older."""
-        raise self._lacks(Feature.UPDATE_WEIGHTS)
+        raise AssertionError
 
     async def _score_one(self, token_ids: TokenIds, temperature: float) -> Floats:
-        raise self._lacks(Feature.SCORE)
+        raise AssertionError
 
     async def _flush(self) -> None:
         """Drop the server's prefix cache, where it can be told to."""
 
-    async def _release(self, level: MemoryLevel) -> None:
-        raise self._lacks(Feature.RELEASE_MEMORY)
+    async def _release(self, level: MemoryLevel) -> None: ...
 
-    async def _restore(self) -> None:
-        raise self._lacks(Feature.RELEASE_MEMORY)
+    async def _restore(self) -> None: ...
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -127,17 +123,11 @@ class RemoteEngine:
         self._flights.submit(flights)
         return [flight.future for flight in flights]
 
-    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return wait_for_all(
-            self.submit(requests),
-            timeout_s,
-            what=f"{self.name}: generate",
-            abort=lambda: self.abort([r.id for r in requests]),
-        )
-
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
     ) -> list[Floats]:
+        self._require(Feature.SCORE)
+
         async def score_all() -> list[Floats]:
             return await asyncio.gather(*(self._score_one(s, temperature) for s in sequences))
 
@@ -167,15 +157,16 @@ class RemoteEngine:
             raise EngineError(
                 f"{self.name}: release needs an idle engine, {self._flights.num_running} requests run: pause"
             )
+        self._require(Feature.RELEASE_MEMORY)
         self._call(self._release(level), "release", _UPDATE_TIMEOUT_S)
 
     def restore(self) -> None:
+        self._require(Feature.RELEASE_MEMORY)
         self._call(self._restore(), "restore", _UPDATE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """Requests under way are cut short, and go on from their tokens under the new weights."""
-        if Feature.UPDATE_WEIGHTS not in self.features:
-            raise self._lacks(Feature.UPDATE_WEIGHTS)
+        self._require(Feature.UPDATE_WEIGHTS)
         if partial and self._flights.unavailable is not None:
             raise WeightSyncError(f"{self.name}: after a failed update only a whole one can follow")
         self._swap(version, lambda: self._load_weights(tensors, version, partial))
@@ -227,10 +218,11 @@ class RemoteEngine:
     def _call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> T:
         return self._flights.call(work, what, timeout_s)
 
-    def _lacks(self, feature: Feature) -> UnsupportedError:
-        return UnsupportedError(
-            f"{self.name} has no {feature.value}: it has {', '.join(sorted(self.features)) or 'none'}"
-        )
+    def _require(self, feature: Feature) -> None:
+        if feature not in self.features:
+            raise UnsupportedError(
+                f"{self.name} has no {feature.value}: it has {', '.join(sorted(self.features)) or 'none'}"
+            )
 
 
 def bearer(key: str) -> dict[str, str]:

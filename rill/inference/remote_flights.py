@@ -186,7 +186,7 @@ class RemoteFlights:
 
     def _delta(self, request_id: str, chunk: Chunk) -> Delta:
         versions = [self.version] * len(chunk.token_ids) if chunk.versions is None else chunk.versions
-        self._tally.grow(len(chunk.token_ids))
+        self._tally.add(num_generated_tokens=len(chunk.token_ids))
         return Delta(
             request_id=request_id,
             token_ids=np.asarray(chunk.token_ids, dtype=np.int32),

@@ -26,7 +26,6 @@ from rill.inference.base import (
     Completion,
     Delta,
     EngineStats,
-    Feature,
     MemoryLevel,
     NamedTensors,
     PauseMode,
@@ -34,7 +33,7 @@ from rill.inference.base import (
 )
 from rill.inference.checkpoint import Checkpoint
 from rill.inference.replica_worker import End, EngineFacts, Replica
-from rill.inference.requests import check_ids, wait_for_all
+from rill.inference.requests import Generates, check_ids
 from rill.runtime.cluster import Cluster
 from rill.runtime.device.placement import Placement
 from rill.runtime.handle import Handle
@@ -50,7 +49,7 @@ _CALL_TIMEOUT_S = 120.0
 _UPDATE_TIMEOUT_S = 1800.0
 
 
-class ReplicaEngine:
+class ReplicaEngine(Generates):
     """Launches the worker at construction and returns when its engine is loaded."""
 
     def __init__(
@@ -75,33 +74,13 @@ class ReplicaEngine:
         except WorkerError as error:
             raise EngineError(f"{name}: the engine could not be loaded: {error}") from error
         self.pid = self._group.addresses()[0].pid
-        self._facts = facts
-        self._version = facts.version
-        self._adapters: frozenset[str] = frozenset()
+        self.features, self.max_context = facts.features, facts.max_context
+        self.vocab_size, self.version = facts.vocab_size, facts.version
+        self.adapters: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._flights: dict[str, tuple[Future[Completion], Callable[[Delta], None] | None]] = {}
         self.is_dead = False
         threading.Thread(target=self._read, name=f"{name}-reader", daemon=True).start()
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        return self._facts.features
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
-
-    @property
-    def max_context(self) -> int:
-        return self._facts.max_context
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._facts.vocab_size
-
-    @property
-    def adapters(self) -> frozenset[str]:
-        return self._adapters
 
     def submit(
         self, requests: Sequence[Request], on_delta: Callable[[Delta], None] | None = None
@@ -122,14 +101,6 @@ class ReplicaEngine:
                 self._flights[request.id] = (future, on_delta)
         self._group.submit(list(requests))
         return futures
-
-    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return wait_for_all(
-            self.submit(requests),
-            timeout_s,
-            what=f"{self.name}: generate",
-            abort=lambda: self.abort([r.id for r in requests]),
-        )
 
     def score(
         self,
@@ -181,11 +152,11 @@ class ReplicaEngine:
 
     def load_adapter(self, name: str, source: str | Path) -> None:
         self._act("load_adapter", _UPDATE_TIMEOUT_S, name, str(source))
-        self._adapters |= {name}
+        self.adapters |= {name}
 
     def unload_adapter(self, name: str) -> None:
         self._act("unload_adapter", _CALL_TIMEOUT_S, name)
-        self._adapters -= {name}
+        self.adapters -= {name}
 
     def rewind(self) -> None:
         self._act("rewind", _CALL_TIMEOUT_S)
@@ -208,7 +179,7 @@ class ReplicaEngine:
     def _act(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
         self._check_alive()
         error, value, version = self._answer(self._group.act(method, args, kwargs), method, timeout_s)
-        self._version = PolicyVersion(version)
+        self.version = PolicyVersion(version)
         if error is not None:
             raise error
         return value

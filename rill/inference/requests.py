@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from rill.errors import RequestError, StuckError, TooLongError
-from rill.inference.base import Request
+from rill.inference.base import Completion, Engine, Request
 from rill.types import SamplingParams
 
 T = TypeVar("T")
@@ -125,6 +125,14 @@ def check_fits(request: Request, max_context: int) -> None:
             f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted} do not fit the context of"
             f" {max_context}"
         )
+
+
+class Generates:
+    """generate(), for engines that have submit() and abort()."""
+
+    def generate(self: Engine, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
+        what, ids = f"{type(self).__name__}: generate", [request.id for request in requests]
+        return wait_for_all(self.submit(requests), timeout_s, what=what, abort=lambda: self.abort(ids))
 
 
 def wait_for_all(

@@ -76,7 +76,7 @@ class SglangEngine(RemoteEngine):
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)
         self._released: list[str] = []
-        self._max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
+        self.max_context = config.max_context or self._call(self._ask_context(), "server_info", 60.0)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -86,10 +86,6 @@ class SglangEngine(RemoteEngine):
         if self.config.is_deterministic:
             found |= {Feature.SEEDED, Feature.BATCH_INVARIANT}
         return frozenset(found)
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
 
     # --- what the base asks -------------------------------------------------------------------------------
 
@@ -164,15 +160,11 @@ class SglangEngine(RemoteEngine):
             await asyncio.sleep(_FLUSH_RETRY_S)
 
     async def _release(self, level: MemoryLevel) -> None:
-        if not self.config.enable_memory_saver:
-            raise self._lacks(Feature.RELEASE_MEMORY)
         await self._flush()  # it asserts that nothing runs
         await self._control("/release_memory_occupation", {"tags": _TAGS[level]})
         self._released = _TAGS[level]
 
     async def _restore(self) -> None:
-        if not self.config.enable_memory_saver:
-            raise self._lacks(Feature.RELEASE_MEMORY)
         if self._released:
             await self._control("/resume_memory_occupation", {"tags": self._released})
             self._released = []

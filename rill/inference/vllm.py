@@ -47,7 +47,7 @@ from rill.inference.base import (
 )
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
-from rill.inference.requests import check_fits, check_ids, check_request, wait_for_all
+from rill.inference.requests import Generates, check_fits, check_ids, check_request, wait_for_all
 from rill.inference.vllm_loop import Job, VllmLoop
 from rill.inference.vllm_words import VllmWords
 from rill.inference.vllm_worker import report_before_truncation, tie_head
@@ -58,7 +58,7 @@ from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
 _UPDATE_TIMEOUT_S = 1800.0
 
 
-class VllmEngine:
+class VllmEngine(Generates):
     """See rill.inference.base.Engine for what each method promises."""
 
     class Config(PartConfig):
@@ -94,20 +94,15 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._prepare(vllm.__version__)
         self._is_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self._max_context = int(self._engine.model_config.max_model_len)
+        self.max_context = int(self._engine.model_config.max_model_len)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._loop = VllmLoop(self._engine, self._words)
         self._commands = self._loop.commands
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {
-            Feature.STREAM,
-            Feature.SCORE,
-            Feature.PARTIAL_ROLLOUT,
-            Feature.UPDATE_WEIGHTS,
-            Feature.SEEDED,
-        }
+        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS}
+        found.add(Feature.SEEDED)
         if self.config.enable_sleep and not self._is_cpu:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
@@ -115,10 +110,6 @@ class VllmEngine:
     @property
     def version(self) -> PolicyVersion:
         return self._loop.version
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -132,14 +123,6 @@ class VllmEngine:
         jobs = [Job(Flight(request, on_delta)) for request in requests]
         self._loop.submit(jobs)
         return [job.flight.future for job in jobs]
-
-    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return wait_for_all(
-            self.submit(requests),
-            timeout_s,
-            what="vllm: generate",
-            abort=lambda: self.abort([r.id for r in requests]),
-        )
 
     def score(
         self, sequences: Sequence[TokenIds], temperature: float = 1.0, timeout_s: float = 600.0
@@ -271,8 +254,8 @@ class VllmEngine:
         loop.put_back()
 
     def _check(self, request: Request) -> None:
-        check_request(request, max_context=self._max_context, vocab_size=self.vocab_size)
-        check_fits(request, self._max_context)
+        check_request(request, max_context=self.max_context, vocab_size=self.vocab_size)
+        check_fits(request, self.max_context)
         if request.guide is not None or request.num_top_logprobs:
             raise UnsupportedError(
                 f"request {request.id!r}: the vllm engine takes no grammars and tells the sampled tokens' "

@@ -166,7 +166,7 @@ class VllmLoop:
                 self._end(job, scores_of(request, output.prompt_logprobs))
             return
         delta = delta_of(request, output, self.version)
-        self._tally.grow(len(delta.token_ids))
+        self._tally.add(num_generated_tokens=len(delta.token_ids))
         job.flight.record(delta)
         if delta.stop_reason is not None:
             cached = output.num_cached_tokens or 0

@@ -54,26 +54,17 @@ class VllmServerEngine(RemoteEngine):
         self.config = config
         self._expected = expected_shapes(config.model)
         self.vocab_size = int(load_model_config(config.model).vocab_size)
-        self._max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
+        self.max_context = self._call(self._ask_context(), "models", config.connect_timeout_s + 30.0)
         if config.is_extended:
             self._call(self._http.post("/collective_rpc", {"method": "rill_prepare"}), "prepare", 60.0)
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {
-            Feature.STREAM,
-            Feature.SCORE,
-            Feature.PARTIAL_ROLLOUT,
-            Feature.UPDATE_WEIGHTS,
-            Feature.SEEDED,
-        }
+        found = {Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS}
+        found.add(Feature.SEEDED)
         if self.config.enable_sleep:
             found.add(Feature.RELEASE_MEMORY)
         return frozenset(found)
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
 
     async def _stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         body = completion_body(request, self.config.served_name)
@@ -115,13 +106,9 @@ class VllmServerEngine(RemoteEngine):
         await self._http.post("/reset_prefix_cache")
 
     async def _release(self, level: MemoryLevel) -> None:
-        if not self.config.enable_sleep:
-            raise self._lacks(Feature.RELEASE_MEMORY)
         await self._http.post("/sleep?level=1")
 
     async def _restore(self) -> None:
-        if not self.config.enable_sleep:
-            raise self._lacks(Feature.RELEASE_MEMORY)
         await self._http.post("/wake_up")
 
     async def _ask_context(self) -> int:

@@ -259,7 +259,7 @@ class FakeEngine:
             )
         running.ids.append(token)
         running.versions.append(self._version)
-        self._tally.grow(1)
+        self._tally.add(num_generated_tokens=1)
         reason = self._reason(running, token)
         if running.on_delta is not None:
             running.on_delta(

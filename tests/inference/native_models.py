@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from rill.errors import EngineError
-from rill.inference.base import Request
+from rill.inference.base import Completion, Request
+from rill.inference.native import core
+from rill.inference.native.cpu_runner import CpuRunner
 from rill.inference.native.engine import NativeEngine
+from rill.inference.native.sequence import Sequence
+from rill.inference.native.speculation import Speculator
 from rill.models.loading import ModelConfig, load_model
 from rill.types import PolicyVersion, SamplingParams
 
@@ -107,6 +112,55 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray[Any, Any
 def request(index: int | str, tokens: np.ndarray[Any, Any], **sampling: Any) -> Request:
     sampling = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True} | sampling
     return Request(id=str(index), token_ids=tokens, sampling=SamplingParams(**sampling))
+
+
+class Oracle(Speculator):
+    """Drafts what is known to come, with a wrong token here and there."""
+
+    answers: ClassVar[dict[str, list[int]]] = {}
+    """By request id."""
+    rng: ClassVar[random.Random] = random.Random(0)
+
+    @classmethod
+    def install(cls, monkeypatch: pytest.MonkeyPatch, num_rows: int = 32) -> None:
+        """In engines that are made from here on, where they speculate at all."""
+        monkeypatch.setattr(core, "Speculator", cls)
+        monkeypatch.setattr(CpuRunner, "num_verified_rows", num_rows)
+        monkeypatch.setattr(cls, "answers", {})
+        monkeypatch.setattr(cls, "rng", random.Random(0))
+
+    @classmethod
+    def tell(cls, completions: list[Completion]) -> None:
+        cls.answers |= {c.request_id: c.token_ids.tolist() for c in completions}
+
+    def _draft(self, seq: Sequence, most: int) -> list[int]:
+        most = min(most, seq.max_tokens - seq.num_tokens - 1)
+        known = self.answers.get(seq.id, [])[seq.num_generated :][: max(0, most)]
+        return [t if self.rng.random() < 0.8 else max(0, t - 1) for t in known]
+
+
+def check_greedy(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Tokens and log-probabilities are transformers' own, one by one and again from drafts that are partly true."""
+    Oracle.install(monkeypatch)
+    model = reference(name)
+    engine = make_engine(name, max_num_seqs=32, num_speculative_tokens=7, **options)
+    try:
+        inputs = prompts((5, 16, 33, 40, 40, 1))
+        requests = [request(i, p) for i, p in enumerate(inputs)]
+        completions = engine.generate(requests, timeout_s=110)
+        assert engine.stats().num_draft_tokens == 0
+        for prompt, completion in zip(inputs, completions):
+            assert completion.token_ids.tolist() == greedy_tokens(model, prompt, 12)
+            whole = np.concatenate([prompt, completion.token_ids])
+            expected = forward_logprobs(model, whole)[len(prompt) :]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        Oracle.tell(completions)
+        for plain, drafted in zip(completions, engine.generate(requests, timeout_s=110)):
+            assert drafted.token_ids.tolist() == plain.token_ids.tolist()
+            np.testing.assert_allclose(drafted.logprobs, plain.logprobs, atol=1e-4)
+        assert engine.stats().num_draft_tokens > engine.stats().num_accepted_tokens > 6
+    finally:
+        engine.close()
 
 
 def new_weights(scale: float) -> list[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from rill.models.loading import ModelConfig, load_model
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
     SHAPES,
+    check_greedy,
     check_weights_that_are_not_numbers,
     forward_logprobs,
     greedy_tokens,
@@ -32,22 +33,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["fused", "modules"])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, fast_path: bool) -> None:
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    name: str, fast_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = reference(name)
-    engine = make_engine(name, device="cuda", dtype="float32", fast_path=fast_path, check_every_step=False)
-    try:
-        inputs = prompts((5, 16, 33, 40, 40, 1))
-        for prompt, done in zip(
-            inputs, engine.generate([request(i, p) for i, p in enumerate(inputs)], timeout_s=110)
-        ):
-            assert done.token_ids.tolist() == greedy_tokens(model, prompt, 12)
-            whole = np.concatenate([prompt, done.token_ids])
-            np.testing.assert_allclose(
-                done.logprobs, forward_logprobs(model, whole)[len(prompt) :], atol=1e-4
-            )
-    finally:
-        engine.close()
+    check_greedy(
+        name, monkeypatch, device="cuda", dtype="float32", fast_path=fast_path, check_every_step=False
+    )
 
 
 def test_samples_of_one_long_prompt_are_answered_as_if_each_were_read_alone() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.inference.native_models import (
     SHAPES,
+    check_greedy,
     forward_logprobs,
     greedy_tokens,
     make_engine,
@@ -15,24 +16,13 @@ from tests.inference.native_models import (
     request,
 )
 
-LENGTHS = (5, 16, 33, 40, 40, 1)
-
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["fused", "modules"])
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, fast_path: bool) -> None:
-    model = reference(name)
-    engine = make_engine(name, fast_path=fast_path)
-    try:
-        inputs = prompts(LENGTHS)
-        completions = engine.generate([request(i, p) for i, p in enumerate(inputs)], timeout_s=60)
-        for prompt, completion in zip(inputs, completions):
-            assert completion.token_ids.tolist() == greedy_tokens(model, prompt, 12)
-            whole = np.concatenate([prompt, completion.token_ids])
-            expected = forward_logprobs(model, whole)[len(prompt) :]
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-    finally:
-        engine.close()
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    name: str, fast_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_greedy(name, monkeypatch, fast_path=fast_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])

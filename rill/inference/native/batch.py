@@ -2,7 +2,9 @@
 
 What stays the same from step to step for a running sequence (its block table, its sampling parameters) lives in
 tables with one row per slot, so that a step of pure generation is built by a few NumPy operations however many
-sequences take part. The later steps of a turn differ from the first by their positions, and by who is left.
+sequences take part. The later steps of a turn differ from the first by their positions, and by who is left. A step that
+looks at drafts is a step of pure generation too: every drafted token is a row of its own, and sees those before it
+because a layer writes all keys and values before it reads any.
 
 Axes: N token of the flat batch, B sequence, S sampled row, M block-table column.
 """
@@ -117,6 +119,8 @@ class BatchBuilder:
 
     def build(self, work: Work) -> list[StepBatch]:
         """The steps of a turn, first to last."""
+        if work.drafts:
+            return [self._verification(work)]
         first = self._first(work)
         counts_B = np.array(work.counts, dtype=np.int64)
         num_steps = work.counts[0] if work.counts else 1
@@ -125,27 +129,63 @@ class BatchBuilder:
     def _later(self, first: StepBatch, work: Work, counts_B: Int64s, step: int) -> StepBatch:
         """A turn's later step: those that are left are the first rows, one position further each time."""
         num_left = int(np.count_nonzero(counts_B > step))
-        slots_B, size = first.slots_B[:num_left], self.block_size
-        index_B = first.context_lens_B[:num_left].astype(np.int64) - 1 + step
-        blocks_B = self._tables[slots_B, index_B // size].astype(np.int64)
-        return StepBatch(
+        return self._single_rows(
+            work.decodes[:num_left],
             token_ids_N=np.full(num_left, IN_FLIGHT, dtype=np.int64),
-            positions_N=first.positions_N[:num_left] + step,
-            kv_slots_N=blocks_B * size + index_B % size,
-            slots_B=slots_B,
-            query_starts_B1=first.query_starts_B1[: num_left + 1],
-            context_lens_B=(index_B + 1).astype(np.int32),
+            slots_N=first.slots_B[:num_left],
+            index_N=first.context_lens_B[:num_left].astype(np.int64) - 1 + step,
+            adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
+        )
+
+    def _verification(self, work: Work) -> StepBatch:
+        """Each sequence's newest token and its draft, a row each."""
+        for seq in work.grown:
+            self._extend_table(seq)
+        seqs = work.decodes
+        row_N = np.repeat(np.arange(len(seqs)), work.counts)
+        ids = [
+            token for seq, draft in zip(seqs, work.drafts, strict=True) for token in (seq.tokens[-1], *draft)
+        ]
+        index = [at for seq in seqs for at in range(len(seq.tokens) - 1, seq.num_computed)]
+        return self._single_rows(
+            [seqs[row] for row in row_N],
+            token_ids_N=np.array(ids, dtype=np.int64),
+            slots_N=np.array([seq.slot for seq in seqs], dtype=np.int32)[row_N],
+            index_N=np.array(index, dtype=np.int64),
+            adapters=_adapter_rows(seqs, row_N) if self.has_adapters else {},
+        )
+
+    def _single_rows(
+        self,
+        sampled: list[Sequence],
+        *,
+        token_ids_N: Int64s,
+        slots_N: Int32s,
+        index_N: Int64s,
+        adapters: dict[str, Int64s],
+    ) -> StepBatch:
+        """A step in which every row has one token, index_N of its sequence, and samples the next."""
+        size, num_rows = self.block_size, len(index_N)
+        blocks_N = self._tables[slots_N, index_N // size].astype(np.int64)
+        updates, self._updates = self._updates, []
+        return StepBatch(
+            token_ids_N=token_ids_N,
+            positions_N=index_N + self._rope_shift[slots_N],
+            kv_slots_N=blocks_N * size + index_N % size,
+            slots_B=slots_N,
+            query_starts_B1=np.arange(num_rows + 1, dtype=np.int32),
+            context_lens_B=(index_N + 1).astype(np.int32),
             tables=self._tables,
             prefix_blocks=self._prefix_blocks,
-            table_updates=[],
+            table_updates=updates,
             block_size=size,
-            num_decodes=num_left,
-            sampled=work.decodes[:num_left],
-            sampled_rows_S=first.sampled_rows_S[:num_left],
-            sampled_slots_S=slots_B,
-            sampling=self._sampling(slots_B, index_B + 1),
+            num_decodes=num_rows,
+            sampled=sampled,
+            sampled_rows_S=np.arange(num_rows, dtype=np.int64),
+            sampled_slots_S=slots_N,
+            sampling=self._sampling(slots_N, index_N + 1),
             scored=[],
-            adapters={name: rows[rows < num_left] for name, rows in first.adapters.items()},
+            adapters=adapters,
         )
 
     def _first(self, work: Work) -> StepBatch:

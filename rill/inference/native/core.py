@@ -5,8 +5,9 @@
         └──────────────────────────────────────────┘
 
 Owned by one thread, the engine's; nothing here is locked. Callers reach it through the command queue, and see its
-tokens through the outlet. A turn is one step of the model, or several of pure generation. `control.py` has what happens
-between two turns: pauses, memory, weights.
+tokens through the outlet. A turn is one step of the model, or several of pure generation; a step that looks at drafts
+(speculation.py) gives each sequence as many tokens as came true, and one. `control.py` has what happens between two
+turns: pauses, memory, weights.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from rill.errors import EngineError
 from rill.inference.base import EngineStats
 from rill.inference.native.batch import BatchBuilder, StepBatch
 from rill.inference.native.block_manager import BlockManager
-from rill.inference.native.model_runner import ModelRunner, PendingTurn, TurnResult
+from rill.inference.native.model_runner import ModelRunner, PendingTurn, TopRows, TurnResult
 from rill.inference.native.outlet import Outlet
 from rill.inference.native.scheduler import Chunk, NeedsResults, Scheduler, Work
 from rill.inference.native.sequence import ScoredSequence, Sequence, Status
+from rill.inference.native.speculation import Speculator
 from rill.inference.tally import Tally
 from rill.models.routing import UNKNOWN
 from rill.types import Floats, PolicyVersion, StopReason
+
+Taken = tuple[list[int], list[float], int]
+"""What a sequence is given of a turn: tokens, their log-probabilities, and how many were in flight for it."""
 
 
 class EngineCore:
@@ -41,6 +46,7 @@ class EngineCore:
         max_batched_tokens: int,
         max_context: int,
         num_scheduler_steps: int,
+        num_speculative_tokens: int,
         check_every_step: bool,
     ) -> None:
         self.runner = runner
@@ -48,6 +54,11 @@ class EngineCore:
         self.version = PolicyVersion(0)
         self.live: dict[str, Sequence] = {}
         """Everything that was added and has not ended."""
+        num_drafted = min(
+            num_speculative_tokens, blocks.block_size - 1
+        )  # a turn takes at most one block of each
+        num_rows = min(runner.num_verified_rows, max_num_seqs, max_batched_tokens)
+        self._speculator = Speculator(num_drafted, num_rows) if num_drafted else None
         self.scheduler = Scheduler(
             blocks,
             max_num_seqs=max_num_seqs,
@@ -56,6 +67,7 @@ class EngineCore:
             # Starting prompts breaks out of the captured decode step and costs as much for one as for many.
             num_gathered=max_num_seqs // 10 if runner.uses_graphs else 0,
             num_steps=num_scheduler_steps,
+            speculator=self._speculator,
         )
         self.builder = BatchBuilder(max_num_seqs, -(-max_context // blocks.block_size), blocks.block_size)
         self._check_every_step = check_every_step
@@ -71,6 +83,8 @@ class EngineCore:
         for seq in sequences:
             self.live[seq.id] = seq
             self.scheduler.add(seq)
+            if self._speculator is not None and not seq.is_scored:
+                self._speculator.add(seq)
             if seq.request.adapter is not None and seq.request.adapter not in self.runner.adapters.names:
                 self.abort([seq.id])  # it was unloaded between submit() and here
 
@@ -150,41 +164,68 @@ class EngineCore:
         )
 
     def _needs_results_first(self) -> bool:
-        """Penalties and grammars read the newest token on the host, so such sequences cannot run one step ahead."""
-        if self._pending is None or not self.scheduler.num_special:
+        """Penalties and grammars read the newest token on the host, so such sequences cannot run one step ahead; nor is
+        it known how far drafts went."""
+        if self._pending is None:
+            return False
+        if self._pending[0].drafts:
+            return True
+        if not self.scheduler.num_special:
             return False
         return any(seq.edits is not None and seq.edits.need_history for seq in self._pending[1][0].sampled)
 
     def _postprocess(self, work: Work, steps: list[StepBatch], turn: PendingTurn) -> None:
         result, first = turn.result(), steps[0]
-        counts = work.counts + [1] * (len(first.sampled) - len(work.counts))
-        self._sampled_tokens += sum(counts)
-        news = self._append(first.sampled, counts, result)
-        self._tally.grow(sum(len(seq.tokens) - before for seq, _, before in news))
+        if work.drafts:
+            taken = self._verify(work, result)
+        else:
+            counts = work.counts + [1] * (len(first.sampled) - len(work.counts))
+            numbers = zip(result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist(), strict=True)
+            taken = [(t[:count], p[:count], count) for (t, p), count in zip(numbers, counts, strict=True)]
+        self._sampled_tokens += sum(count for *_, count in taken)
+        news = self._append(work.decodes if work.drafts else first.sampled, taken, result.top)
+        self._tally.add(num_generated_tokens=sum(len(seq.tokens) - before for seq, _, before in news))
         self.outlet.deliver((seq, reason) for seq, reason, _ in news)
         for scored, values in zip(first.scored, result.scores, strict=True):
             self._keep_scores(scored.chunk, values)
 
+    def _verify(self, work: Work, result: TurnResult) -> list[Taken]:
+        """Of each sequence's rows, those whose draft came true and the next; what came after was not computed."""
+        assert self._speculator is not None
+        tokens, logprobs = result.tokens_KS[0].tolist(), result.logprobs_KS[0].tolist()
+        taken: list[Taken] = []
+        at = 0
+        for seq, draft in zip(work.decodes, work.drafts, strict=True):
+            num_rows, num_true = 1 + len(draft), 0
+            while num_true < len(draft) and draft[num_true] == tokens[at + num_true]:
+                num_true += 1
+            end = at + num_true + 1
+            taken.append((tokens[at:end], logprobs[at:end], num_rows))
+            seq.num_computed -= num_rows - (num_true + 1)
+            self._speculator.learn(seq, len(draft), num_true)
+            self._tally.add(num_draft_tokens=len(draft), num_accepted_tokens=num_true)
+            at += num_rows
+        return taken
+
     def _append(
-        self, sampled: list[Sequence], counts: list[int], result: TurnResult
+        self, sampled: list[Sequence], taken: list[Taken], top: TopRows | None
     ) -> list[tuple[Sequence, StopReason | None, int]]:
         """Each sequence takes its tokens of the turn: (sequence, why it ended, how many it had before)."""
         version, blocks = int(self.version), self.scheduler.blocks
         size = blocks.block_size
-        tokens_SK, logprobs_SK = result.tokens_KS.T.tolist(), result.logprobs_KS.T.tolist()
         news = []
-        for row, (seq, count) in enumerate(zip(sampled, counts, strict=True)):
-            seq.num_in_flight -= count
+        for row, (seq, (tokens, logprobs, num_rows)) in enumerate(zip(sampled, taken, strict=True)):
+            seq.num_in_flight -= num_rows
             if seq.status is Status.FINISHED:
                 continue  # it ended a turn earlier; these tokens were computed before that was known
-            logprobs, before = logprobs_SK[row][:count], len(seq.tokens)
+            before = len(seq.tokens)
             if any(map(math.isnan, logprobs)):  # and the token is whatever was there
                 self._end(seq)
                 self.outlet.fail(seq, _not_numbers(seq, version))
                 continue
-            if seq.request.num_top_logprobs and result.top is not None:
-                seq.top.append(result.top.of(row, seq.request.num_top_logprobs))
-            reason = seq.extend(tokens_SK[row][:count], logprobs, version)
+            if seq.request.num_top_logprobs and top is not None:
+                seq.top.append(top.of(row, seq.request.num_top_logprobs))
+            reason = seq.extend(tokens, logprobs, version)
             if reason is not None:
                 self._end(seq)
             elif min(seq.num_computed, len(seq.tokens)) // size > seq.num_published:
@@ -211,6 +252,8 @@ class EngineCore:
             seq.routed_experts = self._routed_experts(seq)
         self.scheduler.finish(seq)
         del self.live[seq.id]
+        if self._speculator is not None:
+            self._speculator.drop(seq)
         if not seq.is_scored:
             self._tally.end(num_prompt=seq.num_prompt, num_cached=seq.num_cached)
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from rill.errors import UnsupportedError
-from rill.inference.native.batch import ScoredRows, StepBatch
+from rill.inference.native.batch import StepBatch
 from rill.inference.native.logit_edits import apply_edits
-from rill.inference.native.model_runner import SCORE_ROWS, ModelRunner
+from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.sampler import resample_masked
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
-from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,14 +95,9 @@ class CpuRunner(ModelRunner):
         resample_masked(logits_SV, sampling, tokens_S, logprobs_S)
         return tokens_S, logprobs_S
 
-    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
+    def score_rows(
+        self, logits_SV: torch.Tensor, targets_S: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
         if self._cpu_kernels is None:
-            return super().score(hidden_NE, scored)
-        parts: list[Floats] = []
-        for start in range(0, len(scored.rows), SCORE_ROWS):
-            rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS])
-            targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS])
-            logits_SV = self.logits(hidden_NE[rows])
-            temperature_S = torch.full((len(targets),), scored.temperature)
-            parts.append(self._cpu_kernels.score(logits_SV, targets, temperature_S).numpy())
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+            return super().score_rows(logits_SV, targets_S, temperature)
+        return self._cpu_kernels.score(logits_SV, targets_S, torch.full((len(targets_S),), temperature))

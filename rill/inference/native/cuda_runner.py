@@ -79,6 +79,7 @@ class CudaRunner(ModelRunner):
     is_overlapped = True
     usual_num_slots = 512
     """A step of twice the sequences takes much less than twice the time, so a long tail of lengths ends sooner."""
+    num_verified_rows = 64
 
     def __init__(
         self,

@@ -63,6 +63,12 @@ if TYPE_CHECKING:
 PREPARE_TIMEOUT_S = 600.0
 """For what is done once before the first request: on a machine's first start that compiles every kernel."""
 
+_FEATURES = {
+    Feature.STREAM, Feature.SCORE, Feature.PARTIAL_ROLLOUT, Feature.UPDATE_WEIGHTS, Feature.RELEASE_MEMORY,
+    Feature.SEEDED, Feature.SEEDED_BY_POSITION, Feature.GUIDED, Feature.TOP_LOGPROBS, Feature.EMBED,
+}  # fmt: skip
+"""On every device and for every model."""
+
 
 class NativeEngine:
     """See rill.inference.base.Engine for what each method promises."""
@@ -98,6 +104,9 @@ class NativeEngine:
         num_scheduler_steps: int = Field(default=4, ge=1, le=16)
         """Steps of pure generation in one turn of the host; a sequence that ends meanwhile computes up to so many
         tokens for nothing. Used where a device works ahead of the host; the CPU's steps are taken one by one."""
+        num_speculative_tokens: int = Field(default=0, ge=0, le=31)
+        """Tokens of the longest draft, looked up in the sequence's own text and in other answers to its prompt, that
+        one step checks where few sequences run. Changes no token and no distribution. 0: off."""
         cuda_graphs: bool = True
         """Capture the decode step at a few batch sizes. CUDA only."""
         seed: int = 0
@@ -124,7 +133,7 @@ class NativeEngine:
         self._runner: ModelRunner = build_runner(config, model, owns_model=owns_model)
         limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
-        self._max_context = min(limit, (num_blocks - 1) * config.block_size)
+        self.max_context = min(limit, (num_blocks - 1) * config.block_size)
         self._outlet = CallerOutlet()
         self._core = EngineCore(
             self._runner,
@@ -132,8 +141,9 @@ class NativeEngine:
             self._outlet,
             max_num_seqs=self._runner.num_slots(config.max_num_seqs),
             max_batched_tokens=config.max_batched_tokens,
-            max_context=self._max_context,
+            max_context=self.max_context,
             num_scheduler_steps=config.num_scheduler_steps if self._runner.is_overlapped else 1,
+            num_speculative_tokens=config.num_speculative_tokens,
             check_every_step=config.check_every_step,
         )
         self._control = EngineControl(self._core)
@@ -141,8 +151,9 @@ class NativeEngine:
         vision = self._runner.vision
         picture_id = None if vision is None else vision.token_id
         self._admission = Admission(
-            self._runner.model, tokenizer, self._max_context, config.seed, picture_id=picture_id
+            self._runner.model, tokenizer, self.max_context, config.seed, picture_id=picture_id
         )
+        self.vocab_size = self._admission.vocab_size
         self._commands = CommandQueue(self._control.describe)
         self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
         self._thread.start()
@@ -156,18 +167,7 @@ class NativeEngine:
 
     @property
     def features(self) -> frozenset[Feature]:
-        found = {
-            Feature.STREAM,
-            Feature.SCORE,
-            Feature.PARTIAL_ROLLOUT,
-            Feature.UPDATE_WEIGHTS,
-            Feature.RELEASE_MEMORY,
-            Feature.SEEDED,
-            Feature.SEEDED_BY_POSITION,
-            Feature.GUIDED,
-            Feature.TOP_LOGPROBS,
-            Feature.EMBED,
-        }
+        found = set(_FEATURES)
         found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
         if self._runner.vision is not None:
             found.add(Feature.PICTURES)
@@ -176,14 +176,6 @@ class NativeEngine:
     @property
     def version(self) -> PolicyVersion:
         return self._core.version
-
-    @property
-    def max_context(self) -> int:
-        return self._max_context
-
-    @property
-    def vocab_size(self) -> int:
-        return self._admission.vocab_size
 
     @property
     def adapters(self) -> frozenset[str]:

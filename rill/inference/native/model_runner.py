@@ -102,6 +102,8 @@ class ModelRunner:
     is_overlapped = False
     """Whether launch() returns before the step is done, so that the next may be prepared meanwhile."""
     usual_num_slots = 256
+    num_verified_rows = 16
+    """Of a step that looks at drafts: so many cost little more than one."""
     batch_invariant = False
 
     def __init__(self, model: PreTrainedModel, *, device: torch.device, block_size: int) -> None:
@@ -304,12 +306,17 @@ class ModelRunner:
         for start in range(0, len(scored.rows), SCORE_ROWS):
             rows = torch.from_numpy(scored.rows[start : start + SCORE_ROWS]).to(self.device)
             targets = torch.from_numpy(scored.targets[start : start + SCORE_ROWS]).to(self.device)
-            logits_SV = self.logits(hidden_NE[rows])
-            if scored.temperature not in (0.0, 1.0):
-                logits_SV /= scored.temperature
-            picked_S = logits_SV.gather(1, targets[:, None])[:, 0]
-            parts.append((picked_S - logits_SV.logsumexp(dim=-1)).cpu().numpy())
+            parts.append(
+                self.score_rows(self.logits(hidden_NE[rows]), targets, scored.temperature).cpu().numpy()
+            )
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+    def score_rows(
+        self, logits_SV: torch.Tensor, targets_S: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        if temperature not in (0.0, 1.0):
+            logits_SV /= temperature
+        return logits_SV.gather(1, targets_S[:, None])[:, 0] - logits_SV.logsumexp(dim=-1)
 
     def paged_batch(self, batch: StepBatch) -> PagedBatch:
         device = self.device

@@ -7,7 +7,7 @@ budget ends. When blocks run out, the sequence that came last gives all of its b
 
 A turn of pure generation is several steps (`num_steps`): everything about them but the tokens is known beforehand,
 so the host looks at each sequence once and the device goes on by itself. A sequence that reaches its limit leaves at
-that step; what one samples after its end is dropped.
+that step; what one samples after its end is dropped. Or it is one step that looks at drafts (speculation.py).
 
     turn of 4    step 0   A B C D        counts  A 4, B 4, C 3, D 1
                  step 1   A B C
@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rill.inference.native.block_manager import BlockManager, OutOfBlocks
 from rill.inference.native.sequence import NO_SLOT, Sequence, Status
+from rill.inference.native.speculation import Speculator
 
 
 class NeedsResults(Exception):
@@ -51,13 +52,15 @@ class Work:
     decodes: list[Sequence]
     """In the middle of generation: each computes its newest token and samples the next."""
     counts: list[int]
-    """How many steps each of them takes, most first. With chunks: one."""
+    """How many steps each of them takes, most first; with chunks, one. With drafts: its rows of the one step."""
     grown: list[Sequence]
     """Those of them that have a new block."""
     chunks: list[Chunk]
     """Prompts and texts to be scored, or parts of them."""
     has_special: bool
     """Somebody asks for more than the model's next token."""
+    drafts: list[list[int]] = field(default_factory=list)
+    """Of each of the decodes, where the step looks at some: what may follow its newest token."""
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -73,6 +76,7 @@ class Scheduler:
         root_key: Callable[[Sequence], bytes],
         num_gathered: int = 0,
         num_steps: int = 1,
+        speculator: Speculator | None = None,
     ) -> None:
         """num_gathered: with every slot taken, wait until this many are free before starting others. 0: off.
 
@@ -91,6 +95,7 @@ class Scheduler:
         self.num_special = 0
         """Running sequences whose steps are taken one at a time."""
         self._num_steps = min(num_steps, blocks.block_size)  # so that a turn takes at most one block of each
+        self._speculator = speculator
         self._root_key = root_key
         self._num_gathered = num_gathered
         self._is_gathering = False
@@ -112,7 +117,12 @@ class Scheduler:
         """The next turn's work; nothing when nothing can run."""
         self._make_room()
         budget = self.max_batched_tokens
-        num_steps = self._turn_length()
+        is_pure = self._is_pure()
+        if is_pure and self._speculator is not None:
+            drafts = self._speculator.propose(self.running)
+            if drafts is not None:
+                return self._take_drafts(drafts)
+        num_steps = self._num_steps if is_pure else 1
         decodes, counts, grown, rest = self._take_decodes(budget, num_steps)
         chunks: list[Chunk] = []
         if num_steps == 1:
@@ -121,15 +131,28 @@ class Scheduler:
             decodes, counts = _most_first(decodes, counts)
         return Work(decodes, counts, grown, chunks, self.num_special > 0)
 
-    def _turn_length(self) -> int:
-        """Several steps where nobody could begin or go on with a prompt meanwhile, and blocks are plenty."""
-        if self._num_steps == 1 or self.num_special or self.is_frozen:
-            return 1
+    def _is_pure(self) -> bool:
+        """Nobody could begin or go on with a prompt meanwhile, and blocks are plenty: the turn may be longer."""
+        if self.num_special or self.is_frozen or self._is_filling:
+            return False
         if len(self.running) > self.blocks.num_free or len(self.running) > self.max_batched_tokens:
-            return 1
-        if self._is_filling or (self.waiting and self._has_slots()):
-            return 1
-        return self._num_steps
+            return False
+        return not (self.waiting and self._has_slots())
+
+    def _take_drafts(self, drafts: list[list[int]]) -> Work:
+        """One step that computes everybody's newest token and what may follow it."""
+        if any(seq.num_in_flight for seq in self.running):
+            raise NeedsResults
+        grown = []
+        for seq, draft in zip(self.running, drafts, strict=True):
+            assert seq.num_tokens - seq.num_computed == 1, "a turn of drafts is one of pure generation"
+            seq.num_computed += 1 + len(draft)
+            seq.num_in_flight += 1 + len(draft)
+            if seq.num_computed > len(seq.block_ids) * self.blocks.block_size:
+                self.blocks.grow(seq, seq.num_computed)
+                grown.append(seq)
+        counts = [1 + len(draft) for draft in drafts]
+        return Work(list(self.running), counts, grown, [], False, drafts)
 
     def _take_chunks(self, rest: list[Sequence], chunks: list[Chunk], budget: int) -> None:
         """What is left of the budget goes to prompts: those begun, then new ones."""
@@ -145,10 +168,7 @@ class Scheduler:
         if budget > 0 and self.waiting and self._has_slots():
             self._admit(chunks, budget)
             self._is_gathering = not self._free_slots
-        if self._num_steps > 1:
-            self._is_filling = any(
-                seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running
-            )
+        self._is_filling = any(seq.is_scored or seq.num_computed < seq.num_tokens - 1 for seq in self.running)
 
     def _take_decodes(
         self, budget: int, num_steps: int

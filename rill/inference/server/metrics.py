@@ -77,25 +77,17 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+_NOW = ("num_running", "num_waiting", "num_kv_blocks", "num_free_kv_blocks")
+"""Of the engine's figures, those that go up and down; the others count."""
+
+
 def _engine_lines(stats: EngineStats) -> Iterator[str]:
-    gauges = {
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "kv_blocks": stats.num_kv_blocks,
-        "free_kv_blocks": stats.num_free_kv_blocks,
-        "policy_version": stats.version,
-    }
-    counters = {
-        "finished_total": stats.num_finished,
-        "preempted_total": stats.num_preempted,
-        "prompt_tokens_total": stats.num_prompt_tokens,
-        "cached_tokens_total": stats.num_cached_tokens,
-        "generated_tokens_total": stats.num_generated_tokens,
-    }
-    for name, value in gauges.items():
-        yield from _simple("gauge", f"rill_engine_{name}", "Of the engine.", value)
-    for name, value in counters.items():
-        yield from _simple("counter", f"rill_engine_{name}", "Of the engine.", value)
+    yield from _simple("gauge", "rill_engine_policy_version", "Of the engine.", stats.version)
+    for field in stats.__dataclass_fields__:
+        if field.startswith("num_"):
+            kind, ending = ("gauge", "") if field in _NOW else ("counter", "_total")
+            name = f"rill_engine_{field.removeprefix('num_')}{ending}"
+            yield from _simple(kind, name, "Of the engine.", getattr(stats, field))
     for name, extra in sorted(stats.extra.items()):
         clean = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
         yield from _simple("gauge", f"rill_engine_extra_{clean}", "Of this kind of engine.", extra)

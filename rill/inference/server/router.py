@@ -22,14 +22,14 @@ from rill.errors import EngineError, PeerDiedError, StuckError
 from rill.inference.base import Completion, Delta, EngineStats, Feature, NamedTensors, Request
 from rill.inference.flight import Flight
 from rill.inference.replica import ReplicaEngine
-from rill.inference.requests import check_ids, check_request, wait_for_all
+from rill.inference.requests import Generates, check_ids, check_request
 from rill.inference.server.prefix_index import PrefixIndex
 from rill.inference.server.replica_set import ReplicaSet, RouterConfig, Slot
 from rill.inference.tally import total
 from rill.types import Floats, PolicyVersion, TokenIds
 
 
-class Router(ReplicaSet):
+class Router(Generates, ReplicaSet):
     """An Engine made of replicas. Returns from construction when all of them are loaded."""
 
     def __init__(self, engine: PartConfig, config: RouterConfig | None = None) -> None:
@@ -61,14 +61,6 @@ class Router(ReplicaSet):
                 self._flights[flight.request.id] = flight
         self._dispatch(flights)
         return [flight.future for flight in flights]
-
-    def generate(self, requests: Sequence[Request], timeout_s: float = 600.0) -> list[Completion]:
-        return wait_for_all(
-            self.submit(requests),
-            timeout_s,
-            what="router: generate",
-            abort=lambda: self.abort([r.id for r in requests]),
-        )
 
     def score(
         self,
