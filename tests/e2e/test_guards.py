@@ -101,7 +101,6 @@ def test_an_attention_mask_that_leaks_is_named_by_the_canary_and_without_it_by_a
     assert findings["mismatch"]["step"] == 2 and "a mask that leaks" in findings["mismatch"]["meaning"]
 
 
-AHEAD = ("cluster.devices=2", "placement.rollout=0", "placement.actor=1", "loop.max_lag=1")
 PLANTED = {
     "log-probabilities of another policy": (
         (
@@ -109,15 +108,11 @@ PLANTED = {
             "rollout.env.factor=3",
             "algorithm.correction=mis",
         ),
-        {"effective samples": 2, "mismatch tail": 2, "masked tokens": 2},
+        {"mismatch tail": 2, "masked tokens": 2},
     ),
     "a reward and a length that change at once": (
         ("rollout.env.type=tests.e2e.faults:Turncoat", "loop.steps=13"),
         {"reward jump": 12, "length drift": 12},
-    ),
-    "a group that takes six steps": (
-        ("rollout.env.type=tests.e2e.faults:Late", "loop.steps=14", *AHEAD),
-        {"lag": 12},
     ),
     "answers that repeat themselves": (
         ("rollout.sampling.top_k=1", "rollout.sampling.max_new_tokens=80"),
