@@ -70,10 +70,6 @@ async def hanging(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     return float(len(text) % 2)
 
 
-def failing(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    raise RuntimeError("the judge is down")
-
-
 def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:
     """As GRPO's, but the samples go on under the id of another group."""
     verdict, samples = finish_group(algorithm, group, greedy)
