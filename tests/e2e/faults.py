@@ -52,22 +52,6 @@ class Turncoat(SingleTurn):
         return 0.01 * (self.num_begun % 2) + (0.0 if is_early else 1.0)
 
 
-class Late(SingleTurn):
-    """An environment whose first episodes take as long as six steps of the others."""
-
-    class Config(SingleTurn.Config):
-        type: Literal["tests.e2e.faults:Late"]  # type: ignore[assignment]
-
-    num_begun = 0
-
-    async def run(self, task: Prompt, agents: Agents) -> None:
-        self.num_begun += 1
-        await agents.policy.generate(task)
-        if self.num_begun <= 4:
-            while self.num_begun < 6 * EPISODES_PER_STEP:
-                await asyncio.sleep(0.02)
-
-
 class Stuck(SingleTurn):
     """An environment that waits for something that never comes."""
 
@@ -84,10 +68,6 @@ async def hanging(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     if text[:1].lower() < "n":
         await asyncio.sleep(HANGS_FOR_S)
     return float(len(text) % 2)
-
-
-def failing(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    raise RuntimeError("the judge is down")
 
 
 def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:

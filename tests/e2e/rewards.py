@@ -13,8 +13,3 @@ def share_of_digits(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
 def constant(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     """A reward that does not look at the answer."""
     return 1.0
-
-
-def huge(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
-    """A reward without a scale."""
-    return 1e38 * (sum(map(ord, text)) % 2)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rill.cli.driver import carry_out
-from rill.config.resolve import dump_config
 from rill.dashboard import indexer
 from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
-from rill.telemetry.run import Run, RunStatus
-from tests.e2e.tiny import as_command, resolved
+from rill.telemetry.run import RunStatus
+from tests.e2e.tiny import as_command
 
 
 def test_a_constant_reward_logprobs_that_are_not_the_engines_and_a_full_disk_are_named(
@@ -101,7 +99,6 @@ def test_an_attention_mask_that_leaks_is_named_by_the_canary_and_without_it_by_a
     assert findings["mismatch"]["step"] == 2 and "a mask that leaks" in findings["mismatch"]["meaning"]
 
 
-AHEAD = ("cluster.devices=2", "placement.rollout=0", "placement.actor=1", "loop.max_lag=1")
 PLANTED = {
     "log-probabilities of another policy": (
         (
@@ -109,23 +106,11 @@ PLANTED = {
             "rollout.env.factor=3",
             "algorithm.correction=mis",
         ),
-        {"effective samples": 2, "mismatch tail": 2, "masked tokens": 2},
+        {"mismatch tail": 2, "masked tokens": 2},
     ),
     "a reward and a length that change at once": (
         ("rollout.env.type=tests.e2e.faults:Turncoat", "loop.steps=13"),
         {"reward jump": 12, "length drift": 12},
-    ),
-    "a group that takes six steps": (
-        ("rollout.env.type=tests.e2e.faults:Late", "loop.steps=14", *AHEAD),
-        {"lag": 12},
-    ),
-    "answers that repeat themselves": (
-        ("rollout.sampling.top_k=1", "rollout.sampling.max_new_tokens=80"),
-        {"repetition": 2},
-    ),
-    "a learning rate far too high": (
-        ("trainer.optimizer.learning_rate=0.5", "trainer.num_mini_batches=4", "loop.steps=9"),
-        {"clipped updates": 4, "entropy collapse": 9},
     ),
     "answers of one token": (("rollout.sampling.max_new_tokens=1",), {"empty answers": 3}),
 }
@@ -142,22 +127,3 @@ def test_what_is_planted_is_named_by_its_guards(tmp_path: Path, fault: str) -> N
     }
     for guard, latest in expected.items():
         assert found.get(guard, 1 << 30) <= latest, (guard, found)
-
-
-@pytest.mark.slow
-def test_a_gradient_that_is_not_finite_and_a_reward_that_always_fails_end_the_run(tmp_path: Path) -> None:
-    rewarded = "rollout.env.reward.function=tests.e2e.{}"
-    with pytest.raises(GuardError, match="step 1: gradient: grad_norm is"):
-        as_command(tmp_path, "huge", rewarded.format("rewards:huge"), "algorithm.type=dr_grpo")
-    always = (rewarded.format("faults:failing"), "eval.num_prompts=0")
-    with pytest.raises(GuardError, match="no reward"):
-        as_command(tmp_path, "failing", *always)
-
-
-@pytest.mark.slow
-def test_tools_that_nobody_calls_are_named(tmp_path: Path) -> None:
-    untaught = ("sft.steps=0", "loop.steps=3", "loop.prompts_per_step=2", "eval.num_prompts=0")
-    config = resolved(Path("recipes/vault.toml"), untaught)
-    run = Run.create("untaught", root=tmp_path, config_toml=dump_config(config))
-    carry_out(config, run)
-    assert "tools never called" in {finding["guard"] for finding in read_lines(run.path / "guards.jsonl")}

@@ -47,6 +47,7 @@ def test_a_healthy_step_finds_nothing(tmp_path: Path) -> None:
         ("length/response", 1.0, 3, "empty answers"),
         ("policy/clipped", 0.8, 2, "clipped updates"),
         ("grad_norm", 0.0, 3, "no update"),
+        ("rollout/no_tool_call", 1.0, 3, "tools never called"),
     ],
 )
 def test_each_fault_is_named_after_its_patience_and_once(
