@@ -49,12 +49,12 @@ class ArenaGame:
 
     def start(self, seed: int) -> Step:
         self._env.reset(num_players=len(self._players), seed=seed)
-        return self._next({})
+        return self._next()
 
     def move(self, text: str) -> Step:
         self._is_over, _ = self._env.step(text)
         if not self._is_over:
-            return self._next({})
+            return self._next()
         rewards, _ = self._env.close()
         given = {self._players[int(player)]: float(value) for player, value in (rewards or {}).items()}
         return Step(player=self._players[0], observation="", rewards=given, is_over=True)
@@ -63,7 +63,7 @@ class ArenaGame:
         if not self._is_over:
             self._env.close()
 
-    def _next(self, rewards: dict[str, float]) -> Step:
+    def _next(self) -> Step:
         player, messages = self._env.get_observation()
         said = "\n".join(str(text) for sender, text, *_ in messages if sender != player)  # not its own words
-        return Step(player=self._players[int(player)], observation=said, rewards=rewards)
+        return Step(player=self._players[int(player)], observation=said, rewards={})

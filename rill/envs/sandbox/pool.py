@@ -35,15 +35,14 @@ class SandboxPool:
         self._kind = kind
         self._limits = limits or Limits()
         self._packages = packages
-        num_warm = (os.cpu_count() or 1) if num_warm is None else num_warm
         self._loops = PerLoop(lambda: _Shelf(asyncio.Semaphore(max_open)))
-        self._num_warm = num_warm
+        self._num_warm = (os.cpu_count() or 1) if num_warm is None else num_warm
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Sandbox]:
         shelf = self._loops()
         async with shelf.places:
-            sandbox = await self._take(shelf)
+            sandbox = shelf.ready.popleft() if shelf.ready else await self._open()
             self._fill(shelf)
             try:
                 yield sandbox
@@ -58,11 +57,6 @@ class SandboxPool:
             task.cancel()
         for sandbox in shelf.ready:
             await sandbox.close()
-
-    async def _take(self, shelf: _Shelf) -> Sandbox:
-        if shelf.ready:
-            return shelf.ready.popleft()
-        return await self._open()
 
     def _fill(self, shelf: _Shelf) -> None:
         while not shelf.is_closed and len(shelf.ready) + len(shelf.starting) < self._num_warm:
