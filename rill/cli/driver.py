@@ -28,7 +28,7 @@ from types import FrameType
 from rich.console import Console
 
 from rill.cli.console import say
-from rill.cli.progress import Progress
+from rill.cli.progress import Progress, curve_lines, history_of
 from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
@@ -36,7 +36,7 @@ from rill.errors import RillError, mistake_behind
 from rill.journal.checkpoints import newest_size, step_of, whole_checkpoints
 from rill.telemetry import guards, trace
 from rill.telemetry.guards import FAILING_REWARDS, Finding, GuardWatch
-from rill.telemetry.metrics import MetricLog
+from rill.telemetry.metrics import MetricLog, read_metrics
 from rill.telemetry.rollouts import latest_error, newest_failure, then_and_now
 from rill.telemetry.run import RUNS_FOLDER, Run, write_atomically
 from rill.telemetry.sinks.base import RunInfo, build_sinks
@@ -226,7 +226,9 @@ def _summarise(
         say(
             f"{'guards':<14} {len(findings)} finding{'' if len(findings) == 1 else 's'}, told above and in the report"
         )
-    for line in progress.summary():
+    rows = read_metrics(run.path)
+    trained = history_of(row for row in rows if row.step > 0)  # not the warm-up's
+    for line in curve_lines({name: values for name, values in history_of(rows).items() if name in trained}):
         say(line)
     for when, sample in zip(("at first", "now"), then_and_now(run), strict=False):
         say(f"{when:<14} {sample.line()}")

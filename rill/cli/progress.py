@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from rill.telemetry.metrics import MetricRow
     from rill.workflows.loop import StepReport
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -120,10 +121,6 @@ class Progress:
     def has_reports(self) -> bool:
         return self._report is not None
 
-    def summary(self) -> list[str]:
-        """The curves of the run's last phase."""
-        return curve_lines({name: values for name, values in self._history.items() if name in self._latest})
-
     def _panel(self) -> RenderableType:
         elapsed_s = self._clock() - self._began
         if self._report is None:
@@ -189,6 +186,15 @@ def plain_line(report: StepReport) -> str:
     """One step as one line, for logs."""
     figures = (*curves_of(report.metrics), *STATES, *PHASES)
     return f"{report.phase} {report.step}/{report.num_steps}  {_written(figures, report.metrics)}"
+
+
+def history_of(rows: Iterable[MetricRow]) -> dict[str, list[float]]:
+    """Every figure over the run, those of before a resume too."""
+    history: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            history.setdefault(name, []).append(value)
+    return history
 
 
 def curve_lines(history: Mapping[str, list[float]]) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 
 from rill.cli.arguments import RUNS, AsJson, Root, RunName
 from rill.cli.console import say, say_json, say_paged, say_table
-from rill.cli.progress import curve_lines, duration
+from rill.cli.progress import curve_lines, duration, history_of
 from rill.errors import UserError
 from rill.telemetry.chrome import export_chrome
 from rill.telemetry.evaluations import Evaluation
@@ -93,11 +93,7 @@ def show(run: RunName, root: Root = RUNS, as_json: AsJson = False) -> None:
     is_ended = summary["status"] in (RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.UNKNOWN)
     if is_ended and any(opened.checkpoints_dir.glob("step-*")):
         say(f"resume with: {opened.resume_command}")
-    history: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.values.items():
-            history.setdefault(name, []).append(value)
-    for line in curve_lines(history):
+    for line in curve_lines(history_of(rows)):
         say(line)
     for finding in read_lines(opened.path / GUARDS_FILE, *FINDING_FIELDS):
         guard = typer.style(f"step {finding['step']}: {finding['guard']}", fg="yellow")

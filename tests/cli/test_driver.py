@@ -235,6 +235,25 @@ def test_a_resumed_run_that_had_no_step_left_says_so(
     assert "raise loop.steps to go on" in capsys.readouterr().out
 
 
+def test_the_summary_of_a_resumed_run_is_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def story(run: Run, tell: Observer) -> None:
+        warm_up = {"sft/loss": 2.0}
+        tell(StepReport(step=9, num_steps=9, metrics=warm_up, phase="warm-up"))
+        tell(step(1))
+        folder = run.checkpoints_dir / "step-000001"
+        folder.mkdir()
+        (folder / MANIFEST).write_text("{}")
+
+    run = carried_out(monkeypatch, tmp_path, story)
+    capsys.readouterr()
+    carried_out(monkeypatch, tmp_path, lambda run, tell: tell(step(5)), resumed=run)
+    said = capsys.readouterr().out
+    assert "reward           0.100 → 0.500" in said
+    assert "loss" not in said, "a warm-up's figures say nothing once RL has begun"
+
+
 def test_a_step_that_does_not_end_in_its_grace_is_given_up() -> None:
     interrupts = Interrupts(Progress(Console(file=io.StringIO())), grace_s=0.05)
     with interrupts.listening():

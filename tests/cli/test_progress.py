@@ -73,14 +73,6 @@ def test_no_figure_is_cut_off_on_any_terminal(width: int) -> None:
     assert "…" not in drawn(console).replace("workers …", "")
 
 
-def test_the_warm_ups_figures_leave_the_panel_when_the_steps_begin() -> None:
-    with Progress(Console(file=io.StringIO(), force_terminal=False)) as progress:
-        progress.observe(StepReport(step=9, num_steps=9, metrics={"warmup/loss": 2.0}, phase="warm-up"))
-        progress.observe(StepReport(step=1, num_steps=9, metrics={"reward/mean": 0.5}))
-        progress.observe(StepReport(step=2, num_steps=9, metrics={"reward/mean": 1.0}))
-    assert progress.summary() == ["reward           0.500 → 1.000   ▁█"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59, "59 s"), (185, "3 min 5 s"), (7620, "2 h 7 min"), (273_600, "3 d 4 h"), (-1, "0 s")],
