@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,38 @@ class Waiting(NamedTuple):
 
     group: Group
     number: int
+
+
+class Work:
+    """What the stages of a worker have in common during one epoch of the tasks."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.waiting: deque[Waiting] = deque()
+        self.is_over = False
+        """No more tasks will come."""
+        self.changed = asyncio.Condition()
+        self._num_envs = num_envs
+
+    async def add(self, group: Group) -> None:
+        """Once there is a simulator for it: another worker may have one before."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.waiting) < self._num_envs)
+            self.waiting += [Waiting(group, number) for number in range(group.task.num_samples)]
+            self.changed.notify_all()
+
+    async def end(self) -> None:
+        async with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+
+    async def take(self, num_free: int, *, wait: bool) -> list[Waiting]:
+        """Up to so many; `wait`: at least one, or the end."""
+        async with self.changed:
+            if wait:
+                await self.changed.wait_for(lambda: self.waiting or self.is_over)
+            taken = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+            self.changed.notify_all()
+            return taken
 
 
 class Stage:
@@ -102,35 +135,20 @@ class RobotEnvWorker(Worker):
             raise errors.exceptions[0] from None
 
     async def _run(self, flows: Flows, policy: RemotePolicy) -> int:
-        # No longer than there are simulators: another worker may have one before.
-        waiting: asyncio.Queue[Waiting | None] = asyncio.Queue(self.config.rollout.num_envs)
+        work = Work(self.config.rollout.num_envs)
         async with asyncio.TaskGroup() as running:
             for stage in self.stages:
-                running.create_task(self._play(stage, waiting, flows, policy))
+                running.create_task(self._play(stage, work, flows, policy))
             count = 0
             async for lease in flows.tasks.leases():
                 count += 1
-                group = Group(lease)
-                for number in range(group.task.num_samples):
-                    await waiting.put(Waiting(group, number))
-            for _ in self.stages:
-                await waiting.put(None)  # no more will come
+                await work.add(Group(lease))
+            await work.end()
         return count
 
-    async def _play(
-        self, stage: Stage, waiting: asyncio.Queue[Waiting | None], flows: Flows, policy: RemotePolicy
-    ) -> None:
-        is_over = False
+    async def _play(self, stage: Stage, work: Work, flows: Flows, policy: RemotePolicy) -> None:
         while True:
-            begun: list[Waiting] = []
-            while not is_over and len(stage.live) + len(begun) < stage.size:
-                if waiting.empty() and (stage.live or begun):
-                    break
-                episode = await waiting.get()
-                if episode is None:
-                    is_over = True
-                else:
-                    begun.append(episode)
+            begun = await work.take(stage.size - len(stage.live), wait=not stage.live)
             if not begun and not stage.live:
                 return
             try:
