@@ -1,7 +1,8 @@
-"""Finds stop strings in a growing token sequence.
+"""Text of a growing token sequence, and stop strings in it.
 
 Tokens are turned into text as they come. A token may hold part of a character, so text is taken only up to the
-last complete one; a stop string may span tokens, so each search looks back by its length.
+last complete one; a stop string may span tokens, so each search looks back by its length. The server's TextStream grows
+by the same detokenizer.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def plain_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
 class IncrementalDetokenizer:
     """`push(tokens)` returns the text that they complete, possibly empty."""
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, decode: Decode, *, skip_special_tokens: bool = False) -> None:
+        self._decode, self._skip = decode, skip_special_tokens
         self._ids: list[int] = []
         """From one piece before the text that is not yet out: a tokenizer may join a token to the one before it."""
         self._num_out = 0
@@ -54,16 +55,17 @@ class IncrementalDetokenizer:
     def has_partial(self) -> bool:
         return len(self._ids) > self._num_out
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """is_last: half a character is not waited for."""
         self._ids += tokens
-        text = self._decode(self._ids, False)
+        text = self._decode(self._ids, self._skip)
         is_partial = text.endswith(INCOMPLETE) and len(self._ids) - self._num_out <= MAX_PARTIAL
-        if is_partial or len(text) <= len(self._before):
+        if not is_last and (is_partial or len(text) <= len(self._before)):
             return ""
         new = text[len(self._before) :]
         self._ids = self._ids[self._num_out :]
         self._num_out = len(self._ids)
-        self._before = self._decode(self._ids, False)
+        self._before = self._decode(self._ids, self._skip)
         return new
 
     def state(self) -> tuple[list[int], int, str]:

@@ -87,9 +87,14 @@ class Speculator:
         if most < 1 or len(tokens) < max(NGRAM, state.resume_at):
             return []
         gram = tuple(tokens[-NGRAM:])
-        own = state.text.after.get(gram)  # it is the likeliest to go on like itself
-        source, at = state.group.find(gram) if own is None else (tokens, own)
-        return source[at : at + most]
+        at = state.text.after.get(gram)  # it is the likeliest to go on like itself
+        if at is None:
+            source, at = state.group.find(gram)
+            return source[at : at + most]
+        round_ = tokens[
+            at : at + most
+        ]  # shorter where it goes round in a circle of fewer tokens: once more, then
+        return (round_ * -(-most // len(round_)))[:most]
 
 
 class _Text:

@@ -1,9 +1,15 @@
-"""Answers as HTTP: JSON, or server-sent events; and the way every generation request goes, whole or streamed."""
+"""Answers as HTTP: JSON, or server-sent events; and the way every generation request goes, whole or streamed.
+
+A generation route makes an `Answer` of its body and gives it to `respond`. What completions and chat have in common is
+in `OpenAIAnswer`: a choice for each piece of a sample, in an envelope.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from fastapi import Request as HttpRequest
@@ -13,8 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from rill.errors import RillError
 from rill.inference.base import Completion, Request
+from rill.inference.server.choices import usage
 from rill.inference.server.errors import ApiError, error_body, to_api_error
-from rill.inference.server.generation import SampleStream
+from rill.inference.server.generation import Piece, SampleStream
+from rill.inference.server.sampling import new_id
+from rill.inference.server.schemas import GenerationBody
 from rill.inference.server.state import ServerState
 
 _encode_json = msgspec.json.Encoder().encode
@@ -30,43 +39,88 @@ def event(body: Any) -> bytes:
     return b"data: " + _encode_json(body) + b"\n\n"
 
 
-async def respond(
-    state: ServerState,
-    caller: str,
-    requests: Sequence[Request],
-    http: HttpRequest,
-    *,
-    name: str,
-    is_streamed: bool,
-    whole: Callable[[list[Completion]], Awaitable[dict[str, Any]]],
-    events: Callable[[SampleStream], AsyncIterator[bytes]],
-) -> Response:
-    """Admitted, run, and answered: by what `whole` makes of the completions, or by the events of the stream.
+class Answer(Protocol):
+    """What a route asks the engine for, and what it makes of what comes back."""
 
-    `name`: what /abort_requests calls it, for the same caller. The place that admission gave is held until the answer
-    is made, or the stream has ended or lost its client.
-    """
+    name: str
+    """What /abort_requests calls it, for the same caller."""
+    is_streamed: bool
+
+    def requests(self) -> list[Request]: ...
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+
+    def events(self, stream: SampleStream) -> AsyncIterator[bytes]: ...
+
+
+class OpenAIAnswer:
+    prefix: ClassVar[str]
+    """Of its id."""
+    kinds: ClassVar[tuple[str, str]]
+    """What a whole answer and a chunk of a stream call themselves."""
+
+    def __init__(self, state: ServerState, body: GenerationBody, prompts: list[list[int]]) -> None:
+        self.state, self.prompts = state, prompts
+        self.id = new_id(self.prefix)
+        self.name = body.request_id or self.id
+        self.is_streamed = bool(body.stream)
+        self._created = int(time.time())
+        self._model = body.model or state.config.model_name
+        self._tells_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """One event of a stream."""
+
+    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
+        completions: list[Completion] = []
+        async for pieces in stream:
+            yield b"".join(event(self.chunk(piece)) for piece in pieces)
+            completions += [piece.completion for piece in pieces if piece.completion is not None]
+        if self._tells_usage:
+            yield event(self.envelope([], is_chunk=True) | self.usage(completions))
+        yield DONE
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {"usage": usage(sum(map(len, self.prompts)), completions)}
+
+    def envelope(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.kinds[is_chunk],
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+async def respond(state: ServerState, caller: str, answer: Answer, http: HttpRequest) -> Response:
+    """Admitted, run, and answered. The place that admission gave is held until the answer is made, or the stream has
+    ended or lost its client."""
+    requests = answer.requests()
     state.admission.enter(caller)
-    ticket = state.generation.name_requests((caller, name), [request.id for request in requests])
-    try:
-        if not is_streamed:
-            completions = await state.generation.run(requests, http)
-            answer = json_response(await whole(completions))
-            state.admission.leave()
-            ticket.close()
-            return answer
-        stream = await state.generation.open(requests, http)
-    except BaseException:
+    ticket = state.generation.name_requests((caller, answer.name), [request.id for request in requests])
+
+    def leave() -> None:
         state.admission.leave()
         ticket.close()
+
+    try:
+        if not answer.is_streamed:
+            completions = await state.generation.run(requests, http)
+            response = json_response(await answer.whole(completions))
+            leave()
+            return response
+        stream = await state.generation.open(requests, http)
+    except BaseException:
+        leave()
         raise
 
     def close() -> None:
         stream.close()
-        state.admission.leave()
-        ticket.close()
+        leave()
 
-    return _EventStream(events(stream), close)
+    return _EventStream(answer.events(stream), close)
 
 
 class _EventStream(StreamingResponse):

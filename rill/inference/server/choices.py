@@ -46,18 +46,6 @@ def usage(num_prompt: int, completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def as_piece(index: int, completion: Completion) -> Piece:
-    """A completion that was not streamed, as the only piece of its stream."""
-    return Piece(
-        index=index,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        top=completion.top,
-        completion=completion,
-    )
-
-
 class TopToken(msgspec.Struct, gc=False):
     """One of the likeliest tokens at a place."""
 

@@ -41,6 +41,18 @@ class Piece:
     completion: Completion | None
     """Set on the sample's last piece."""
 
+    @staticmethod
+    def of(index: int, news: Delta | Completion, first: int = 0) -> Piece:
+        """From its token `first` on."""
+        return Piece(
+            index=index,
+            token_ids=news.token_ids[first:],
+            logprobs=news.logprobs[first:],
+            versions=news.versions[first:],
+            top=None if news.top is None else news.top.after(first),
+            completion=news if isinstance(news, Completion) else None,
+        )
+
 
 class Generation:
     """Runs requests on the engine for the event loop that it was made on."""
@@ -261,28 +273,13 @@ class SampleStream:
         if self._received[index] < 0:
             return None  # overtaken by its completion, which held these tokens
         self._received[index] += len(delta.token_ids)
-        return Piece(
-            index=index,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            versions=delta.versions,
-            top=delta.top,
-            completion=None,
-        )
+        return Piece.of(index, delta)
 
     def _ended(self, completion: Completion) -> Piece:
         index = self._index[completion.request_id]
-        rest = slice(self._received[index], None)
-        self._received[index] = -1
+        first, self._received[index] = self._received[index], -1
         self._completions.append(completion)
-        return Piece(
-            index=index,
-            token_ids=completion.token_ids[rest],
-            logprobs=completion.logprobs[rest],
-            versions=completion.versions[rest],
-            top=None if completion.top is None else completion.top.after(rest.start),
-            completion=completion,
-        )
+        return Piece.of(index, completion, first)
 
 
 @contextmanager

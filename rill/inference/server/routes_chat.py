@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion, Feature, Guide
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import DONE, event, respond
+from rill.inference.server.answers import OpenAIAnswer, respond
 from rill.inference.server.chat import (
     forced_tool,
     template_messages,
@@ -19,17 +18,15 @@ from rill.inference.server.chat import (
     wants_tool_calls,
 )
 from rill.inference.server.choices import (
-    as_piece,
     chat_logprobs,
     finish_reason,
     stop_detail,
     token_fields,
-    usage,
 )
 from rill.inference.server.errors import bad_request
-from rill.inference.server.generation import Piece, SampleStream
+from rill.inference.server.generation import Piece
 from rill.inference.server.reasoning import CLOSE, OPEN, ReasoningStream
-from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, refuse_unsupported
+from rill.inference.server.sampling import build_requests, num_top_logprobs, refuse_unsupported
 from rill.inference.server.schemas import ChatBody, ChatTokensBody
 from rill.inference.server.state import ServerState, state_of
 from rill.inference.server.text import TextStream
@@ -48,7 +45,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     prompt, pictures = await state.codec.encode_chat(
         messages, template_tools(body.tools), template_options(body), files
     )
-    return await _respond(state, caller, body, prompt, request, pictures)
+    return await respond(state, caller, _Answer(state, body, prompt, pictures), request)
 
 
 @routes.post("/v1/chat/completions/tokens")
@@ -56,34 +53,13 @@ async def create_chat_completion_from_tokens(body: ChatTokensBody, request: Requ
     state = state_of(request)
     caller = state.keys.check_client(request)
     _refuse(body)
-    return await _respond(state, caller, body, body.tokens, request)
+    return await respond(state, caller, _Answer(state, body, body.tokens), request)
 
 
 def _refuse(body: ChatBody) -> None:
     refuse_unsupported(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
-
-
-async def _respond(
-    state: ServerState,
-    caller: str,
-    body: ChatBody,
-    prompt: list[int],
-    request: Request,
-    pictures: tuple[Picture, ...] = (),
-) -> Response:
-    answer = _Answer(state, body, prompt, pictures)
-    return await respond(
-        state,
-        caller,
-        answer.requests(),
-        request,
-        name=answer.name,
-        is_streamed=bool(body.stream),
-        whole=answer.whole,
-        events=answer.events,
-    )
 
 
 class _Sample:
@@ -134,21 +110,21 @@ class _Sample:
         return ("", text) if self._reasoning is None else self._reasoning.feed(text, is_last=is_last)
 
 
-class _Answer:
-    """Builds the answer to one request, whole or in events."""
+class _Answer(OpenAIAnswer):
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
-        self, state: ServerState, body: ChatBody, prompt: list[int], pictures: tuple[Picture, ...]
+        self, state: ServerState, body: ChatBody, prompt: list[int], pictures: tuple[Picture, ...] = ()
     ) -> None:
-        self._state, self._body, self._prompt, self._pictures = state, body, prompt, pictures
+        super().__init__(state, body, [prompt])
+        self._body, self._prompt, self._pictures = body, prompt, pictures
         self._has_tools = wants_tool_calls(body)
-        self._id = new_id("chatcmpl")
-        self.name = body.request_id or self._id
         self._is_reasoning = state.has_reasoning and state.codec.decode(
             prompt[-8:], skip_special_tokens=False
         ).rstrip().endswith(OPEN)
-        self._created = int(time.time())
-        self._model = body.model or state.config.model_name
+        self._samples: dict[int, _Sample] = {}
+        """Those that have begun."""
 
     def requests(self) -> list[EngineRequest]:
         body = self._body
@@ -156,11 +132,11 @@ class _Answer:
         return build_requests(
             body,
             [self._prompt],
-            request_id=self._id,
+            request_id=self.id,
             max_tokens=wanted,
-            engine=self._state.engine,
-            config=self._state.config,
-            num_top=num_top_logprobs(body.top_logprobs, self._state.engine, "top_logprobs"),
+            engine=self.state.engine,
+            config=self.state.config,
+            num_top=num_top_logprobs(body.top_logprobs, self.state.engine, "top_logprobs"),
             guide=self._forced_call(),
             pictures=self._pictures,
         )
@@ -169,15 +145,15 @@ class _Answer:
         is_forced, name = forced_tool(self._body)
         if not is_forced:
             return None
-        if Feature.GUIDED not in self._state.engine.features:
+        if Feature.GUIDED not in self.state.engine.features:
             raise bad_request("this engine cannot force a call", "tool_choice", "unsupported")
-        return forced_call(self._state.tool_syntax, self._body.tools or [], name)
+        return forced_call(self.state.tool_syntax, self._body.tools or [], name)
 
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
             sample = self._new_sample()
-            piece = as_piece(index, completion)
+            piece = Piece.of(index, completion)
             reasoning, content, calls = sample.feed(piece)
             message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
             if reasoning:
@@ -185,32 +161,18 @@ class _Answer:
             if calls:
                 message["tool_calls"] = [call.as_json() for call in calls]
             choices.append(self._choice(piece, sample) | {"message": message})
-        answer = self._envelope("chat.completion", choices)
-        answer["usage"] = usage(len(self._prompt), completions)
+        answer = self.envelope(choices, is_chunk=False) | self.usage(completions)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
         return answer
 
-    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
-        samples = [self._new_sample() for _ in range(self._body.n or 1)]
-        completions: list[Completion] = []
-        is_first = True
-        async for pieces in stream:
-            out = []
-            for piece in pieces:
-                choice = self._stream_choice(piece, samples[piece.index])
-                chunk = self._envelope("chat.completion.chunk", [choice])
-                if is_first and self._body.return_token_ids:
-                    chunk["prompt_token_ids"] = self._prompt
-                is_first = False
-                out.append(event(chunk))
-                if piece.completion is not None:
-                    completions.append(piece.completion)
-            yield b"".join(out)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            total = usage(len(self._prompt), completions)
-            yield event(self._envelope("chat.completion.chunk", []) | {"usage": total})
-        yield DONE
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        is_first = not self._samples
+        sample = self._samples.get(piece.index) or self._samples.setdefault(piece.index, self._new_sample())
+        chunk = self.envelope([self._stream_choice(piece, sample)], is_chunk=True)
+        if is_first and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._prompt
+        return chunk
 
     def _stream_choice(self, piece: Piece, sample: _Sample) -> dict[str, Any]:
         reasoning, content, calls = sample.stream(piece)
@@ -236,7 +198,7 @@ class _Answer:
         }
         if self._body.logprobs:
             choice["logprobs"] = chat_logprobs(
-                self._state.codec,
+                self.state.codec,
                 piece,
                 as_ids=bool(self._body.return_tokens_as_token_ids),
             )
@@ -245,13 +207,4 @@ class _Answer:
         return choice
 
     def _new_sample(self) -> _Sample:
-        return _Sample(self._state, self._body, self._has_tools, self._is_reasoning)
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return _Sample(self.state, self._body, self._has_tools, self._is_reasoning)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,17 @@ from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import AdapterEngine, Completion, Feature
 from rill.inference.base import Request as EngineRequest
-from rill.inference.server.answers import DONE, event, json_response, respond
+from rill.inference.server.answers import OpenAIAnswer, json_response, respond
 from rill.inference.server.choices import (
-    as_piece,
     completion_logprobs,
     finish_reason,
     stop_detail,
     token_fields,
-    usage,
 )
 from rill.inference.server.errors import bad_request
-from rill.inference.server.generation import Piece, SampleStream, finite
+from rill.inference.server.generation import Piece, finite
 from rill.inference.server.sampling import (
     build_requests,
-    new_id,
     num_top_logprobs,
     refuse_unsupported,
     resolve_model,
@@ -46,16 +42,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     if body.max_tokens == 0:
         with state.admission.admit(caller):
             return json_response(await answer.scored())
-    return await respond(
-        state,
-        caller,
-        answer.requests(),
-        request,
-        name=answer.name,
-        is_streamed=bool(body.stream),
-        whole=answer.whole,
-        events=answer.events,
-    )
+    return await respond(state, caller, answer, request)
 
 
 def _refuse(body: CompletionBody) -> None:
@@ -96,26 +83,26 @@ async def encode_prompts(
     return encoded
 
 
-class _Answer:
-    """Builds the answer to one request, whole or in events."""
+class _Answer(OpenAIAnswer):
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
 
     def __init__(self, state: ServerState, body: CompletionBody, prompts: list[list[int]]) -> None:
-        self._state, self._body, self._prompts = state, body, prompts
-        self._id = new_id("cmpl")
-        self.name = body.request_id or self._id
-        self._created = int(time.time())
+        super().__init__(state, body, prompts)
+        self._body = body
         self._num_samples = body.n or 1
-        self._model = body.model or state.config.model_name
+        self._texts: dict[int, TextStream] = {}
+        """By sample, once it has begun."""
 
     def requests(self) -> list[EngineRequest]:
         return build_requests(
             self._body,
-            self._prompts,
-            request_id=self._id,
+            self.prompts,
+            request_id=self.id,
             max_tokens=self._body.max_tokens,
-            engine=self._state.engine,
-            config=self._state.config,
-            num_top=num_top_logprobs(self._num_top(), self._state.engine, "logprobs"),
+            engine=self.state.engine,
+            config=self.state.config,
+            num_top=num_top_logprobs(self._num_top(), self.state.engine, "logprobs"),
         )
 
     def _num_top(self) -> int | None:
@@ -124,48 +111,32 @@ class _Answer:
         return 0 if count == 1 and self._body.temperature == 0 else count
 
     async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for index, completion in enumerate(completions):
-            text = self._text_stream().feed(completion.token_ids.tolist(), is_last=True)
-            choices.append(self._choice(as_piece(index, completion), text, 0))
+        choices = [self._choice(Piece.of(index, completion)) for index, completion in enumerate(completions)]
         if self._body.echo:
             await self._prepend_prompts(choices)
-        return self._envelope(choices) | {"usage": usage(sum(map(len, self._prompts)), completions)}
+        return self.envelope(choices, is_chunk=False) | self.usage(completions)
 
     async def scored(self) -> dict[str, Any]:
         """max_tokens 0 with echo: the prompt and its log-probabilities, nothing generated."""
-        resolve_model(self._body.model, self._state.engine, self._state.config)
+        resolve_model(self._body.model, self.state.engine, self.state.config)
         choices: list[dict[str, Any]] = [
             {"index": i, "text": "", "finish_reason": "length", "logprobs": None, "stop_reason": None}
-            for i in range(len(self._prompts))
+            for i in range(len(self.prompts))
         ]
         await self._prepend_prompts(choices)
-        return self._envelope(choices) | {"usage": usage(sum(map(len, self._prompts)), [])}
+        return self.envelope(choices, is_chunk=False) | self.usage([])
 
-    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
-        texts = [self._text_stream() for _ in range(self._num_samples * len(self._prompts))]
-        num_read = [0] * len(texts)
-        completions: list[Completion] = []
-        async for pieces in stream:
-            out = []
-            for piece in pieces:
-                offset = len(texts[piece.index].text)
-                text = texts[piece.index].feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
-                is_first = num_read[piece.index] == 0
-                num_read[piece.index] += 1
-                choice = self._choice(piece, text, offset)
-                if self._body.return_token_ids and not is_first:
-                    choice.pop("prompt_token_ids", None)
-                out.append(event(self._envelope([choice])))
-                if piece.completion is not None:
-                    completions.append(piece.completion)
-            yield b"".join(out)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            total = usage(sum(map(len, self._prompts)), completions)
-            yield event(self._envelope([]) | {"usage": total})
-        yield DONE
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        is_first = piece.index not in self._texts
+        choice = self._choice(piece)
+        if not is_first:
+            choice.pop("prompt_token_ids", None)
+        return self.envelope([choice], is_chunk=True)
 
-    def _choice(self, piece: Piece, text: str, offset: int) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        stream = self._texts.get(piece.index) or self._texts.setdefault(piece.index, self._text_stream())
+        offset = len(stream.text)
+        text = stream.feed(piece.token_ids.tolist(), is_last=piece.completion is not None)
         completion = piece.completion
         choice: dict[str, Any] = {
             "index": piece.index,
@@ -176,7 +147,7 @@ class _Answer:
         }
         if self._body.logprobs is not None:
             choice["logprobs"] = completion_logprobs(
-                self._state.codec,
+                self.state.codec,
                 piece.token_ids.tolist(),
                 finite(piece.logprobs),
                 as_ids=bool(self._body.return_tokens_as_token_ids),
@@ -184,14 +155,14 @@ class _Answer:
                 piece=piece,
             )
         if self._body.return_token_ids:
-            choice["prompt_token_ids"] = self._prompts[piece.index // self._num_samples]
+            choice["prompt_token_ids"] = self.prompts[piece.index // self._num_samples]
             choice |= token_fields(piece)
         return choice
 
     async def _prepend_prompts(self, choices: list[dict[str, Any]]) -> None:
         """echo: the prompt's text, and its log-probabilities where they were asked for."""
-        codec = self._state.codec
-        texts = [codec.decode(p) for p in self._prompts]
+        codec = self.state.codec
+        texts = [codec.decode(p) for p in self.prompts]
         scores = await self._prompt_scores() if self._body.logprobs is not None else None
         for choice in choices:
             prompt_index = choice["index"] // self._num_samples
@@ -200,36 +171,27 @@ class _Answer:
                 continue
             first: list[float | None] = [None, *finite(scores[prompt_index])[1:]]
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            head = completion_logprobs(codec, self._prompts[prompt_index], first, as_ids=as_ids, offset=0)
+            head = completion_logprobs(codec, self.prompts[prompt_index], first, as_ids=as_ids, offset=0)
             tail = choice["logprobs"] or {key: [] for key in head}
             shift = len(texts[prompt_index])
             tail["text_offset"] = [at + shift for at in tail["text_offset"]]
             choice["logprobs"] = {key: head[key] + tail[key] for key in head}
 
     async def _prompt_scores(self) -> list[Any]:
-        if Feature.SCORE not in self._state.engine.features:
+        if Feature.SCORE not in self.state.engine.features:
             raise bad_request(
                 "this engine cannot score prompts: echo without logprobs", "logprobs", "unsupported"
             )
-        return await score(self._state, self._prompts, self._body.model)
+        return await score(self.state, self.prompts, self._body.model)
 
     def _text_stream(self) -> TextStream:
         stop = self._body.stop
         return TextStream(
-            self._state.codec,
+            self.state.codec,
             stop=[stop] if isinstance(stop, str) else stop or [],
             skip_special_tokens=self._body.skip_special_tokens,
             include_stop=self._body.include_stop_str_in_output,
         )
-
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
 
 
 async def score(state: ServerState, prompts: Sequence[Sequence[int]], model: str | None) -> list[Any]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from rill.inference.base import Completion, Feature
+from rill.inference.base import Request as EngineRequest
 from rill.inference.server.answers import DONE, event, json_response, respond
 from rill.inference.server.chat import template_messages, template_options, template_tools
-from rill.inference.server.choices import as_piece, finish_reason, token_logprobs, usage
+from rill.inference.server.choices import finish_reason, token_logprobs, usage
 from rill.inference.server.errors import bad_request
 from rill.inference.server.generation import Piece, SampleStream, finite
 from rill.inference.server.routes_completions import score
 from rill.inference.server.sampling import build_requests, new_id, num_top_logprobs, resolve_model
-from rill.inference.server.schemas import ChatTemplateBody, DetokenizeBody, GenerateBody, TokenizeBody
+from rill.inference.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from rill.inference.server.state import ServerState, state_of
 
 routes = APIRouter()
@@ -25,52 +26,14 @@ routes = APIRouter()
 
 @routes.post("/inference/v1/generate")
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Token ids in, token ids out, each with its log-probability and its policy version.
-
-    A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits".
-    """
+    """Token ids in, token ids out, each with its log-probability and its policy version."""
     state = state_of(request)
     caller = state.keys.check_client(request)
     if body.features:
         raise bad_request(
             "this server reads text only: send token_ids without features", "features", "unsupported"
         )
-    request_id = body.request_id or new_id("gen")
-    requests = build_requests(
-        body.sampling_params,
-        [body.token_ids],
-        # A client may repeat its id; the engine's ids must differ.
-        request_id=new_id("gen"),
-        max_tokens=body.sampling_params.max_tokens,
-        engine=state.engine,
-        config=state.config,
-        clamp_to_context=True,
-        cache_salt=body.cache_salt,
-        model=body.model,
-        priority=body.priority or body.sampling_params.priority,
-        num_top=_num_top(body, state),
-    )
-    wants_scores = body.sampling_params.prompt_logprobs is not None
-    if wants_scores and Feature.SCORE not in state.engine.features:
-        raise bad_request(
-            "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
-        )
-
-    async def whole(completions: list[Completion]) -> dict[str, Any]:
-        return _answer(body, request_id, completions) | {
-            "prompt_logprobs": await _prompt_logprobs(state, body)
-        }
-
-    return await respond(
-        state,
-        caller,
-        requests,
-        request,
-        name=request_id,
-        is_streamed=bool(body.stream),
-        whole=whole,
-        events=lambda stream: _events(state, body, request_id, stream),
-    )
+    return await respond(state, caller, _Answer(state, body), request)
 
 
 @routes.post("/tokenize")
@@ -83,16 +46,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     if body.prompt is not None:
         tokens = await state.codec.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        chat = ChatTemplateBody(
-            messages=body.messages or [],
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        messages, files = template_messages(chat.messages)
+        messages, files = template_messages(body.messages or [])
         tokens, _ = await state.codec.encode_chat(
-            messages, template_tools(chat.tools), template_options(chat), files
+            messages, template_tools(body.tools), template_options(body), files
         )
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -113,13 +69,56 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     return json_response({"prompt": state.codec.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _answer(body: GenerateBody, request_id: str, completions: list[Completion]) -> dict[str, Any]:
-    return {
-        "request_id": request_id,
-        "model": body.model,
-        "choices": [_choice(as_piece(i, c), len(body.token_ids)) for i, c in enumerate(completions)],
-        "usage": usage(len(body.token_ids), completions),
-    }
+class _Answer:
+    def __init__(self, state: ServerState, body: GenerateBody) -> None:
+        self._state, self._body = state, body
+        self.name = body.request_id or new_id("gen")
+        self.is_streamed = bool(body.stream)
+        self._head: dict[str, Any] = {"request_id": self.name, "model": body.model}
+
+    def requests(self) -> list[EngineRequest]:
+        """A max_tokens beyond the context is cut to it: a trainer asks for "as much as fits"."""
+        state, body, sampling = self._state, self._body, self._body.sampling_params
+        requests = build_requests(
+            sampling,
+            [body.token_ids],
+            # A client may repeat its id; the engine's ids must differ.
+            request_id=new_id("gen"),
+            max_tokens=sampling.max_tokens,
+            engine=state.engine,
+            config=state.config,
+            clamp_to_context=True,
+            cache_salt=body.cache_salt,
+            model=body.model,
+            priority=body.priority or sampling.priority,
+            num_top=_num_top(body, state),
+        )
+        if sampling.prompt_logprobs is not None and Feature.SCORE not in state.engine.features:
+            raise bad_request(
+                "this engine cannot score prompts", "sampling_params.prompt_logprobs", "unsupported"
+            )
+        return requests
+
+    async def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        num_prompt = len(self._body.token_ids)
+        choices = [_choice(Piece.of(i, c), num_prompt) for i, c in enumerate(completions)]
+        scores = await _prompt_logprobs(self._state, self._body)
+        answer = {"choices": choices, "usage": usage(num_prompt, completions), "prompt_logprobs": scores}
+        return self._head | answer
+
+    async def events(self, stream: SampleStream) -> AsyncIterator[bytes]:
+        """The first has the prompt's log-probabilities, where they were asked for."""
+        scores = await _prompt_logprobs(self._state, self._body)
+        first = {} if scores is None else {"prompt_logprobs": scores}
+        async for pieces in stream:
+            out = []
+            for piece in pieces:
+                out.append(
+                    event(self._head | {"choices": [_choice(piece, len(self._body.token_ids))]} | first)
+                )
+                first = {}
+            yield b"".join(out)
+        yield DONE
 
 
 def _choice(piece: Piece, num_prompt: int) -> dict[str, Any]:
@@ -148,21 +147,6 @@ def _experts(completion: Completion, num_prompt: int) -> Any:
         "dtype": "int16",
         "start": num_prompt if len(experts) == len(completion.token_ids) else 0,
     }
-
-
-async def _events(
-    state: ServerState, body: GenerateBody, request_id: str, stream: SampleStream
-) -> AsyncIterator[bytes]:
-    """The first has the prompt's log-probabilities, where they were asked for."""
-    scores = await _prompt_logprobs(state, body)
-    async for pieces in stream:
-        out = []
-        for piece in pieces:
-            answer = {"request_id": request_id, "model": body.model}
-            first, scores = ({} if scores is None else {"prompt_logprobs": scores}), None
-            out.append(event(answer | {"choices": [_choice(piece, len(body.token_ids))]} | first))
-        yield b"".join(out)
-    yield DONE
 
 
 def _num_top(body: GenerateBody, state: ServerState) -> int:

@@ -102,18 +102,12 @@ def _structured_guide(body: SamplingBody) -> tuple[str, Guide] | None:
     wanted = body.structured_outputs
     if wanted is None:
         return None
-    found: list[Guide] = []
-    if wanted.json_schema is not None:
-        text = wanted.json_schema if isinstance(wanted.json_schema, str) else json.dumps(wanted.json_schema)
-        found.append(Guide(kind=GuideKind.JSON_SCHEMA, text=text))
-    if wanted.json_object:
-        found.append(_ANY_OBJECT)
-    if wanted.choice is not None:
-        found.append(Guide(kind=GuideKind.CHOICE, text=json.dumps(wanted.choice)))
-    if wanted.regex is not None:
-        found.append(Guide(kind=GuideKind.REGEX, text=wanted.regex))
-    if wanted.grammar is not None:
-        found.append(Guide(kind=GuideKind.GRAMMAR, text=wanted.grammar))
+    as_json = {GuideKind.JSON_SCHEMA: wanted.json_schema, GuideKind.CHOICE: wanted.choice}
+    as_text = {GuideKind.REGEX: wanted.regex, GuideKind.GRAMMAR: wanted.grammar}
+    found = [_ANY_OBJECT] if wanted.json_object else []
+    for kind, value in (as_json | as_text).items():
+        if value is not None:
+            found.append(Guide(kind=kind, text=value if isinstance(value, str) else json.dumps(value)))
     if len(found) != 1:
         raise bad_request(
             "structured_outputs holds one of json, regex, choice, grammar and json_object",

@@ -224,17 +224,13 @@ class GenerateBody(Body):
     """Multimodal inputs; refused."""
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatTemplateBody):
     """POST /tokenize: either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None  # type: ignore[assignment]
     return_token_strs: bool | None = False
 
 

@@ -19,7 +19,7 @@ from jinja2.exceptions import TemplateError
 
 from rill.data.tool_calls import held_back
 from rill.errors import DataError
-from rill.inference.native.detokenizer import INCOMPLETE, MAX_PARTIAL, plain_decode
+from rill.inference.native.detokenizer import IncrementalDetokenizer, plain_decode
 from rill.inference.server.errors import bad_request
 from rill.types import Picture
 
@@ -178,15 +178,14 @@ class TextStream:
         kept_ids: frozenset[int] = frozenset(),
     ) -> None:
         """`kept_ids`: special tokens that are text all the same."""
-        self._codec = codec
         self._stop = tuple(stop)
-        self._skip_special_tokens = skip_special_tokens and not kept_ids
+        self._detokenizer = IncrementalDetokenizer(
+            lambda ids, skip: codec.decode(ids, skip_special_tokens=skip),
+            skip_special_tokens=skip_special_tokens and not kept_ids,
+        )
         # Not left to the decoder: a long run of tokens without text would be decoded again with each of them.
         self._dropped_ids = codec.special_ids - kept_ids if skip_special_tokens else frozenset()
         self._include_stop = include_stop
-        self._ids: list[int] = []
-        self._safe_start = 0  # decoding starts here: far enough back for the tokenizer's context
-        self._read_end = 0  # the tokens before this one are in the text already
         self._held = ""
         self.text = ""
         """Everything handed out so far."""
@@ -197,22 +196,10 @@ class TextStream:
         """The text that became final with these tokens."""
         if self._dropped_ids:
             token_ids = [i for i in token_ids if i not in self._dropped_ids]
-        self._ids.extend(token_ids)
         if self.is_stopped:
             return ""
-        self._held += self._new_text(is_last)
+        self._held += self._detokenizer.push(token_ids, is_last=is_last)
         return self._hand_out(is_last)
-
-    def _new_text(self, is_last: bool) -> str:
-        decode = self._codec.decode
-        skip = self._skip_special_tokens
-        before = decode(self._ids[self._safe_start : self._read_end], skip_special_tokens=skip)
-        now = decode(self._ids[self._safe_start :], skip_special_tokens=skip)
-        is_partial = now.endswith(INCOMPLETE) and len(self._ids) - self._read_end <= MAX_PARTIAL
-        if not is_last and (len(now) <= len(before) or is_partial):
-            return ""
-        self._safe_start, self._read_end = self._read_end, len(self._ids)
-        return now[len(before) :]
 
     def _hand_out(self, is_last: bool) -> str:
         found = min(((at, s) for s in self._stop if (at := self._held.find(s)) >= 0), default=None)

@@ -11,7 +11,7 @@ publishes with rill.weights and sends the manifest here; see target.py for its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +53,7 @@ class WeightInbox:
             raise bad_request(
                 "the manifests that are sent say where tcp fetches from, and bring its key", "location"
             )
-        if transport == "disk" and not _is_folder(Path(location or "")):
+        if transport == "disk" and not _is(Path(location or ""), Path.is_dir):
             raise bad_request(f"there is no folder {location!r}", "location")
         self.close()
         self._verify = Verify(verify)
@@ -65,7 +65,7 @@ class WeightInbox:
             return self.pull(body.manifest.to_manifest())
         if body.weight_dir is not None:
             folder = Path(body.weight_dir)
-            if not _is_file(folder / MANIFEST):
+            if not _is(folder / MANIFEST, Path.is_file):
                 return self.load(folder, body.version, partial=body.partial)
             manifest = self._read_manifest("disk", str(folder.parent), folder.name)
             if body.version not in (None, int(manifest.version)):
@@ -200,15 +200,8 @@ def _from_source(error: WeightSyncError) -> ApiError:
     return ApiError(502, f"{error}. The old weights stay in service", code="bad_weights")
 
 
-def _is_folder(path: Path) -> bool:
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
     try:
-        return path.is_dir()
+        return kind(path)
     except (OSError, ValueError):  # a null byte, or a path we may not read
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
         return False
