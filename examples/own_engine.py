@@ -176,7 +176,7 @@ class PlainEngine:
         elif len(flight.tokens) + 1 == sampling.max_new_tokens or ids.shape[1] + 1 == self.max_context:
             reason = StopReason.LENGTH
         flight.add(token, float(logprobs_V[token]), self.version, reason)
-        self._tally.grow(1)
+        self._tally.add(num_generated_tokens=1)
         if reason is not None:
             self._end(flight, reason)
 

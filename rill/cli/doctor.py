@@ -107,6 +107,7 @@ def doctor(
 
 
 def _doctor_run(run: Run, as_json: bool) -> None:
+    from rill.journal.checkpoints import step_of, whole_checkpoints
     from rill.journal.diagnosis import Severity, diagnose
     from rill.telemetry.metrics import read_metrics
 
@@ -114,8 +115,8 @@ def _doctor_run(run: Run, as_json: bool) -> None:
     if as_json:
         say_json([{**each._asdict(), "severity": each.severity.name.lower()} for each in found])
     else:
-        rows = read_metrics(run.path)
-        where = f", after step {rows[-1].step}" if rows else ", before its first step"
+        steps = [row.step for row in read_metrics(run.path)] or [*map(step_of, whole_checkpoints(run))]
+        where = f", after step {steps[-1]}" if steps else ", before its first step"
         say(f"{run.path}: {run.state().status.value}{where}")
         for each in found:
             color = {Severity.BROKEN: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}[each.severity]

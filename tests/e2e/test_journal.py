@@ -25,7 +25,7 @@ def test_a_run_is_verified_diagnosed_and_exported_from_its_folder(whole: Run, tm
     assert code == 0 and f"step {STEPS} whole" in said and "0 of them under way" in said
     assert rill("doctor", str(whole.path)) == (
         0,
-        f"{whole.path}: finished nothing is wrong that its files would tell",
+        f"{whole.path}: finished, after step {STEPS} nothing is wrong that its files would tell",
     )
     code, said = rill("runs", "export", str(whole.path), "-o", str(tmp_path / "model"))
     assert code == 0 and f"the policy after step {STEPS}" in said

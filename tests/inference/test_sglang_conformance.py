@@ -107,6 +107,7 @@ class SglangOverNative:
         body = await http.json()
         tensors = load_file(Path(body["model_path"]) / "model.safetensors")
         version = PolicyVersion(int(body["weight_version"]))
+        self.native.rewind()  # SGLang's weight_version is a text, which need not grow
         await asyncio.to_thread(self.native.update_weights, list(tensors.items()), version)
         return {"success": True, "message": "", "num_paused_requests": 0}
 
