@@ -29,6 +29,7 @@ class Mover:
             steering.switch({"rollout": "1", "actor": "1"}, FlowConfig())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_engines_beside_the_trainer_that_move_to_one_shared_device_give_the_same_weights(
     whole: Run, tmp_path: Path

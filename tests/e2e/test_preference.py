@@ -79,7 +79,7 @@ def test_dpo_widens_the_margin_to_its_reference_and_two_ranks_do_as_one(data: st
         assert (weights(ranked)[name] - weight).norm() <= 5e-3 * weight.norm(), name
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_rows_without_a_pair_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 9, encoding="utf-8")
