@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rill.types import Prompt, Trajectory
 
 
@@ -13,3 +15,9 @@ def share_of_digits(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
 def constant(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     """A reward that does not look at the answer."""
     return 1.0
+
+
+def slowly(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    """Holds the engine that it runs in, so that two of them are quicker than one."""
+    time.sleep(0.1)
+    return share_of_digits(prompt, text, trajectory)

@@ -211,7 +211,7 @@ def test_a_run_whose_times_are_not_the_predicted_ones_changes_its_plan_without_a
     the new plan."""
     overrides = (
         "cluster.devices=3", "loop.steps=10", "loop.checkpoint_every=0", "eval.num_prompts=0",
-        "rollout.sampling.max_new_tokens=60",
+        "rollout.env.reward.function=tests.e2e.rewards:slowly",
     )  # fmt: skip
     config = resolved(RECIPE, overrides)
     wrong = profile(config, {"rollout": 0.01, "actor": 1.0}, swap_s=100.0)
