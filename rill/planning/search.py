@@ -322,8 +322,8 @@ class _Search:
         left, left_best = self._operand(first, chunk, op, is_left=True)
         right, right_best = self._operand(second, chunk, op)
         limits, part = self.problem.limits, first | second
+        # Nothing follows a whole batch in a synchronous step: a pipeline is as long as its latency.
         is_whole = op in _SHARE or (chunk == self.graph.batch and self.problem.lag == 0)
-        """Nothing follows a whole batch in a synchronous step: a pipeline is as long as its latency."""
         if not len(left) or not len(right):
             return right.rows(slice(0))
         if self._is_hopeless(op, part, chunk, left_best, right_best, added_s, slowest_s, is_whole):

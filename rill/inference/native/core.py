@@ -54,9 +54,8 @@ class EngineCore:
         self.version = PolicyVersion(0)
         self.live: dict[str, Sequence] = {}
         """Everything that was added and has not ended."""
-        num_drafted = min(
-            num_speculative_tokens, blocks.block_size - 1
-        )  # a turn takes at most one block of each
+        # A turn takes at most one block of each.
+        num_drafted = min(num_speculative_tokens, blocks.block_size - 1)
         num_rows = min(runner.num_verified_rows, max_num_seqs, max_batched_tokens)
         self._speculator = Speculator(num_drafted, num_rows) if num_drafted else None
         self.scheduler = Scheduler(

@@ -91,9 +91,8 @@ class Speculator:
         if at is None:
             source, at = state.group.find(gram)
             return source[at : at + most]
-        round_ = tokens[
-            at : at + most
-        ]  # shorter where it goes round in a circle of fewer tokens: once more, then
+        # Shorter where it goes round in a circle of fewer tokens: once more, then.
+        round_ = tokens[at : at + most]
         return (round_ * -(-most // len(round_)))[:most]
 
 
