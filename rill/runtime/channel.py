@@ -27,7 +27,7 @@ from rill.runtime.channels.consumer import Consumer
 from rill.runtime.channels.lease import Lease, before_wait, end_call, join, unjoin
 from rill.runtime.channels.producer import Producer
 from rill.runtime.context import RuntimeContext, current
-from rill.runtime.hub.messages import ChannelOptions, Item, Take
+from rill.runtime.hub.messages import ChannelOptions, Take
 
 if TYPE_CHECKING:
     from rill.runtime.cluster import Cluster
@@ -84,7 +84,10 @@ class Channel:
     ) -> None:
         """Put one object. Inside a loop's body or a lease it goes when that is done; else, on a bounded channel this
         returns when it is in, otherwise when it is on its way."""
-        self._producer.put([self._describe(obj, weight, key, timeout_s)], timeout_s)
+        producer = self._producer
+        if key is not None:
+            key = _checked_key(self.name, key)
+        producer.put([producer.describe(obj, weight, key, timeout_s)], timeout_s)
 
     def put_many(
         self, objects: Sequence[Any], weights: Sequence[float] | None = None, timeout_s: float | None = None
@@ -92,18 +95,18 @@ class Channel:
         """Put several objects with one message."""
         if weights is not None and len(weights) != len(objects):
             raise ConfigError(f"{self.name}: put_many got {len(objects)} objects and {len(weights)} weights")
+        producer = self._producer
         weighted = zip(objects, weights or [1.0] * len(objects), strict=True)
-        items = [self._describe(obj, weight, None, timeout_s) for obj, weight in weighted]
-        self._producer.put(items, timeout_s)
+        items = [producer.describe(obj, weight, None, timeout_s) for obj, weight in weighted]
+        producer.put(items, timeout_s)
 
     async def put_async(
         self, obj: Any, weight: float = 1.0, key: Hashable | None = None, timeout_s: float | None = None
     ) -> None:
         """As `put`, without blocking the event loop while the channel is full."""
-        await self._producer.put_async([self._describe(obj, weight, key, timeout_s)], timeout_s)
-
-    def _describe(self, obj: Any, weight: float, key: Hashable, timeout_s: float | None) -> Item:
-        return self._producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
+        producer = self._producer
+        item = producer.describe(obj, weight, _checked_key(self.name, key), timeout_s)
+        await producer.put_async([item], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when everything put by this process is with the broker, and would survive this process."""
@@ -131,9 +134,10 @@ class Channel:
         """Objects until the epoch ends. Each is finished, with what the body put, when the loop goes on."""
         consumer = self._consumer
         consumer.replace_taken(None)
+        take = Take(self.name, in_loop=True)
         try:
             while True:
-                lease, values = consumer.take(Take(self.name, in_loop=True), self.timeout_s)
+                lease, values = consumer.take(take, self.timeout_s)
                 if lease is None:
                     return
                 join(lease)

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from rill.errors import PeerDiedError, WorkerError
 from rill.runtime.channel import Channel
 from rill.runtime.cluster import Cluster
+from rill.runtime.hub.history import CallRecord
 from rill.runtime.hub.locks import LINGER_S
 from rill.runtime.hub.messages import Acquire, ChannelOptions, Evict, Evicted, OutKind
 from rill.runtime.process.report import collect
@@ -488,28 +489,31 @@ def test_a_thread_that_waits_beside_a_block_does_not_lend_it(cluster: Cluster, t
     assert waiting.wait(timeout_s=WAIT_S) == [0]
     events = holder.history().wait(timeout_s=WAIT_S)[0]
     assert events == ["onload", "offload"]
-    ended = [r for r in cluster.history() if r.group == holder.name and r.method == "offload"]
-    assert ended and time.time() - ended[0].started_s < time.monotonic() - began_s - 0.9, (
-        "offloaded in the block"
-    )
+    ended = told(cluster, holder, "offload", at_least=1)
+    assert time.time() - ended[0].started_s < time.monotonic() - began_s - 0.9, "offloaded in the block"
 
 
 def test_the_history_tells_what_a_call_took_put_and_held(cluster: Cluster, tmp_path: Path) -> None:
     rollout, actor = launch(cluster, "3", tmp_path), launch(cluster, "3", tmp_path)
     run_figure_5(cluster, rollout, actor, actor_first=False)
-    # An answer may overtake the record of its call.
-    assert becomes_true(
-        lambda: sum(r.group == actor.name and r.method == "train" for r in cluster.history()) == 3
-    )
-    records = cluster.history()
-    generate = [r for r in records if (r.group, r.method) == (rollout.name, "generate")]
-    train = [r for r in records if (r.group, r.method) == (actor.name, "train")]
+    generate = told(cluster, rollout, "generate", at_least=3)
+    train = told(cluster, actor, "train", at_least=3)
     assert len(generate) == len(train) == 3
     (prompts,), (rollouts,) = generate[0].took, generate[0].put
     assert generate[0].took[prompts].items == generate[0].put[rollouts].items > 0
     assert list(train[0].took) == [rollouts] and train[0].took[rollouts].num_bytes > 0
     assert [turn.devices for turn in train[0].turns] == [[3]]
-    assert any(r.method == "offload" and r.offload_s >= 0 for r in records)
+    assert told(cluster, rollout, "offload", at_least=1)[0].offload_s >= 0
+
+
+def told(cluster: Cluster, group, method: str, *, at_least: int) -> list[CallRecord]:
+    """The group's records of a method, once there are so many: an answer may overtake the record of its call."""
+
+    def records() -> list[CallRecord]:
+        return [r for r in cluster.history() if (r.group, r.method) == (group.name, method)]
+
+    assert becomes_true(lambda: len(records()) >= at_least), records()
+    return records()
 
 
 _names = (f"stage{n}" for n in itertools.count())

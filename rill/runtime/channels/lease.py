@@ -53,8 +53,7 @@ class Lease:
         """Its loop was left without saying how it went."""
         self.value: Any = None
         if is_of_thread:
-            with _lock:
-                _held.setdefault(self._thread, []).append(self)
+            _held.setdefault(self._thread, []).append(self)
 
     # --- for whoever works on it ----------------------------------------------------------------------------
 
@@ -124,12 +123,9 @@ class Lease:
 
     def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts]]:
         self.state = state
-        with _lock:
-            held = _held.get(self._thread, [])
-            if self in held:
-                held.remove(self)
-                if not held:
-                    del _held[self._thread]
+        held = _held.get(self._thread, ())
+        if self in held:
+            held.remove(self)
         puts, self._puts = self._puts, []
         return [Done(self._consumer.name, self._ids)], puts
 
@@ -142,21 +138,29 @@ def join(lease: Lease) -> None:
 
 
 def unjoin(lease: Lease) -> None:
-    _joined.set(tuple(other for other in _joined.get() if other is not lease))
+    leases = _joined.get()
+    if leases and leases[-1] is lease:
+        _joined.set(leases[:-1])
+    else:
+        _joined.set(tuple(other for other in leases if other is not lease))
 
 
 def joined() -> Lease | None:
     """The innermost lease that is still open here. Loops that were left are settled first."""
     leases = _joined.get()
-    if not leases:
-        return None
-    if any(lease.is_left or lease.state is not LeaseState.OPEN for lease in leases):
-        _joined.set(tuple(one for one in leases if not one.is_left and one.state is LeaseState.OPEN))
-        for lease in reversed(leases):
-            if lease.is_left:
-                lease.settle()
-        leases = _joined.get()
+    for lease in leases:
+        if lease.is_left or lease.state is not LeaseState.OPEN:
+            _settle(leases)
+            leases = _joined.get()
+            break
     return leases[-1] if leases else None
+
+
+def _settle(leases: tuple[Lease, ...]) -> None:
+    _joined.set(tuple(one for one in leases if not one.is_left and one.state is LeaseState.OPEN))
+    for lease in reversed(leases):
+        if lease.is_left:
+            lease.settle()
 
 
 def before_wait() -> None:
@@ -173,14 +177,11 @@ waits.before.append(before_wait)
 
 _held: dict[int, list[Lease]] = {}
 """Open leases by the thread that took them."""
-_lock = threading.Lock()
 
 
 def end_call(error: BaseException | None) -> None:
     """This thread's call has ended: what its loops and takes had is done, or, after an exception, somebody else's."""
-    with _lock:
-        leases = list(_held.get(threading.get_ident(), ()))
-    for lease in reversed(leases):
+    for lease in reversed(_held.pop(threading.get_ident(), ())):
         if error is not None:
             lease.give_back(describe(error))
         else:

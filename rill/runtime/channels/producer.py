@@ -142,7 +142,7 @@ class Producer:
 
     def _needs_room(self, puts: Sequence[Puts]) -> bool:
         channels = self._context.channels
-        return any(channels[part.channel].producer.is_bounded for part in puts)
+        return bool(puts) and any(channels[part.channel].producer.is_bounded for part in puts)
 
     def forget(self, items: Sequence[Item]) -> None:
         """They will not be put: their memory is free again."""

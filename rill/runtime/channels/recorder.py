@@ -51,13 +51,14 @@ class Recorder:
 
     def took(self, channel: str, items: Sequence[Item]) -> None:
         if record := self._calls.get(threading.get_ident()):
-            flowed = record.took.setdefault(channel, Flowed())
+            flowed = record.took.get(channel) or record.took.setdefault(channel, Flowed())
             for item in items:
                 flowed.count(item.num_bytes, item.weight)
 
     def put(self, channel: str, num_bytes: int, weight: float) -> None:
         if record := self._calls.get(threading.get_ident()):
-            record.put.setdefault(channel, Flowed()).count(num_bytes, weight)
+            flowed = record.put.get(channel) or record.put.setdefault(channel, Flowed())
+            flowed.count(num_bytes, weight)
 
     def had_turn(self, devices: list[int], seconds: float) -> None:
         """A turn on devices has just ended."""

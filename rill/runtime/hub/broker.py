@@ -145,19 +145,18 @@ class Broker:
         return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
-        held = self._held(client, channel.name)
-        for item_id in ids:
-            if item_id not in held:
-                continue
-            entry = channel.items[item_id]
-            if entry.state is ItemState.LEASED:
-                channel.finish(entry, self._machine.now_s)
+        held, items = self._held(client, channel.name), channel.items
+        entries = [items[item_id] for item_id in dict.fromkeys(ids) if item_id in held]
+        leased = [entry for entry in entries if entry.state is ItemState.LEASED]
+        channel.finish(leased, name_of(client), self._machine.now_s)
+        for entry in entries:
             if entry.item.ref is None or entry.is_released:
                 self._forget(channel, held, entry)
 
     def _forget(self, channel: ChannelState, held: set[int], entry: Entry) -> None:
         held.discard(entry.id)
-        self.ledger.free(channel.items.pop(entry.id).item.ref)
+        if channel.items.pop(entry.id).item.ref is not None:
+            self.ledger.free(entry.item.ref)
 
     # --- taking -------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from rill.runtime.hub.messages import ChannelOptions, Item, Take
-from rill.runtime.hub.service import group_of, name_of
+from rill.runtime.hub.service import group_of
 
 MAX_NAMED = 100
 """Of the items that were set aside, so many are kept by name."""
@@ -183,16 +183,13 @@ class ChannelState:
                 del self.by_key[entry.item.key]
 
     def front(self, last_epoch: int, max_items: int) -> list[Entry]:
-        """The first queued items of epochs up to `last_epoch`."""
+        """The first queued items of epochs up to `last_epoch`. They leave the queue: whoever asks leases them."""
         found: dict[int, Entry] = {}
         items = self.items
         for epoch in sorted(e for e in self.queues if e <= last_epoch):
             queue = self.queues[epoch]
-            while queue and not self._is_queued(queue[0]):
-                queue.popleft()
-            for item_id in queue:
-                if len(found) == max_items:
-                    return list(found.values())
+            while queue and len(found) < max_items:
+                item_id = queue.popleft()
                 entry = items.get(item_id)
                 if entry is not None and entry.state is ItemState.QUEUED:
                     found[item_id] = entry  # one that went back may be in the queue twice
@@ -215,11 +212,13 @@ class ChannelState:
         for entry in sorted(entries, key=lambda e: e.id, reverse=True):
             self._enqueue(entry, at_front=True)
 
-    def finish(self, entry: Entry, now_s: float) -> None:
-        """The consumer is done with it: it will never be delivered again."""
-        self.consumers[name_of(entry.client)].count(entry.item.num_bytes, now_s)
-        self._count_down(entry.epoch)
-        entry.state = ItemState.HELD
+    def finish(self, entries: list[Entry], consumer: str, now_s: float) -> None:
+        """The consumer is done with them: they will never be delivered again."""
+        traffic = self.consumers[consumer]
+        for entry in entries:
+            entry.state = ItemState.HELD
+            traffic.count(entry.item.num_bytes, now_s)
+            self._count_down(entry.epoch)
 
     def fail(self, entry: Entry, error: str) -> bool:
         """A consumer failed at it. True: too often, it is set aside."""

@@ -67,7 +67,9 @@ class _Request:
                 commit.done.append(one)
         for part in puts:
             self.num_items += len(part.items)
-            self.num_bytes += sum(item.num_bytes for item in part.items if item.inline is not None)
+            for item in part.items:
+                if item.inline is not None:
+                    self.num_bytes += item.num_bytes
             if commit.puts and commit.puts[-1].channel == part.channel:
                 commit.puts[-1].items += part.items
             else:

@@ -54,6 +54,8 @@ def encode(obj: object, *, device_hook: DeviceHook | None = None) -> Encoded:
 def decode(header: bytes | memoryview, buffers: Sequence[Any], *, device: str | None = None) -> Any:
     """Rebuild the object on `buffers`, in the order that `encode` gave them."""
     previous = _decoding.device
+    if device is None and previous is None:
+        return pickle.loads(header, buffers=buffers)
     _decoding.device = device
     try:
         return pickle.loads(header, buffers=buffers)
