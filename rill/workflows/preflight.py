@@ -14,6 +14,7 @@ import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from rill.data.pairs import encode_pair
 from rill.data.sft import SFTEncoder
 from rill.envs.base import open_environment
 from rill.envs.episode import run_episode
-from rill.errors import ConfigError, DataError, ModelError, PlanError, UserError
+from rill.errors import ConfigError, DataError, MissingExtraError, ModelError, PlanError, UserError
 from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
@@ -66,6 +67,12 @@ def preflight(config: RecipeConfig) -> list[str]:
     """Notes on what may go wrong; what must go wrong is an error."""
     if isinstance(config, OnlineConfig) and config.cluster.type == "local":
         _seats(config)
+        if (
+            isinstance(config, RLConfig)
+            and config.rollout.engine.type == "vllm"
+            and find_spec("vllm") is None
+        ):
+            raise MissingExtraError("rollout.engine.type = 'vllm' needs vLLM: pip install 'rill[vllm]'")
     if isinstance(config, RLConfig):
         return _rl(config)
     if isinstance(config, SupervisedConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rill.config.files import load_recipe
 from rill.config.resolve import resolve
 from rill.envs.agent import Agents
 from rill.envs.base import Environment
-from rill.errors import ConfigError, DataError, GuardError, ModelError, UserError
+from rill.errors import ConfigError, DataError, GuardError, MissingExtraError, ModelError, UserError
 from rill.types import Prompt, Trajectory
 from rill.workflows import recipe_schema
 from rill.workflows.config import RecipeConfig
@@ -63,6 +64,12 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
         (["data.type=jsonl", "data.path=nowhere.jsonl"], DataError, "there is no file 'nowhere.jsonl'"),
         (["data.type=jsonl", "data.path=."], DataError, "is a folder: name a file"),
         (["placement.actor=1"], ConfigError, r"placement.actor: .* no device 1; .*cluster.devices"),
+        pytest.param(
+            ["rollout.engine.type=vllm"],
+            MissingExtraError,
+            r"needs vLLM: pip install 'rill\[vllm\]'",
+            marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here"),
+        ),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
         (
             ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
