@@ -25,10 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console
-
 from rill.cli.console import say
-from rill.cli.progress import Progress, curve_lines, history_of
+from rill.cli.progress import Progress, Screen, curve_lines, history_of
 from rill.cli.stall import StallWatch
 from rill.dashboard.pages import account_of
 from rill.dashboard.report import write_report
@@ -142,7 +140,7 @@ def _drive(config: RecipeConfig, run: Run, changed_config: str | None) -> tuple[
     if checkpoints or has_something_to_keep(run):
         metrics.rewind(step_of(checkpoints[-1]) if checkpoints else BEFORE_ALL)
     watch = GuardWatch(run.path, config.guards())
-    progress = Progress(Console())
+    progress = Progress(Screen())
     interrupts = Interrupts(progress, config.stop_grace_s)
 
     def record(report: StepReport) -> None:

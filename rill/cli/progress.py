@@ -16,6 +16,8 @@ terminal the panel is drawn again four times a second, so that its clock goes on
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Self
@@ -69,10 +71,17 @@ STATES: tuple[Figure, ...] = (
 """The latest values."""
 
 
+class Screen(Console):
+    """Standard output, as long as somebody reads it: whoever closes the pipe (`| head`) ends no run."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """Use as a context manager; `observe` is the loop's observer.
 
-    >>> with Progress(Console()) as progress:
+    >>> with Progress(Screen()) as progress:
     ...     workflow = Workflow(config, run, [progress.observe])
     """
 

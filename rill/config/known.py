@@ -50,7 +50,8 @@ def check_known(loaded: RecipeValues) -> None:
     mistakes = []
     for dotted, name, fields in _unknown(loaded.values, known, ""):
         key = f"{dotted}.{name}" if dotted else name
-        where = loaded.provenance.get(key) or loaded.provenance.get(f"[{key}]") or str(loaded.path)
+        given = (key, f"[{key}]", *(other for other in loaded.provenance if other.startswith(f"{key}.")))
+        where = next(filter(None, map(loaded.provenance.get, given)), str(loaded.path))
         value = value_at(loaded.values, key)
         shown = key if isinstance(value, Mapping) else f"{key} = {show_value(value)}"
         elsewhere = [

@@ -134,8 +134,11 @@ class _Report:
         return head, expected if expected == message else f"expected {expected}"
 
     def _where(self, key: str) -> str:
-        """The line of a key, else of the nearest table or value around it, else the whole recipe."""
+        """The line of a key, else of a value in it, of the nearest table or value around it, else the whole recipe."""
         found = self._provenance.get(key) or self._provenance.get(f"[{key}]")
+        found = found or next(
+            (at for given, at in self._provenance.items() if given.startswith(f"{key}.")), None
+        )
         while found is None and key:
             key = key.rpartition(".")[0]
             found = self._provenance.get(f"[{key}]") or self._provenance.get(key)

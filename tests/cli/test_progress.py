@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -14,6 +17,27 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     with Progress(Console(file=out, force_terminal=False)) as progress:
         progress.observe(StepReport(step=3, num_steps=9, metrics={"reward/mean": 0.25, "eval/accuracy": 0.5}))
     assert out.getvalue() == "step 3/9  reward 0.250  held-out 50.0%\n"
+
+
+def test_whoever_closes_the_pipe_ends_no_run() -> None:
+    program = (
+        "import sys; from rill.cli.progress import Screen\n"
+        "sys.stdin.read()\n"
+        "for n in range(3): Screen().print(n)\n"
+        "sys.stderr.write('it goes on')"
+    )
+    read, write = os.pipe()
+    running = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    os.close(read)  # nobody reads any more, and only then does it write
+    assert running.communicate("", timeout=120)[1] == "it goes on"
+    assert running.returncode == 0
 
 
 def test_figures_a_workflow_does_not_report_are_left_out() -> None:

@@ -37,7 +37,7 @@ def test_nothing_is_known_at_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["stepz=3", "trainer.learning_rat=1", "trainer.steps=1", "trainer.nonsense=1"]
+    "override", ["stepz=3", "trainer.learning_rat=1", "trainer.steps=1", "trainer.nonsense=1", "run.name=x"]
 )
 def test_what_is_remembered_is_told_in_the_words_of_the_whole_check(override: str) -> None:
     resolved(given())
