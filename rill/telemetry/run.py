@@ -175,7 +175,10 @@ class Run:
         """The folder of the model that the run left."""
         folder = self.path / "model"
         if not folder.is_dir():
-            raise UserError(f"run {self.name} has left no model yet: it exports one when it ends")
+            raise UserError(
+                f"run {self.name} has left no model yet: it exports one when it ends. One of a checkpoint: "
+                f"rill runs export {self.path} -o FOLDER"
+            )
         return folder
 
     @property

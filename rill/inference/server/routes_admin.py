@@ -47,6 +47,7 @@ _PAUSE_MODES = {
 
 
 @routes.get("/health")
+@routes.get("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are served; 503 with the reason otherwise. Needs no key: load balancers have none."""
     state = state_of(request)
