@@ -26,7 +26,7 @@ GENERATION = [
     "/v1/embeddings",
     "/abort_requests",
 ]
-TEXT = ["/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}", "/health", "/liveness", "/metrics",
+TEXT = ["/tokenize", "/detokenize", "/v1/models", "/v1/models/{name}", "/health", "/ping", "/liveness", "/metrics",
         "/version"]  # fmt: skip
 ADMIN = ["/pause", "/resume", "/sleep", "/wake", "/wake_up", "/flush_cache", "/reset_prefix_cache",
          "/init_broadcaster", "/update_weights", "/reload_weights", "/v1/load_lora_adapter",
