@@ -196,15 +196,6 @@ WATCHED = (
         patience=2,
     ),
     Guard(
-        name="no reward",
-        metric="rollout/errors",
-        is_off=lambda value: value >= 1.0,
-        expected="at most 10 %",
-        meaning="Every single reward failed, so nothing can be learned: fix the reward and start again.",
-        patience=3,
-        action=Action.STOP,
-    ),
-    Guard(
         name="tools never called",
         metric="rollout/no_tool_call",
         is_off=lambda value: value >= 0.99,
