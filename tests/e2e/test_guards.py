@@ -166,7 +166,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_told_where_such_steps_
     tmp_path: Path,
 ) -> None:
     huge = ("rollout.env.reward.function=tests.e2e.faults:huge", "algorithm.type=dr_grpo")
-    with pytest.raises(RunError, match=r"TrainingError: step 1: the loss or gradient norm \(inf\) is not finite"):
+    with pytest.raises(
+        RunError, match=r"TrainingError: step 1: the loss or gradient norm \(inf\) is not finite"
+    ):
         as_command(tmp_path, "huge", *huge)
     with pytest.raises(GuardError, match="step 5: no finite gradient: grad_norm is inf"):
         as_command(tmp_path, "skipped", *huge, "trainer.on_nonfinite=skip", "loop.steps=6")
