@@ -152,6 +152,12 @@ class Environment(ABC):
         )
         self.rewards = RewardRunner(config.reward, config.scoring) if config.reward is not None else None
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether episodes without a tool call are counted where calls are read by the environment itself, and not by
+        an agent's `say` or `act`, which know what they offered."""
+        return False
+
     @asynccontextmanager
     async def session(self, task: Prompt) -> AsyncIterator[Any]:
         """What one episode owns (a sandbox, a game, a connection): `agents.session` in `run`."""

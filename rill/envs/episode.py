@@ -306,7 +306,7 @@ def _metrics(agents: Agents, samples: dict[str, list[Trajectory]], seconds: floa
         "rewritten": float(sum(agent.tree.num_rewritten for agent in agents.values())),
         "episode_s": seconds,
     }
-    if counts.tools_offered or counts.tool_calls:
+    if counts.tools_offered or counts.tool_calls or agents.setting.environment.offers_tools:
         metrics["tool_calls"] = float(counts.tool_calls)
         metrics["tool_errors"] = float(counts.tool_errors)
         metrics["malformed_calls"] = float(counts.malformed_calls)

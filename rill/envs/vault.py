@@ -24,6 +24,10 @@ class Vault(Environment):
 
     config: Config
 
+    @property
+    def offers_tools(self) -> bool:
+        return self.config.max_calls > 0
+
     async def run(self, task: Prompt, agents: Agents) -> float:
         vault = (task.text or "").partition(":")[0]
         num_hops = int(task.metadata["level"])

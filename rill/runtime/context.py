@@ -63,7 +63,7 @@ class RuntimeContext:
         self._store: Store | None = None
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
-        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
+        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key, starts=False)
         self.hub.submit("registry.register", {**(registration or {}), "address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
@@ -74,6 +74,7 @@ class RuntimeContext:
         self.directory.on_death(self.calls.peer_died)
         self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         answer_dumps(self.mailbox, self.address.identity)
+        self.hub.start()  # once everybody listens: a death that is told before would be waited for in vain
 
     @property
     def store(self) -> Store:

@@ -196,15 +196,6 @@ WATCHED = (
         patience=2,
     ),
     Guard(
-        name="no reward",
-        metric="rollout/errors",
-        is_off=lambda value: value >= 1.0,
-        expected="at most 10 %",
-        meaning="Every single reward failed, so nothing can be learned: fix the reward and start again.",
-        patience=3,
-        action=Action.STOP,
-    ),
-    Guard(
         name="tools never called",
         metric="rollout/no_tool_call",
         is_off=lambda value: value >= 0.99,
@@ -225,10 +216,19 @@ WATCHED = (
     Guard(
         name="clipped updates",
         metric="policy/clipped",
-        is_off=lambda value: value > 0.5,
-        expected="at most half of the tokens",
-        meaning="Most tokens have left the trust region within one batch: lower the learning rate, the number of "
+        is_off=lambda value: value > 0.3,
+        expected="at most 30 % of the tokens",
+        meaning="Too many tokens have left the trust region within one batch: lower the learning rate, the number of "
         "epochs or mini-batches, or loop.max_lag.",
+        patience=2,
+    ),
+    Guard(
+        name="large updates",
+        metric="policy/kl",
+        is_off=lambda value: value > 0.5,
+        expected="at most 0.5 nats a token",
+        meaning="The policy becomes another within one batch, faster than clipping can hold it: lower the learning "
+        "rate by a factor of ten, and start again from an earlier checkpoint.",
         patience=2,
     ),
     Guard(
@@ -245,7 +245,17 @@ WATCHED = (
         metric="grad_norm",
         is_off=lambda value: not math.isfinite(value),
         expected="finite",
-        meaning="The update was not applied. Look for rewards or log-probabilities that are not finite.",
+        meaning="The update was not applied (trainer.on_nonfinite). Look for rewards without a bound and for "
+        "log-probabilities that are not finite; lower the learning rate.",
+    ),
+    Guard(
+        name="no finite gradient",
+        metric="grad_norm",
+        is_off=lambda value: not math.isfinite(value),
+        expected="finite",
+        meaning="No update was applied any more, so nothing can be learned: start again from an earlier checkpoint, "
+        "with a lower learning rate or bounded rewards.",
+        patience=5,
         action=Action.STOP,
     ),
 )

@@ -169,6 +169,8 @@ class Fleet:
         self._door = door
         self.is_open = False
         """Between `open_epoch` and `end_epoch`."""
+        self._has_trainer = True
+        """Who gives a new engine its weights."""
         self._manifest: SealedManifest | None = None
         """Of the newest weights, once somebody asked for it."""
         self._requests: Channel | None = None
@@ -220,6 +222,7 @@ class Fleet:
     def rest(self, tasks: Channel, timeout_s: float) -> None:
         """Nobody is left who wants what comes of the epoch: end it now. What was sampled is in the token log. Raises
         where somebody is lost meanwhile, or does not come to an end."""
+        self._has_trainer = False
         if self.is_open:
             self.stop(EVERY_EPOCH)
             tasks.end()
@@ -294,6 +297,8 @@ class Fleet:
     def _bring_back(self, crew: Crew, rank: int, reason: str) -> None:
         """Start a lost rank again; an engine with the weights that the others hold. See above."""
         name, first_line = crew.name(rank), reason.splitlines()[0]
+        if not self._has_trainer:
+            raise PeerDiedError(reason)
         if crew is self._engines and f"exit code {LEFT_CODE}" in first_line and crew.group.size > 1:
             self._see_off(rank, "it was told to go (SIGTERM)")
             return

@@ -41,10 +41,16 @@ PRELOAD = (
     "rill.workflows.rollout",
     "rill.workflows.actor",
     "rill.workflows.controller",
-    "rill.models.loading",
-    "transformers",
+    "rill.inference.native.engine",
+    "rill.envs.single_turn",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
 )
-"""Imported once, by the process that workers are forked from: seconds for every worker after the first."""
+"""Imported once, by the process that workers are forked from: seconds for every worker after the first, and for every
+one that is lost. `transformers` alone imports next to nothing, and an optimizer imports the compiler."""
 FLEET = ("rollout", "env")
 """Groups whose lost ranks are replaced while the others go on (fleet.py)."""
 CLOSE_S = 1.0
@@ -219,24 +225,38 @@ class Launcher:
 
     def again(self) -> Launcher | None:
         """For the next session in this cluster, once a process is lost that cannot be replaced alone: engines and
-        environments stay as they are, with what they hold in the token log; all others are ended. None: they cannot."""
-        fleet, kept = self._fleet, {name: self.groups[name] for name in FLEET if name in self.groups}
-        can_stay = isinstance(self.config.rollout, RolloutConfig) and self.sync.transport.type in MOVABLE
-        if not can_stay or (fleet is None and kept != self._kept):
+        environments stay as they are where they can, with what they hold in the token log; all others are started
+        again. None: weights travel in a way that was set up with the cluster."""
+        if not isinstance(self.config.rollout, RolloutConfig) or self.sync.transport.type not in MOVABLE:
             return None
+        kept = {name: self.groups[name] for name in FLEET if name in self.groups}
         try:
             for name in set(self.groups) - set(kept):
                 self.groups[name].close(timeout_s=CLOSE_S)
-            if fleet is not None:
-                fleet.rest(self.flows.tasks, REST_S)
-            for group in kept.values():
-                group.rest().wait(timeout_s=REST_S)
+            if not self._have_come_to_rest(kept):
+                for group in {**self._kept, **kept}.values():
+                    group.close(timeout_s=CLOSE_S)
+                kept = {}
             self.channels.close()
         except RillError as error:
-            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
+            log.warning("the cluster is started again too: %s", str(error).splitlines()[0])
             return None
         session = self._session + 1
         return Launcher(self.config, self.folder, self._observers, self.cluster, session=session, kept=kept)
+
+    def _have_come_to_rest(self, kept: Mapping[str, WorkerGroup[Any]]) -> bool:
+        """Whether engines and environments are ready for the next session; if not, they are started anew."""
+        try:
+            if self._fleet is not None:
+                self._fleet.rest(self.flows.tasks, REST_S)
+            elif kept != self._kept:
+                raise RunError("they were not ready yet")
+            for group in kept.values():
+                group.rest().wait(timeout_s=REST_S)
+        except RillError as error:
+            log.warning("the engines are started again too: %s", str(error).splitlines()[0])
+            return False
+        return True
 
     def _move(self, name: str, placement: str) -> None:
         self.groups[name].move(placement, timeout_s=self.config.loop.step_timeout_s)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from rill.algorithms import Algorithm
 from rill.envs.agent import Agents
 from rill.envs.single_turn import SingleTurn
+from rill.inference.base import NamedTensors
+from rill.inference.native.engine import NativeEngine
+from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.models.train.packed_layout import PackedLayout, Segment
 from rill.training import packing
-from rill.types import Group, Prompt, Trajectory
+from rill.types import Group, PolicyVersion, Prompt, Trajectory
 from rill.workflows.actor import ActorWorker
 from rill.workflows.episodes import FinishedGroup
 from rill.workflows.grpo import GRPO, finish_group
@@ -24,7 +32,7 @@ EPISODES_PER_STEP = 16
 
 
 class WrongLogprobs(SingleTurn):
-    """An environment that hands on other log-probabilities than the engine's: those of another temperature, say."""
+    """An environment that hands on other log-probabilities than the engine's for every third token."""
 
     class Config(SingleTurn.Config):
         type: Literal["tests.e2e.faults:WrongLogprobs"]  # type: ignore[assignment]
@@ -34,7 +42,7 @@ class WrongLogprobs(SingleTurn):
 
     async def run(self, task: Prompt, agents: Agents) -> None:
         reply = await agents.policy.generate(task)
-        reply.logprobs[:] *= self.config.factor
+        reply.logprobs[::3] *= self.config.factor
 
 
 class Turncoat(SingleTurn):
@@ -50,6 +58,22 @@ class Turncoat(SingleTurn):
         is_early = self.num_begun <= 10 * EPISODES_PER_STEP
         await agents.policy.generate(task, max_new_tokens=3 if is_early else 12)
         return 0.01 * (self.num_begun % 2) + (0.0 if is_early else 1.0)
+
+
+class Late(SingleTurn):
+    """An environment whose first group takes as long as six steps of the others."""
+
+    class Config(SingleTurn.Config):
+        type: Literal["tests.e2e.faults:Late"]  # type: ignore[assignment]
+
+    num_begun = 0
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        self.num_begun += 1
+        is_first = self.num_begun <= 4
+        await agents.policy.generate(task)
+        while is_first and self.num_begun < 6 * EPISODES_PER_STEP:
+            await asyncio.sleep(0.02)
 
 
 class Stuck(SingleTurn):
@@ -68,6 +92,43 @@ async def hanging(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
     if text[:1].lower() < "n":
         await asyncio.sleep(HANGS_FOR_S)
     return float(len(text) % 2)
+
+
+def failing(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    raise RuntimeError("the judge is down")
+
+
+def huge(prompt: Prompt, text: str, trajectory: Trajectory) -> float:
+    """A reward without a scale."""
+    return 1e30 * (len(text) % 2)
+
+
+class StaleEngine(NativeEngine):
+    """An engine that takes the weights of its first update for those of every later one."""
+
+    class Config(NativeEngine.Config):
+        type: Literal["tests.e2e.faults:StaleEngine"]  # type: ignore[assignment]
+
+    first: list[tuple[str, Tensor]] | None = None
+
+    def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
+        given = [(name, tensor.clone()) for name, tensor in tensors]
+        self.first = self.first or given
+        super().update_weights(self.first, version, partial=partial)
+
+
+def foreign_tokenizer(folder: Path, config: ModelConfig) -> tuple[str, str]:
+    """Settings of a model in a folder, and of a tokenizer of the same size that has two ids the other way round."""
+    own = load_tokenizer(config)
+    load_model(config, dtype=torch.float32).save_pretrained(folder / "model")
+    own.save_pretrained(folder / "model")
+    own.save_pretrained(folder / "other")
+    swapped = json.loads((folder / "other" / "tokenizer.json").read_text(encoding="utf-8"))
+    ids = swapped["model"]["vocab"]
+    first, last = sorted(ids, key=ids.__getitem__)[-2:]
+    ids[first], ids[last] = ids[last], ids[first]
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(swapped), encoding="utf-8")
+    return f"model.path={folder / 'model'}", f"model.tokenizer={folder / 'other'}"
 
 
 def finish_shuffled(algorithm: Algorithm, group: Group, greedy: Trajectory | None) -> FinishedGroup:

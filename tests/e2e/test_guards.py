@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rill.cli.main import app
 from rill.dashboard import indexer
 from rill.errors import GuardError, RunError, StuckError
 from rill.telemetry.jsonl import read_lines
 from rill.telemetry.run import RunStatus
-from tests.e2e.tiny import as_command
+from tests.e2e.faults import foreign_tokenizer
+from tests.e2e.tiny import RECIPE, as_command, resolved
+from tests.workflows.broken_transport import TRANSPORT
 
 
 def test_a_constant_reward_logprobs_that_are_not_the_engines_and_a_full_disk_are_named(
@@ -99,6 +106,84 @@ def test_an_attention_mask_that_leaks_is_named_by_the_canary_and_without_it_by_a
     assert findings["mismatch"]["step"] == 2 and "a mask that leaks" in findings["mismatch"]["meaning"]
 
 
+@pytest.mark.slow
+def test_stale_weights_are_named_by_the_canary_and_without_it_by_a_guard(tmp_path: Path) -> None:
+    stale = "rollout.engine.type=tests.e2e.faults:StaleEngine"
+    with pytest.raises(RunError, match=r"rollout\[0\] .*answers with other weights"):
+        as_command(tmp_path, "proven", stale, "loop.max_relaunches=1")
+    run = as_command(tmp_path, "unproven", stale, "sync.canary=false")
+    findings = {finding["guard"]: finding for finding in read_lines(run.path / "guards.jsonl")}
+    assert findings["mismatch"]["step"] == 3, "the second step is the first with old weights"
+
+
+@pytest.mark.slow
+def test_a_corrupted_bucket_ends_the_run_with_its_engine_and_its_checksum(tmp_path: Path) -> None:
+    broken = (f"sync.transport.type={TRANSPORT}", "sync.transport.bucket_bytes=2048")
+    with pytest.raises(RunError, match=r"rollout\[0\](.|\n)*checksum differs"):
+        as_command(tmp_path, "flipped", *broken, "sync.transport.fault=flipped bit", "loop.max_relaunches=1")
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_is_not_the_models_is_named_before_the_first_step(tmp_path: Path) -> None:
+    settings = foreign_tokenizer(tmp_path, resolved(RECIPE, ()).model)
+    command = ["train", str(RECIPE), *settings, "loop.steps=1", "--root", str(tmp_path), "--name", "foreign"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert said.index("is not the tokenizer of") < said.index("step 0/1")
+
+
+FULL = """
+mount -t tmpfs -o size=80m none "$0" || exit 77
+(until grep -qs disk "$0/full/guards.jsonl"; do sleep 0.2; done; mount -o remount,size=1g "$0") &
+"$@" --root "$0" --name full; code=$?
+cat "$0/full/log.txt"
+exit $code
+"""
+"""A disk that is too small for a checkpoint until the guard has said so."""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_that_is_full_waits_until_there_is_room(tmp_path: Path) -> None:
+    rill = [sys.executable, "-c", "from rill.cli.main import main; main()", "train", str(RECIPE)]
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", FULL, str(tmp_path), *rill],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if "step" not in done.stdout and done.returncode in (1, 77):
+        pytest.skip(f"no file system can be mounted here: {done.stdout}")
+    assert done.returncode == 0, done.stdout
+    assert "guard: step 0: disk: disk/checkpoints_left is 1." in done.stdout
+    assert "disk/checkpoints_left is well again" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_ends_the_run_or_is_told_where_such_steps_are_passed_over(
+    tmp_path: Path,
+) -> None:
+    huge = ("rollout.env.reward.function=tests.e2e.faults:huge", "algorithm.type=dr_grpo")
+    with pytest.raises(
+        RunError, match=r"TrainingError: step 1: the loss or gradient norm \(inf\) is not finite"
+    ):
+        as_command(tmp_path, "huge", *huge)
+    with pytest.raises(GuardError, match="step 5: no finite gradient: grad_norm is inf"):
+        as_command(tmp_path, "skipped", *huge, "trainer.on_nonfinite=skip", "loop.steps=6")
+    found = [(each["guard"], each["step"]) for each in read_lines(tmp_path / "skipped" / "guards.jsonl")]
+    assert ("gradient", 1) in found, found
+
+
+@pytest.mark.slow
+def test_rewards_that_all_fail_end_the_run(tmp_path: Path) -> None:
+    failing = ("rollout.env.reward.function=tests.e2e.faults:failing", "eval.num_prompts=0")
+    with pytest.raises(RunError, match=r"filters dropped 80 groups \(failed: 80\)") as ended:
+        as_command(tmp_path, "failing", *failing)
+    assert any("the judge is down" in note for note in ended.value.__notes__)
+
+
 PLANTED = {
     "log-probabilities of another policy": (
         (
@@ -106,7 +191,35 @@ PLANTED = {
             "rollout.env.factor=3",
             "algorithm.correction=mis",
         ),
-        {"mismatch tail": 2, "masked tokens": 2},
+        {"effective samples": 2, "mismatch tail": 2, "masked tokens": 2},
+    ),
+    "a group that takes six steps where one is allowed": (
+        (
+            "rollout.env.type=tests.e2e.faults:Late",
+            "loop.steps=12",
+            "loop.max_lag=1",
+            "cluster.devices=2",
+            "placement.rollout=0",
+            "placement.actor=1",
+        ),
+        {"lag": 12},
+    ),
+    "a temperature of almost 0 and a tool that nobody calls": (
+        (
+            "data.type=vault",
+            "rollout.env.type=vault",
+            "rollout.sampling={temperature=1e-6,max_new_tokens=80}",
+            "loop.steps=5",
+        ),
+        {"no signal": 2, "repetition": 2, "tools never called": 3, "entropy collapse": 5},
+    ),
+    "a learning rate far too high": (
+        ("trainer.optimizer.learning_rate=0.5", "trainer.num_mini_batches=4", "loop.steps=3"),
+        {"large updates": 2},
+    ),
+    "a batch that is learnt too often": (
+        ("trainer.optimizer.learning_rate=0.05", "trainer.num_epochs=4", "loop.steps=3"),
+        {"clipped updates": 2},
     ),
     "a reward and a length that change at once": (
         ("rollout.env.type=tests.e2e.faults:Turncoat", "loop.steps=13"),

@@ -43,7 +43,11 @@ async def test_asking_for_every_key_gives_the_answer_by_the_same_tokens_through_
 
 async def test_a_guess_is_one_turn_and_what_the_warm_up_shows_is_what_the_tool_says() -> None:
     prompt = task()
-    assert (await play(environment("vault"), Scripted(">=99"), prompt)).reward in (0.0, 1.0)
+    guess = await play(environment("vault"), Scripted(">=99"), prompt)
+    assert guess.reward in (0.0, 1.0) and guess.metrics["no_tool_call"] == 1.0
+    assert (
+        "no_tool_call" not in (await play(environment("vault", max_calls=0), Scripted(">=9"), prompt)).metrics
+    )
     assert task(worked=0.0).metadata["solution"] == f">={prompt.answer}"
     said = prompt.metadata["solution"]
     assert re.fullmatch(r"><get>\w\d</get>\[\w\d\]<get>\w\d</get>\[\d\d\]=\d\d", said), said

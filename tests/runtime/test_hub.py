@@ -6,15 +6,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
+from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.context import RuntimeContext
 from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.client import HubClient
 from rill.runtime.hub.journal import HubJournal
 from rill.runtime.hub.messages import ChannelOptions, Grant, Requests
+from rill.runtime.process.call import encode_arguments
 from tests.runtime.hub_fakes import FakeHub, HubProcess, hub_process, put, take, values_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,6 +92,27 @@ def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubCli
         first.call("registry.sync", None, 20)
     first.close()
     second.close()
+
+
+def test_a_process_that_is_slow_to_start_hears_of_those_who_died_before_it_and_calls_none_of_them(
+    hub: HubProcess, client: HubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = HubClient(hub.endpoint, "w[0]#0")
+    lost.sync(20)
+    client.submit("registry.died", ["w[0]#0", "killed by SIGKILL"])
+    client.sync(20)
+    monkeypatch.setattr(  # the machine is busy: it is held up between two lines of its start
+        "rill.runtime.context.Recorder", lambda *_: time.sleep(0.3) or SimpleNamespace(close=lambda: None)
+    )
+    site = Site(session_dir=tmp_path, shm_dir=tmp_path, node_id="node", hub_endpoint=hub.endpoint)
+    late = RuntimeContext(site, WorkerAddress("late", 0, "node"), "late")
+    late.hub.sync(20)
+    gone = WorkerAddress("w", 0, "node", endpoint=f"ipc://{tmp_path}/gone")
+    handle = late.call("w", "update", [gone], encode_arguments((), {}))
+    with pytest.raises(PeerDiedError, match=r"w\[0\] is gone: killed by SIGKILL"):
+        handle.wait(timeout_s=20)
+    late.close()
+    lost.close()
 
 
 def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client: HubClient) -> None:

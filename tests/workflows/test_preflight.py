@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from rill.config.files import load_recipe
 from rill.config.resolve import resolve
@@ -22,6 +20,7 @@ from rill.workflows.config import RecipeConfig
 from rill.workflows.controller import check_some_succeeded
 from rill.workflows.preflight import preflight
 from rill.workflows.records import Outcome
+from tests.e2e.faults import foreign_tokenizer
 
 TINY = Path(__file__).parents[1] / "e2e" / "tiny.toml"
 
@@ -116,22 +115,9 @@ def test_an_answer_that_the_tokenizer_cannot_write_is_told(tmp_path: Path) -> No
 
 
 def test_a_tokenizer_that_is_not_the_models_own_is_told(tmp_path: Path) -> None:
-    from rill.models.loading import load_model, load_tokenizer
-
-    own, other = load_tokenizer(tiny().model), load_tokenizer(tiny().model)  # type: ignore[attr-defined]
-    load_model(tiny().model, dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
-    own.save_pretrained(tmp_path / "model")
-    vocabulary = other.backend_tokenizer.to_str()
-    first, last = sorted(own.get_vocab(), key=own.get_vocab().__getitem__)[-2:]
-    swapped = json.loads(vocabulary)
-    ids = swapped["model"]["vocab"]
-    ids[first], ids[last] = ids[last], ids[first]
-    (tmp_path / "other").mkdir()
-    other.save_pretrained(tmp_path / "other")
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(swapped), encoding="utf-8")
-    model = f"model.path={tmp_path / 'model'}"
+    model, tokenizer = foreign_tokenizer(tmp_path, tiny().model)  # type: ignore[attr-defined]
     assert preflight(tiny(model, f"model.tokenizer={tmp_path / 'model'}")) == []
-    [note] = preflight(tiny(model, f"model.tokenizer={tmp_path / 'other'}"))
+    [note] = preflight(tiny(model, tokenizer))
     assert "2 of its" in note and "other text than it learnt" in note
 
 

@@ -79,7 +79,11 @@ class _Request:
 class HubClient:
     """Thread-safe; one per process. `identity` is "group[rank]#launch"."""
 
-    def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
+    def __init__(
+        self, endpoint: str, identity: str, key: SessionKey | None = None, *, starts: bool = True
+    ) -> None:
+        """`starts`: off, nothing is sent or heard before `start`: what the hub tells a newcomer, who has died before
+        it came, reaches those alone who listen by then."""
         self.identity = identity
         self.endpoint = endpoint
         self._key = key
@@ -109,6 +113,11 @@ class HubClient:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
         self.submit("registry.join", {"pid": os.getpid()})
+        if starts:
+            self.start()
+
+    def start(self) -> None:
+        """Once."""
         self._thread.start()
         atexit.register(self.close)
 

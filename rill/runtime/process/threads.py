@@ -27,8 +27,10 @@ def thread_env(num_threads: int, user_env: Mapping[str, str]) -> Mapping[str, st
 @contextmanager
 def loading_for_workers() -> Iterator[None]:
     """Around imports in the process that workers are forked from: OpenMP reads how long to spin once, when it is
-    loaded, so a worker's own environment comes too late for it."""
-    env = _spin_env({})
+    loaded, so a worker's own environment comes too late for it. A library that asks for GPUs as it is imported must
+    not open the driver here, which no fork outlives: torch then asks NVML."""
+    env = {**_spin_env({}), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    env = {name: value for name, value in env.items() if name not in os.environ}
     os.environ.update(env)
     try:
         yield

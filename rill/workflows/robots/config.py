@@ -115,7 +115,7 @@ class RobotConfig(OnlineConfig):
         return self
 
 
-SHARED = ("lag", "mismatch", "disk", "memory", "no update", "gradient")
+SHARED = ("lag", "mismatch", "disk", "memory", "no update", "gradient", "no finite gradient")
 """Guards of every run that say something of robots too."""
 WATCHED = (
     Guard(
