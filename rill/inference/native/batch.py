@@ -88,7 +88,7 @@ class StepBatch:
     @property
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
-        return self.pictures is None and self.num_decodes == len(self.sampled) == self.num_seqs
+        return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
 
     @property
     def max_query_len(self) -> int:
