@@ -304,7 +304,7 @@ class BatchBuilder:
 
 def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]:
     """Row and column of every entry of the block tables that changed, from (row, first column, end column)."""
-    rows, begins, ends = np.array(updates, dtype=np.int32).T
+    rows, begins, ends = np.array(updates, dtype=np.int32).reshape(-1, 3).T
     counts = ends - begins
     before = np.cumsum(counts, dtype=np.int32) - counts
     columns = np.arange(counts.sum(), dtype=np.int32) + np.repeat(begins - before, counts)

@@ -51,8 +51,7 @@ class Follower:
 
     def _seated(self, step: StepBatch) -> StepBatch:
         """With whole tables, which this rank keeps up to date."""
-        if step.table_updates:
-            self._tables[changed_places(step.table_updates)] = step.tables
+        self._tables[changed_places(step.table_updates)] = step.tables
         step.tables = self._tables
         return step
 

@@ -159,9 +159,8 @@ class LedTurn:
 
 def told(step: StepBatch) -> StepBatch:
     """What another rank needs of a step: not whose tokens they are, nor all tables where their changes do."""
-    places = changed_places(step.table_updates) if step.table_updates else ([], [])
-    sampling = replace(step.sampling, edits=None)
-    return replace(step, tables=step.tables[places], sampled=[], scored=[], sampling=sampling)
+    changed = step.tables[changed_places(step.table_updates)]
+    return replace(step, tables=changed, sampled=[], scored=[], sampling=replace(step.sampling, edits=None))
 
 
 class Member(NamedTuple):

@@ -39,7 +39,7 @@ class TensorGroup:
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         number_1 = torch.tensor([number], dtype=torch.int64, device=self.device)
         self._run(self._group.allreduce, [number_1], options)
