@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from rill.inference.base import Engine, Feature, MemoryLevel
 from rill.inference.native import followers
 from rill.inference.native.engine import NativeEngine
 from rill.models.decode.shards import ADDED_ONCE, Cut
-from rill.models.loading import ModelConfig
+from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.types import PolicyVersion
 from tests.inference.conformance import EngineConformance
 from tests.inference.native_models import (
@@ -54,12 +55,8 @@ def two() -> Iterator[NativeEngine]:
 def random_weights(shape: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """Of every parameter, biases too."""
     generator = torch.Generator().manual_seed(5)
-    model = NativeEngine(NativeEngine.Config(model=ModelConfig(shape=shape), device="cpu", num_kv_blocks=4))
-    try:
-        named = model._runner.model.named_parameters()
-        return [(name, torch.randn(p.shape, generator=generator) * 0.3) for name, p in named]
-    finally:
-        model.close()
+    model = load_model(ModelConfig(shape=shape), dtype=torch.float32)
+    return [(name, torch.randn(p.shape, generator=generator) * 0.3) for name, p in model.named_parameters()]
 
 
 @pytest.mark.timeout(120)
@@ -261,10 +258,6 @@ def test_a_model_without_a_fast_path_is_refused_and_leaves_no_process() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rill_serve_takes_the_option_and_followers_end_with_a_killed_server(tmp_path: Path) -> None:
-    import httpx
-
-    from rill.models.loading import load_model, load_tokenizer
-
     config = ModelConfig(shape=SHAPES["llama"] | {"vocab_size": 104}, tokenizer="chars")
     load_model(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
     load_tokenizer(config).save_pretrained(tmp_path / "model")
