@@ -129,17 +129,12 @@ def check_fits(request: Request, max_context: int) -> None:
 
 def sampling_words(params: SamplingParams) -> dict[str, Any]:
     """What vLLM and SGLang call by the names that rill has."""
-    names = (
-        "temperature",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "ignore_eos",
-    )
-    words: dict[str, Any] = {name: getattr(params, name) for name in names}
-    return words | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    return {
+        "temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty, "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty, "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids), "ignore_eos": params.ignore_eos,
+    }  # fmt: skip
 
 
 class Generates:

@@ -48,7 +48,6 @@ from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.vision import VisualRows
-from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -450,7 +449,3 @@ class CudaRunner(ModelRunner):
             inverse = 1.0 / torch.full((len(rows),), scored.temperature or 1.0, device=self.device)
             parts.append(token_logprobs(self._raw_logits(hidden_NE[rows]), targets, inverse))
         return torch.cat(parts)
-
-    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
-        scores: Floats = self._score(hidden_NE, scored).cpu().numpy()
-        return scores

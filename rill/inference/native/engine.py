@@ -119,19 +119,13 @@ class NativeEngine:
         """Recount all blocks after every step. For tests: it costs a pass over the cache's bookkeeping."""
 
         @model_validator(mode="after")
-        def _is_spread_or_not(self) -> NativeEngine.Config:
-            if self.tensor_parallel_size > 1:
-                wrong = (
-                    "batch_invariant"
-                    if self.batch_invariant
-                    else "routed_experts"
-                    if self.routed_experts
-                    else ""
-                )
-                if wrong or not self.fast_path:
-                    raise ValueError(
-                        f"tensor_parallel_size > 1 does not go together with {wrong or 'fast_path=false'}: change one"
-                    )
+        def _can_be_spread(self) -> NativeEngine.Config:
+            apart = {"batch_invariant": self.batch_invariant, "routed_experts": self.routed_experts}
+            wrong = [name for name, is_on in apart.items() if is_on] + ["fast_path=false"] * (
+                not self.fast_path
+            )
+            if self.tensor_parallel_size > 1 and wrong:
+                raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong[0]}: change one")
             return self
 
     def __init__(
