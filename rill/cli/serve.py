@@ -29,6 +29,9 @@ def serve_model(
     ] = None,
     engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
     replicas: Annotated[int, typer.Option(help="Processes, each with an engine.")] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Processes, on CUDA each with a GPU, that hold one model together (native).")
+    ] = 1,
     isolate: Annotated[
         bool, typer.Option("--isolate", help="A process of its own for a single engine too.")
     ] = False,
@@ -41,6 +44,7 @@ def serve_model(
       rill serve Qwen/Qwen2.5-0.5B-Instruct
       rill serve models/tiny --port 9000 --replicas 2 engine.max_context=4096 server.requests_per_minute=600
       rill serve models/tiny adapters.math=adapters/math
+      rill serve models/large --tensor-parallel-size 2
       RILL_API_KEYS=k1,k2 RILL_ADMIN_KEY=secret rill serve models/tiny --host 0.0.0.0
     """
     with waiting("loading"):
@@ -54,6 +58,7 @@ def serve_model(
         name=name,
         engine=engine,
         num_replicas=replicas,
+        tensor_parallel_size=tensor_parallel_size,
         isolate=isolate,
     )
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(name)s: %(message)s")

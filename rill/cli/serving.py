@@ -56,6 +56,7 @@ def build_config(
     name: str | None = None,
     engine: str = "native",
     num_replicas: int = 1,
+    tensor_parallel_size: int = 1,
     isolate: bool = False,
 ) -> ServeConfig:
     run = Run.find(model)  # a run stands for the model it left
@@ -68,6 +69,8 @@ def build_config(
         "router": {"num_replicas": num_replicas},
         "isolate": isolate,
     }
+    if tensor_parallel_size != 1:
+        values["engine"]["tensor_parallel_size"] = tensor_parallel_size
     if keys := [key for key in os.environ.get(CLIENT_KEYS_VARIABLE, "").split(",") if key]:
         values["server"]["api_keys"] = keys
     if admin := os.environ.get(ADMIN_KEY_VARIABLE):

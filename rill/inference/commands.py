@@ -22,7 +22,7 @@ from rill.errors import EngineError, StuckError
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 120.0
-"""For commands without a deadline of their own: far above the length of any step."""
+"""Of any engine: for what has no deadline of its own, far above the length of a step."""
 MOVE_TIMEOUT_S = 1800.0
 """For those that move a model's weights: from a disk, over a network, into pinned memory."""
 

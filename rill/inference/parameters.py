@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rill.errors import WeightSyncError
-from rill.models.loading import ModelConfig, load_model_config, model_builder
+from rill.models.loading import ModelConfig, empty_model, load_model_config
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,7 @@ TIED_HEAD = "lm_head.weight"
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a checkpoint holds, as transformers has them: parameters and buffers such as a router's
     bias. Nothing is loaded. A tied output head is not among them."""
-    import torch
-
-    model_config = load_model_config(model)
-    with torch.device("meta"):
-        module = model_builder(model_config).from_config(model_config)
+    module = empty_model(load_model_config(model))
     saved = module.state_dict().keys()
     buffers = {name: tuple(b.shape) for name, b in module.named_buffers() if name in saved}
     return {name: tuple(p.shape) for name, p in module.named_parameters()} | buffers

@@ -34,6 +34,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S
 from rill.inference.flight import Flight
 from rill.inference.remote_flights import Chunk, RemoteFlights
 from rill.inference.remote_http import ServerHttp
@@ -41,9 +42,6 @@ from rill.inference.requests import Generates, check_fits, check_request
 from rill.types import Floats, PolicyVersion, TokenIds
 
 T = TypeVar("T")
-
-_CONTROL_TIMEOUT_S = 120.0
-_UPDATE_TIMEOUT_S = 1800.0
 
 
 class RemoteConfig(PartConfig):
@@ -158,11 +156,11 @@ class RemoteEngine(Generates):
                 f"{self.name}: release needs an idle engine, {self._flights.num_running} requests run: pause"
             )
         self._require(Feature.RELEASE_MEMORY)
-        self._call(self._release(level), "release", _UPDATE_TIMEOUT_S)
+        self._call(self._release(level), "release", MOVE_TIMEOUT_S)
 
     def restore(self) -> None:
         self._require(Feature.RELEASE_MEMORY)
-        self._call(self._restore(), "restore", _UPDATE_TIMEOUT_S)
+        self._call(self._restore(), "restore", MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         """Requests under way are cut short, and go on from their tokens under the new weights."""
@@ -199,7 +197,7 @@ class RemoteEngine(Generates):
             flights.version, flights.unavailable = version, None
             flights.go_on()
 
-        self._call(swap(), "update_weights", _UPDATE_TIMEOUT_S)
+        self._call(swap(), "update_weights", MOVE_TIMEOUT_S)
 
     def flush(self) -> None:
         self._call(self._flush(), "flush")
@@ -215,7 +213,7 @@ class RemoteEngine(Generates):
         self._call(self._http.close(), "close")
         self._flights.close()
 
-    def _call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], what: str, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
         return self._flights.call(work, what, timeout_s)
 
     def _require(self, feature: Feature) -> None:

@@ -32,6 +32,7 @@ from rill.inference.base import (
     Request,
 )
 from rill.inference.checkpoint import Checkpoint
+from rill.inference.commands import CONTROL_TIMEOUT_S, MOVE_TIMEOUT_S
 from rill.inference.replica_worker import End, EngineFacts, Replica
 from rill.inference.requests import Generates, check_ids
 from rill.runtime.cluster import Cluster
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 RECORD_WAIT_S = 0.1
 """How long tokens that nobody streams may wait: at most this much work is lost with the process."""
 _NEWS_WAIT_S = 10.0
-_CALL_TIMEOUT_S = 120.0
-_UPDATE_TIMEOUT_S = 1800.0
 
 
 class ReplicaEngine(Generates):
@@ -70,7 +69,7 @@ class ReplicaEngine(Generates):
                 launch_timeout_s=start_timeout_s,
                 config=config.model_dump(mode="json"),
             )
-            facts: EngineFacts = self._group.facts().wait(_CALL_TIMEOUT_S)[0]
+            facts: EngineFacts = self._group.facts().wait(CONTROL_TIMEOUT_S)[0]
         except WorkerError as error:
             raise EngineError(f"{name}: the engine could not be loaded: {error}") from error
         self.pid = self._group.addresses()[0].pid
@@ -121,7 +120,7 @@ class ReplicaEngine(Generates):
         return found
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        self._answer(self.abort_soon(request_ids), "abort", _CALL_TIMEOUT_S)
+        self._answer(self.abort_soon(request_ids), "abort", CONTROL_TIMEOUT_S)
 
     def abort_soon(self, request_ids: Sequence[str] | None) -> Handle:
         """As `abort`, without waiting until it is done."""
@@ -133,13 +132,13 @@ class ReplicaEngine(Generates):
         self._act("pause", timeout_s + 5.0, mode, timeout_s)
 
     def resume(self) -> None:
-        self._act("resume", _CALL_TIMEOUT_S)
+        self._act("resume", CONTROL_TIMEOUT_S)
 
     def release(self, level: MemoryLevel) -> None:
-        self._act("release", _UPDATE_TIMEOUT_S, level)
+        self._act("release", MOVE_TIMEOUT_S, level)
 
     def restore(self) -> None:
-        self._act("restore", _UPDATE_TIMEOUT_S)
+        self._act("restore", MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         with ScratchFolder("weights") as spill:
@@ -148,21 +147,21 @@ class ReplicaEngine(Generates):
                 if isinstance(tensors, Checkpoint)
                 else Checkpoint.write(tensors, spill.path / "weights")
             )
-            self._act("update_weights", _UPDATE_TIMEOUT_S, whole, version, partial=partial)
+            self._act("update_weights", MOVE_TIMEOUT_S, whole, version, partial=partial)
 
     def load_adapter(self, name: str, source: str | Path) -> None:
-        self._act("load_adapter", _UPDATE_TIMEOUT_S, name, str(source))
+        self._act("load_adapter", MOVE_TIMEOUT_S, name, str(source))
         self.adapters |= {name}
 
     def unload_adapter(self, name: str) -> None:
-        self._act("unload_adapter", _CALL_TIMEOUT_S, name)
+        self._act("unload_adapter", CONTROL_TIMEOUT_S, name)
         self.adapters -= {name}
 
     def rewind(self) -> None:
-        self._act("rewind", _CALL_TIMEOUT_S)
+        self._act("rewind", CONTROL_TIMEOUT_S)
 
     def flush(self) -> None:
-        self._act("flush", _CALL_TIMEOUT_S)
+        self._act("flush", CONTROL_TIMEOUT_S)
 
     def stats(self, timeout_s: float = 30.0) -> EngineStats:
         stats: EngineStats = self._act("stats", timeout_s)
@@ -197,7 +196,7 @@ class ReplicaEngine(Generates):
         try:
             while True:
                 handle = self._group.news(_NEWS_WAIT_S)
-                while not handle.ended(_CALL_TIMEOUT_S):
+                while not handle.ended(CONTROL_TIMEOUT_S):
                     pass  # a worker that hangs is the health check's affair
                 packed, ends = handle.wait(0.0)[0]
                 self._on_news([] if packed is None else packed.unpack(), ends)

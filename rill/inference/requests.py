@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Container, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -125,6 +125,16 @@ def check_fits(request: Request, max_context: int) -> None:
             f"request {request.id}: {length} prompt tokens and max_new_tokens={wanted} do not fit the context of"
             f" {max_context}"
         )
+
+
+def sampling_words(params: SamplingParams) -> dict[str, Any]:
+    """What vLLM and SGLang call by the names that rill has."""
+    return {
+        "temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty, "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty, "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids), "ignore_eos": params.ignore_eos,
+    }  # fmt: skip
 
 
 class Generates:

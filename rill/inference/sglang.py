@@ -37,6 +37,7 @@ from rill.inference.checkpoint import Checkpoint
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.remote import RemoteConfig, RemoteEngine, bearer
 from rill.inference.remote_flights import Chunk
+from rill.inference.requests import sampling_words
 from rill.models.loading import ModelConfig, load_model_config
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, StopReason, TokenIds
@@ -191,16 +192,8 @@ class SglangEngine(RemoteEngine):
         params: dict[str, Any] = {
             "max_new_tokens": s.max_new_tokens,
             "min_new_tokens": s.min_new_tokens,
-            "temperature": s.temperature,
             "top_k": s.top_k or -1,
-            "top_p": s.top_p,
-            "min_p": s.min_p,
-            "repetition_penalty": s.repetition_penalty,
-            "presence_penalty": s.presence_penalty,
-            "frequency_penalty": s.frequency_penalty,
-            "stop": list(s.stop),
-            "stop_token_ids": list(s.stop_token_ids),
-            "ignore_eos": s.ignore_eos,
+            **sampling_words(s),
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }

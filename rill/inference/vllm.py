@@ -45,6 +45,7 @@ from rill.inference.base import (
     PauseMode,
     Request,
 )
+from rill.inference.commands import MOVE_TIMEOUT_S
 from rill.inference.flight import Flight
 from rill.inference.parameters import checked, expected_shapes
 from rill.inference.requests import Generates, check_fits, check_ids, check_request, wait_for_all
@@ -54,8 +55,6 @@ from rill.inference.vllm_worker import report_before_truncation, tie_head
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
 from rill.runtime.process.scratch import ScratchFolder
 from rill.types import Floats, PolicyVersion, SamplingParams, TokenIds
-
-_UPDATE_TIMEOUT_S = 1800.0
 
 
 class VllmEngine(Generates):
@@ -185,7 +184,7 @@ class VllmEngine(Generates):
             self._engine.sleep(level=1)
             self._loop.is_released = True
 
-        self._commands.call("release", sleep, _UPDATE_TIMEOUT_S)
+        self._commands.call("release", sleep, MOVE_TIMEOUT_S)
 
     def restore(self) -> None:
         def wake() -> None:
@@ -194,12 +193,12 @@ class VllmEngine(Generates):
                 self._loop.is_released = False
                 self._loop.put_back()
 
-        self._commands.call("restore", wake, _UPDATE_TIMEOUT_S)
+        self._commands.call("restore", wake, MOVE_TIMEOUT_S)
 
     def update_weights(self, tensors: NamedTensors, version: PolicyVersion, *, partial: bool = False) -> None:
         if partial:
             raise UnsupportedError("vllm: its reload needs all parameters; publish whole weights")
-        self._commands.call("update_weights", lambda: self._update(tensors, version), _UPDATE_TIMEOUT_S)
+        self._commands.call("update_weights", lambda: self._update(tensors, version), MOVE_TIMEOUT_S)
 
     def rewind(self) -> None:
         def forget() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rill.inference.base import Completion, Delta, Request
+from rill.inference.requests import sampling_words
 from rill.types import PolicyVersion, StopReason
 
 
@@ -28,16 +29,8 @@ class VllmWords:
         return self._vllm.SamplingParams(
             max_tokens=s.max_new_tokens,
             min_tokens=s.min_new_tokens,
-            temperature=s.temperature,
             top_k=s.top_k,
-            top_p=s.top_p,
-            min_p=s.min_p,
-            repetition_penalty=s.repetition_penalty,
-            presence_penalty=s.presence_penalty,
-            frequency_penalty=s.frequency_penalty,
-            stop=list(s.stop),
-            stop_token_ids=list(s.stop_token_ids),
-            ignore_eos=s.ignore_eos,
+            **sampling_words(s),
             logit_bias=dict(s.logit_bias) or None,
             seed=None if seed is None else seed % 2**63,
             logprobs=0,

@@ -134,6 +134,13 @@ def model_builder(model_config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def empty_model(model_config: PretrainedConfig) -> PreTrainedModel:
+    """Its modules and the shapes of its parameters, without a number in them."""
+    with torch.device("meta"):
+        model: PreTrainedModel = model_builder(model_config).from_config(model_config)
+    return model
+
+
 def attention_of_parts(model_config: PretrainedConfig, attention: str) -> str | dict[str, str]:
     """A tower looks at whole pictures: it keeps transformers' own attention, whatever the decoder has."""
     if not reads_pictures(model_config):

@@ -31,6 +31,7 @@ from rill.errors import ConfigError, DataError, MissingExtraError, ModelError, P
 from rill.inference.base import Completion
 from rill.inference.native.runners import context_limit
 from rill.models.card import TrainingCard
+from rill.models.decode.shards import check_divides
 from rill.models.loading import (
     ModelConfig,
     check_vocabulary,
@@ -90,6 +91,8 @@ def _rl(config: RLConfig) -> list[str]:
     tokenizer, notes = _tokenizer(config.model, is_local=config.cluster.type == "local")
     if tokenizer is None:
         return notes
+    if (num_ranks := config.rollout.engine.model_dump().get("tensor_parallel_size", 1)) > 1:
+        check_divides(load_model_config(config.model), num_ranks)
     encoder = _encoder(config.model, tokenizer)
     notes += _lengths(config, config.rollout.env, prompts, encoder)
     notes += _writable(prompts, tokenizer)

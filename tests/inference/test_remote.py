@@ -70,7 +70,7 @@ def test_a_request_that_arrives_as_the_others_go_on_is_started_once(engine: Scri
 def test_an_update_that_was_given_up_leaves_the_engine_unavailable_and_not_silent(
     engine: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_UPDATE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(remote, "MOVE_TIMEOUT_S", 0.1)
     with pytest.raises(StuckError, match="update_weights did not end"):
         engine.update_weights([], PolicyVersion(1))
     with pytest.raises(EngineError, match="update again"):

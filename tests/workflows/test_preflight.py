@@ -71,6 +71,11 @@ def test_what_can_run_has_nothing_to_be_told() -> None:
         ),
         (["model.path=./nowhere"], ModelError, "there is no model folder"),
         (
+            ["rollout.engine.tensor_parallel_size=3"],
+            ConfigError,
+            "does not divide the model's 2 attention heads",
+        ),
+        (
             ["rollout.env.reward.function=tests.workflows.test_preflight:broken_reward"],
             UserError,
             r"KeyError: .*test_preflight\.py:\d+ in broken_reward",

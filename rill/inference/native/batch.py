@@ -88,7 +88,7 @@ class StepBatch:
     @property
     def is_decode_only(self) -> bool:
         """Every sequence has one new token, and samples the next."""
-        return self.pictures is None and self.num_decodes == len(self.sampled) == self.num_seqs
+        return self.pictures is None and self.num_decodes == len(self.sampled_rows_S) == self.num_seqs
 
     @property
     def max_query_len(self) -> int:
@@ -304,7 +304,7 @@ class BatchBuilder:
 
 def changed_places(updates: list[tuple[int, int, int]]) -> tuple[Int32s, Int32s]:
     """Row and column of every entry of the block tables that changed, from (row, first column, end column)."""
-    rows, begins, ends = np.array(updates, dtype=np.int32).T
+    rows, begins, ends = np.array(updates, dtype=np.int32).reshape(-1, 3).T
     counts = ends - begins
     before = np.cumsum(counts, dtype=np.int32) - counts
     columns = np.arange(counts.sum(), dtype=np.int32) + np.repeat(begins - before, counts)

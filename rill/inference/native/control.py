@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from rill.errors import EngineError, WeightSyncError
 from rill.inference.base import MemoryLevel, NamedTensors, PauseMode
 from rill.inference.native.core import EngineCore
-from rill.inference.native.weight_update import WeightTargets
 from rill.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class EngineControl:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._targets = WeightTargets(core.runner.model)
+        self._targets = core.runner.weight_targets()
         self.paused: PauseMode | None = None
         self.released: MemoryLevel | None = None
         self.unavailable: str | None = None

@@ -17,6 +17,8 @@ from rill.inference.native.batch import StepBatch
 from rill.inference.native.logit_edits import apply_edits
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.sampler import resample_masked
+from rill.models.decode.shards import Shards
+from rill.models.eager import Probe
 from rill.models.ops.cpu_kernels import CpuKernels, load_cpu_kernels
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.torch_kernels import TorchKernels
@@ -29,14 +31,16 @@ class CpuRunner(ModelRunner):
     def __init__(
         self,
         model: PreTrainedModel,
+        probe: Probe,
         *,
         block_size: int,
         max_len: int,
         fast_path: bool,
         fuse: bool,
         batch_invariant: bool,
+        shards: Shards | None = None,
     ) -> None:
-        super().__init__(model, device=torch.device("cpu"), block_size=block_size)
+        super().__init__(model, probe, device=torch.device("cpu"), block_size=block_size, shards=shards)
         self.batch_invariant = batch_invariant
         kernels = load_cpu_kernels()
         if kernels is not None and not CpuKernels.supports(model.dtype, self.cache_shape.head_dim):
@@ -60,6 +64,8 @@ class CpuRunner(ModelRunner):
 
     def enter_thread(self) -> None:
         super().enter_thread()
+        if self.shards is not None:  # the ranks share the cores
+            torch.set_num_threads(max(1, torch.get_num_threads() // self.shards.group.size))
         if self._cpu_kernels is not None:
             self._cpu_kernels.num_threads = torch.get_num_threads()
 

@@ -41,12 +41,13 @@ from rill.inference.native.upload import Array, Upload
 from rill.models.decode.attention_paged import PagedBatch
 from rill.models.decode.decode_work import MAX_OWN_PIECES, WORDS, DecodeWork, work_in_runs
 from rill.models.decode.low_rank import NO_ADAPTER, LowRankBank
+from rill.models.decode.shards import Shards
 from rill.models.decode.skinny import MAX_ROWS, SkinnyStages
+from rill.models.eager import Probe
 from rill.models.ops.invariant import invariant_linear
 from rill.models.ops.triton_kernels import PREFILL_TILE, TritonKernels
 from rill.models.ops.triton_logprob import token_logprobs
 from rill.models.vision import VisualRows
-from rill.types import Floats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +85,7 @@ class CudaRunner(ModelRunner):
     def __init__(
         self,
         model: PreTrainedModel,
+        probe: Probe,
         *,
         device: torch.device,
         block_size: int,
@@ -95,8 +97,9 @@ class CudaRunner(ModelRunner):
         batch_invariant: bool,
         cuda_graphs: bool,
         num_scheduler_steps: int,
+        shards: Shards | None = None,
     ) -> None:
-        super().__init__(model, device=device, block_size=block_size)
+        super().__init__(model, probe, device=device, block_size=block_size, shards=shards)
         self.batch_invariant = batch_invariant
         self._owns_weights = fuse
         self.max_num_seqs = max_num_seqs
@@ -121,7 +124,9 @@ class CudaRunner(ModelRunner):
             self.decoder = self.build_decoder(kernels, fuse=fuse, max_len=max_len, linear=linear)
         self._skinny: SkinnyStages | None = None
         decoder, weight = self.decoder, self.head.weight
-        if decoder is not None and not batch_invariant and SkinnyStages.supports(decoder, weight):
+        # Its kernels join a product with what follows, and between ranks a sum comes in between.
+        is_alone = shards is None and not batch_invariant
+        if decoder is not None and is_alone and SkinnyStages.supports(decoder, weight):
             self._skinny = SkinnyStages(weight)
         self._bank: LowRankBank | None = None
         self._num_adapter_changes = 0
@@ -238,6 +243,17 @@ class CudaRunner(ModelRunner):
         host = self._host_numbers[self._turn]
         host[: len(steps)].copy_(self._numbers[: len(steps)], non_blocking=True)
         return CudaTurn(self._stream.record_event(), len(steps), len(steps[0].sampled), host, scores, top)
+
+    @torch.inference_mode()
+    def follow(self, steps: list[StepBatch]) -> None:
+        """The same graphs as rank 0's, whose collectives meet; their logits are not looked at."""
+        for batch in steps:
+            if self.uses_graphs and batch.is_decode_only:
+                self._push_tables(batch)
+                self._graphs.replay(batch, None)
+            else:
+                paged, ids, positions, *_ = self._upload_batch(batch)
+                self._hidden(ids, positions, paged, None)
 
     @torch.inference_mode()
     def all_logits(self, batch: StepBatch) -> torch.Tensor:
@@ -433,7 +449,3 @@ class CudaRunner(ModelRunner):
             inverse = 1.0 / torch.full((len(rows),), scored.temperature or 1.0, device=self.device)
             parts.append(token_logprobs(self._raw_logits(hidden_NE[rows]), targets, inverse))
         return torch.cat(parts)
-
-    def score(self, hidden_NE: torch.Tensor, scored: ScoredRows) -> Floats:
-        scores: Floats = self._score(hidden_NE, scored).cpu().numpy()
-        return scores

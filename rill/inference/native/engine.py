@@ -27,10 +27,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rill.config import PartConfig
-from rill.errors import EngineDiedError, EngineError, ModelError, StuckError, UnsupportedError
+from rill.errors import ConfigError, EngineDiedError, EngineError, ModelError, StuckError, UnsupportedError
 from rill.inference.base import (
     Completion,
     Delta,
@@ -47,6 +47,7 @@ from rill.inference.native.admission import Admission
 from rill.inference.native.block_manager import BlockManager
 from rill.inference.native.control import EngineControl
 from rill.inference.native.core import EngineCore
+from rill.inference.native.followers import lead
 from rill.inference.native.model_runner import ModelRunner
 from rill.inference.native.outlet import CallerOutlet
 from rill.inference.native.runners import build_runner, context_limit
@@ -81,6 +82,9 @@ class NativeEngine:
         """auto: float32 on CPU, bfloat16 on CUDA."""
         device: str = "auto"
         """auto: cuda when there is one, else cpu."""
+        tensor_parallel_size: int = Field(default=1, ge=1)
+        """Processes that hold one model together, each some heads and some of the MLP's columns; on CUDA each has a
+        GPU, from `device` on."""
         block_size: int = Field(default=16, ge=1, le=256)
         """Tokens per KV block."""
         num_kv_blocks: int | None = Field(default=None, ge=2)
@@ -114,6 +118,16 @@ class NativeEngine:
         check_every_step: bool = False
         """Recount all blocks after every step. For tests: it costs a pass over the cache's bookkeeping."""
 
+        @model_validator(mode="after")
+        def _can_be_spread(self) -> NativeEngine.Config:
+            apart = {"batch_invariant": self.batch_invariant, "routed_experts": self.routed_experts}
+            wrong = [name for name, is_on in apart.items() if is_on] + ["fast_path=false"] * (
+                not self.fast_path
+            )
+            if self.tensor_parallel_size > 1 and wrong:
+                raise ValueError(f"tensor_parallel_size > 1 does not go together with {wrong[0]}: change one")
+            return self
+
     def __init__(
         self,
         config: Config,
@@ -130,7 +144,26 @@ class NativeEngine:
         if tokenizer is None and (config.model.tokenizer or config.model.path):
             tokenizer = load_tokenizer(config.model)
         self.tokenizer = tokenizer
-        self._runner: ModelRunner = build_runner(config, model, owns_model=owns_model)
+        if config.tensor_parallel_size == 1:
+            self._runner = build_runner(config, model, owns_model=owns_model)
+        elif model is None:
+            self._runner = lead(config)
+        else:
+            raise ConfigError(
+                "an engine over a loaded module runs in its process: set tensor_parallel_size to 1"
+            )
+        self._commands = CommandQueue(lambda: self._control.describe())
+        self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
+        try:
+            self._assemble(config, tokenizer)
+            self._thread.start()
+            self._runner.watch(self._commands.close)
+            self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
+        except BaseException:
+            self.close()  # nobody else will get hold of the thread, or of other processes
+            raise
+
+    def _assemble(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         limit = context_limit(self._runner.model.config, config.max_context)
         num_blocks = _num_blocks(self._runner, config, limit)
         self.max_context = min(limit, (num_blocks - 1) * config.block_size)
@@ -154,21 +187,16 @@ class NativeEngine:
             self._runner.model, tokenizer, self.max_context, config.seed, picture_id=picture_id
         )
         self.vocab_size = self._admission.vocab_size
-        self._commands = CommandQueue(self._control.describe)
-        self._thread = threading.Thread(target=self._loop, name="rill-native-engine", daemon=True)
-        self._thread.start()
-        try:
-            self._commands.call("prepare", self._runner.prepare, PREPARE_TIMEOUT_S)
-        except BaseException:
-            self.close()  # nobody else will get hold of the thread
-            raise
 
     # --- what it is --------------------------------------------------------------------------------------
 
     @property
     def features(self) -> frozenset[Feature]:
         found = set(_FEATURES)
-        found.add(Feature.BATCH_INVARIANT if self.config.batch_invariant else Feature.LORA)
+        if self.config.batch_invariant:
+            found.add(Feature.BATCH_INVARIANT)
+        elif self.config.tensor_parallel_size == 1:
+            found.add(Feature.LORA)
         if self._runner.vision is not None:
             found.add(Feature.PICTURES)
         return frozenset(found)
@@ -258,9 +286,10 @@ class NativeEngine:
         self, name: str, source: str | Path | Mapping[str, torch.Tensor], *, scale: float | None = None
     ) -> None:
         """Serve a LoRA adapter, in place of one of the same name: a PEFT folder, or a state dict and its scale."""
-        if self.config.batch_invariant:
+        if Feature.LORA not in self.features:
             raise UnsupportedError(
-                "adapters run outside of the batch-invariant path: set batch_invariant=false"
+                "adapters run outside of the batch-invariant path, and on one rank: set batch_invariant=false and "
+                "tensor_parallel_size=1"
             )
         if isinstance(source, str | Path):
             tensors, own_scale = read_adapter(source)
@@ -286,7 +315,9 @@ class NativeEngine:
     def close(self) -> None:
         """Abort what runs, end the thread, give all memory back. May be called twice."""
         self._commands.close()
-        self._thread.join(timeout=CONTROL_TIMEOUT_S)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=CONTROL_TIMEOUT_S)
+        self._runner.close()
         if self._thread.is_alive():
             raise StuckError(f"close: the engine's thread did not end within {CONTROL_TIMEOUT_S} s")
 
@@ -302,9 +333,12 @@ class NativeEngine:
                 if control.can_step:
                     core.step()
                 control.report_drained()
+            commands.check_alive()  # where it was closed by what ends it, those that run are told so
         except BaseException as error:  # boundary: a dead thread must not leave its callers waiting
-            failure = EngineDiedError(f"the engine's thread died: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = error
+            if not isinstance(failure, EngineDiedError):
+                failure = EngineDiedError(f"the engine's thread died: {type(error).__name__}: {error}")
+                failure.__cause__ = error
             commands.close(failure)
             core.fail_all(failure)
             control.fail(failure)
@@ -316,6 +350,7 @@ class NativeEngine:
                 core.close()
             finally:
                 self._runner.leave_thread()
+                self._runner.close()
 
     def _post_sequences(self, name: str, sequences: Sequence_[Sequence]) -> None:
         """Whatever keeps the command from being run ends the sequences, which nobody else knows yet."""

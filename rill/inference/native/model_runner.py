@@ -10,6 +10,7 @@ run through that shorter path instead of the modules' forward methods. self_chec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rill.errors import ModelError, UnsupportedError
+from rill.errors import EngineDiedError, ModelError
 from rill.inference.native.adapters import AdapterStore
 from rill.inference.native.batch import ScoredRows, StepBatch
 from rill.inference.native.host_memory import free_host_bytes
 from rill.inference.native.sampler import likeliest, sample
+from rill.inference.native.weight_update import WeightTargets
 from rill.models.decode.attention_paged import (
     FlatKernels,
     KVCache,
@@ -30,8 +32,9 @@ from rill.models.decode.attention_paged import (
     paged_context,
 )
 from rill.models.decode.decoder import Decoder, DecoderOps
+from rill.models.decode.shards import Shards
 from rill.models.decode.structure import LinearFn, read_structure
-from rill.models.eager import LogitRule, decoder_of, probe_model
+from rill.models.eager import LogitRule, Probe, decoder_of
 from rill.models.ops.torch_kernels import TorchKernels
 from rill.models.routing import UNKNOWN, Routing
 from rill.models.vision import VisionTower, VisualRows
@@ -106,12 +109,17 @@ class ModelRunner:
     """Of a step that looks at drafts: so many cost little more than one."""
     batch_invariant = False
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, block_size: int) -> None:
-        self.model = model
-        try:
-            self.probe = probe_model(model)
-        except UnsupportedError as error:
-            raise refusal(model, str(error)) from error
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        probe: Probe,
+        *,
+        device: torch.device,
+        block_size: int,
+        shards: Shards | None = None,
+    ) -> None:
+        """`shards`: what this rank holds of a model that several hold together; `probe` is of that part."""
+        self.model, self.probe, self.shards = model, probe, shards
         self.device = device
         self.head: Any = model.get_output_embeddings()
         self.backbone: Any = decoder_of(model)
@@ -181,10 +189,19 @@ class ModelRunner:
     def wait_in_caller(self) -> None:
         """Work that the calling thread queues from here on comes after everything launched so far."""
 
+    def weight_targets(self) -> WeightTargets:
+        return WeightTargets(self.model, self.shards)
+
     def finish_update(self) -> None:
         """Called after parameters were overwritten, before the next step."""
         if self.vision is not None:
             self.vision.forget()
+
+    def watch(self, on_death: Callable[[EngineDiedError], None]) -> None:
+        """Another process that the steps need is gone: told from a thread of its own. Here there is none."""
+
+    def close(self) -> None:
+        """The end, from any thread; may be called twice."""
 
     @torch.inference_mode()
     def launch(self, steps: list[StepBatch]) -> PendingTurn:
@@ -214,6 +231,12 @@ class ModelRunner:
                 for scored in batch.scored
             ]
         return DoneTurn(TurnResult(tokens_KS, logprobs_KS, scores, top))
+
+    @torch.inference_mode()
+    def follow(self, steps: list[StepBatch]) -> None:
+        """A turn that rank 0 launches, computed with it on another rank: nothing is sampled here."""
+        for batch in steps:
+            self.forward(batch)
 
     def record_experts(self) -> None:
         """From here on every token's choice is kept beside its keys and values: routed_experts()."""
@@ -264,10 +287,14 @@ class ModelRunner:
         structure = read_structure(self.model, self.probe, fuse=fuse, max_len=max_len)
         if structure is None or (linear is not None and not structure.is_dense):
             return None
-        return Decoder(structure, ops, linear)
+        return Decoder(structure, ops, linear, None if self.shards is None else self.shards.group)
 
     def use_modules(self) -> None:
         """Never the decoder: what it computes is not what the modules do."""
+        if self.shards is not None:
+            raise refusal(
+                self.model, "the fast path computes something else, and only that runs on several ranks"
+            )
         self.decoder = None
 
     def visual_rows(self, batch: StepBatch) -> VisualRows | None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rill.errors import ConfigError
+from rill.errors import ConfigError, UnsupportedError
 from rill.inference.native.cpu_runner import CpuRunner
-from rill.inference.native.model_runner import ModelRunner
-from rill.inference.native.self_check import check_runner
+from rill.inference.native.model_runner import ModelRunner, refusal
+from rill.inference.native.self_check import Case, check_runner, expected_logits
 from rill.models.decode.attention_paged import register_paged_attention
-from rill.models.eager import has_tower
+from rill.models.decode.shards import shard_model
+from rill.models.decode.tensor_group import TensorGroup
+from rill.models.eager import has_tower, probe_model
 from rill.models.loading import DTYPES, attention_of_parts, check_interface, load_model
 from rill.models.pictures import load_pictures
 from rill.models.vision import VisionTower
@@ -26,23 +28,39 @@ if TYPE_CHECKING:
 def build_runner(
     config: NativeEngine.Config, model: PreTrainedModel | None, *, owns_model: bool = False
 ) -> ModelRunner:
-    device = _device(config.device if model is None else str(model.device))
-    attention = register_paged_attention()
+    runner, expected = load_runner(config, model, owns_model=owns_model)
+    check_runner(runner, expected)
+    return runner
+
+
+def load_runner(
+    config: NativeEngine.Config,
+    model: PreTrainedModel | None,
+    *,
+    owns_model: bool = False,
+    group: TensorGroup | None = None,
+) -> tuple[ModelRunner, list[Case]]:
+    """A runner, and what it is to be held against. `group`: the ranks that hold the model together."""
+    device = group.device if group else device_of(config.device if model is None else str(model.device))
     fuse = model is None or owns_model  # parameters that someone else holds stay where they are
-    if model is None:
-        default = torch.float32 if device.type == "cpu" else torch.bfloat16
-        dtype = default if config.dtype == "auto" else DTYPES[config.dtype]
-        own = load_model(config.model, dtype=dtype, device=device, attention=attention)
-    else:
-        check_interface(type(model), model.config.model_type)
-        own = twin_of(model, attention)
+    own = _modules(config, model, device, on_host=group is not None)
     max_len = context_limit(own.config, config.max_context)
+    try:
+        probe = probe_model(own)
+    except UnsupportedError as error:
+        raise refusal(own, str(error)) from error
+    expected = [] if group and group.rank else expected_logits(own, max_len)
+    shards = None
+    if group:
+        probe, shards = shard_model(own, probe, group)
+        own.to(device=device)
     runner: ModelRunner
     if device.type == "cuda":
         from rill.inference.native.cuda_runner import CudaRunner
 
         runner = CudaRunner(
             own,
+            probe,
             device=device,
             block_size=config.block_size,
             max_len=max_len,
@@ -53,15 +71,18 @@ def build_runner(
             batch_invariant=config.batch_invariant,
             cuda_graphs=config.cuda_graphs,
             num_scheduler_steps=config.num_scheduler_steps,
+            shards=shards,
         )
     else:
         runner = CpuRunner(
             own,
+            probe,
             block_size=config.block_size,
             max_len=max_len,
             fast_path=config.fast_path,
             fuse=fuse,
             batch_invariant=config.batch_invariant,
+            shards=shards,
         )
     if config.routed_experts:
         runner.record_experts()
@@ -69,8 +90,20 @@ def build_runner(
         reader = load_pictures(config.model)
         assert reader is not None
         runner.vision = VisionTower(own, reader)
-    check_runner(runner, max_len)
-    return runner
+    return runner, expected
+
+
+def _modules(
+    config: NativeEngine.Config, model: PreTrainedModel | None, device: torch.device, *, on_host: bool
+) -> PreTrainedModel:
+    """`on_host`: to be cut there, where parameters that need no other precision are the mapped file's, then moved."""
+    attention = register_paged_attention()
+    if model is not None:
+        check_interface(type(model), model.config.model_type)
+        return twin_of(model, attention)
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = default if config.dtype == "auto" else DTYPES[config.dtype]
+    return load_model(config.model, dtype=dtype, device="cpu" if on_host else device, attention=attention)
 
 
 def context_limit(config: PretrainedConfig, configured: int | None) -> int:
@@ -107,7 +140,7 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ import torch
 from rill.inference.native.batch import Int32s, Int64s, StepBatch
 from rill.inference.native.model_runner import ModelRunner, refusal
 from rill.inference.native.sampler import SamplingBatch
-from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits
+from rill.models.eager import TOLERANCES, check_tokens, difference, eager_logits, has_tower
 from rill.models.pictures import rope_positions
 from rill.models.vision import CheckPicture, PictureRows, PictureSpan, check_picture
 from rill.types import Picture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +33,33 @@ CUTS = (0, 5, 10, 11, 12)
 """Where the steps begin and end."""
 
 
-def check_runner(runner: ModelRunner, max_len: int) -> None:
-    """ModelError where the engine would compute something else than the model. max_len: of the longest sequence."""
-    model = runner.model
+Case = tuple[Int64s, int | CheckPicture, torch.Tensor]
+"""Tokens, where the first of them stands or the picture that is among them, and the modules' logits."""
+
+
+def expected_logits(model: PreTrainedModel, max_len: int) -> list[Case]:
+    """What the modules compute, while they are whole. max_len: of the longest sequence."""
     ids = check_tokens(model)[:, :max_len]
     numbers = ids[0].cpu().numpy().astype(np.int64)
     firsts = sorted({0, max_len - len(numbers)})
-    cases: list[tuple[Int64s, int | CheckPicture, torch.Tensor]] = [
-        (numbers, first, eager_logits(model, ids, first)) for first in firsts
-    ]
-    if runner.vision is not None and len(numbers) == CUTS[-1]:
+    cases: list[Case] = [(numbers, first, eager_logits(model, ids, first)) for first in firsts]
+    if has_tower(model) and len(numbers) == CUTS[-1]:
         shown = check_picture(model, ids)
         logits = eager_logits(model, shown.ids_1T, shown=shown.arguments)
         cases.append((shown.ids_1T[0].cpu().numpy().astype(np.int64), shown, logits))
+    return cases
+
+
+def check_runner(runner: ModelRunner, cases: list[Case]) -> None:
+    """ModelError where the engine would compute something else than the model."""
+    model = runner.model
     if not all(torch.isfinite(logits).all() for *_, logits in cases):
         return  # weights that are no numbers, which the first request will say; nothing can be compared
 
     def largest() -> float:
-        return max(difference(_logits(runner, ids, place), logits) for ids, place, logits in cases)
+        return max(
+            difference(_logits(runner, ids, place), logits.to(runner.device)) for ids, place, logits in cases
+        )
 
     limit = TOLERANCES[model.dtype]
     if runner.decoder is not None:

@@ -8,6 +8,9 @@ rill.models.decode.skinny joins products with what follows them, for CUDA steps 
                 ▲                                                           ▼
                 └── (+, norm) ◄── down ◄── act · mul ◄── gate_up ◄── (+, norm)
 
+Where several ranks hold the model (shards.py) each computes with its part: rank 0's tokens go to all, and `out` and
+`down` are summed over the ranks.
+
 Axes: N token of the flat batch, E hidden size.
 """
 
@@ -19,6 +22,7 @@ import torch
 
 from rill.models.decode.attention_paged import FlatKernels, KVCache, PagedBatch
 from rill.models.decode.structure import MLP, Layer, LinearFn, Norm, Projection, Structure
+from rill.models.decode.tensor_group import TensorGroup
 
 if TYPE_CHECKING:
     from rill.models.decode.low_rank import AdapterRows
@@ -96,11 +100,18 @@ class Stages(Protocol):
 
 
 class Decoder:
-    def __init__(self, structure: Structure, ops: DecoderOps, linear: LinearFn | None = None) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        ops: DecoderOps,
+        linear: LinearFn | None = None,
+        group: TensorGroup | None = None,
+    ) -> None:
         self.structure, self.ops = structure, ops
         self.layers = structure.layers
         self._linear: LinearFn = ops.linear if linear is None else linear
-        self._stages = KernelStages(ops, self._linear)
+        self._group = group
+        self._stages = KernelStages(ops, self._linear, group=group)
 
     def __call__(
         self,
@@ -119,6 +130,8 @@ class Decoder:
             stages = KernelStages(self.ops, self._linear, adapters)
         stages = stages or self._stages
         structure, layers = self.structure, self.layers
+        if self._group is not None:
+            ids_N = self._group.broadcast(ids_N)
         hidden = structure.embed(ids_N)
         if structure.embed_scale != 1.0:
             hidden = hidden * structure.embed_scale
@@ -168,8 +181,14 @@ class Decoder:
 class KernelStages:
     """One kernel after the other, with products of the caller's choice in between."""
 
-    def __init__(self, ops: DecoderOps, linear: LinearFn, adapters: AdapterRows | None = None) -> None:
-        self._ops, self._linear, self._adapters = ops, linear, adapters
+    def __init__(
+        self,
+        ops: DecoderOps,
+        linear: LinearFn,
+        adapters: AdapterRows | None = None,
+        group: TensorGroup | None = None,
+    ) -> None:
+        self._ops, self._linear, self._adapters, self._group = ops, linear, adapters, group
 
     def queries(
         self,
@@ -212,6 +231,8 @@ class KernelStages:
     ) -> torch.Tensor:
         if projection is not None:
             x = self._project(projection, x)
+            if self._group is not None:
+                x = self._group.all_reduce(x)
         if post is not None:
             x = self._ops.add_norm(x, None, post.weight, post.eps, gemma=post.is_offset)
         if scale != 1.0:

@@ -1,0 +1,62 @@
+"""The ranks that compute one model together, and everything they say to each other while they do.
+
+One small object over a process group: gloo for CPU tensors, NCCL for those of GPUs, where a wait is the stream's and a
+captured step replays it. Every member makes the same calls in the same order; each fails past the group's deadline.
+Who the members are, and how they are started, is the caller's business (rill.inference.native.followers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class TensorGroup:
+    def __init__(self, group: Any, *, rank: int, size: int, device: torch.device) -> None:
+        """`group`: as rill.runtime.transfer.collective.open_group makes it."""
+        self.rank, self.size, self.device = rank, size, device
+        self._group = group
+        self.blame: Callable[[Exception], Exception] = lambda error: error
+        """What a call that failed raises, from what the library said."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Summed over the ranks, in place; returns x."""
+        self._run(self._group.allreduce, [x])
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """As rank 0 has it, in place; returns x."""
+        self._run(self._group.broadcast, [x], _from_first(dist.BroadcastOptions()))
+        return x
+
+    def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> None:
+        """Rank r receives parts[r], of one shape each. Rank 0 gives the parts."""
+        given = [list(parts)] if self.rank == 0 else []
+        self._run(self._group.scatter, [into], given, _from_first(dist.ScatterOptions()))
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        number_1 = torch.tensor([number], dtype=torch.int64, device=self.device)
+        self._run(self._group.allreduce, [number_1], options)
+        return int(number_1.item())
+
+    def abort(self) -> None:
+        """Any thread: let go of a call that waits for a rank that is gone. gloo sees the broken connection itself."""
+        if self.device.type == "cuda":
+            self._group.abort()
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            call(*args).wait()
+        except RuntimeError as error:
+            raise self.blame(error) from error
+
+
+def _from_first(options: Any) -> Any:
+    options.rootRank = 0
+    return options
