@@ -115,9 +115,6 @@ class OpenVLAPolicy(PretrainedPolicy, TokenPolicy):
     def prompt(self, instruction: str) -> str:
         return f"In: What action should the robot take to {instruction.lower()}?\nOut:"
 
-    def row(self, ids: list[int], missing: int) -> list[int]:
-        return ids[:1] + [-1] * missing + ids[1:]  # so that the places of the actions are the same for all
-
     def look(self, inputs: Inputs) -> Tensor:
         seen = []
         for camera in self.spec.cameras:

@@ -20,8 +20,9 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.models.pi0 import PI0Config, PI0ForConditionalGeneration
 
-from rill.errors import ConfigError, MissingExtraError, ModelError
+from rill.errors import ConfigError, ModelError
 from rill.models.robots.flow import FlowConfig, FlowPolicy
 from rill.models.robots.inputs import Inputs
 from rill.models.robots.pretrained import (
@@ -83,7 +84,7 @@ class PI0Policy(PretrainedPolicy, FlowPolicy):
         nn.Module.__init__(self)
         shape, scales = self.layout(config, spec)
         self.build(config, spec, (shape.chunk_size, shape.max_action_dim))
-        self.vla = library().PI0ForConditionalGeneration(shape)
+        self.vla = PI0ForConditionalGeneration(shape)
         self.vla.model.dit.embed_tokens = None  # the expert reads no words
         self.begin(scales, shape.vlm_config.text_config.hidden_size + spec.state_size)
 
@@ -93,7 +94,7 @@ class PI0Policy(PretrainedPolicy, FlowPolicy):
         kind = values.get("type", values.get("model_type"))
         if kind != "pi0":
             raise ModelError(f"policy.type = 'pi0' loads π0, and {path} holds a checkpoint of {kind!r}")
-        shape = library().PI0Config(**{name: values[name] for name in SHAPE if name in values})
+        shape = PI0Config(**{name: values[name] for name in SHAPE if name in values})
         features = {**(values.get("input_features") or {}), **(values.get("output_features") or {})}
         for what, name, most in (
             ("state_size", "observation.state", shape.max_state_dim),
@@ -188,11 +189,3 @@ def scales_of(folder: Path, kinds: dict[str, str], spec: RobotSpec) -> dict[str,
         check_size(str(folder), f"{what}_size", len(first), size)
         scales[what] = (first, second + 1e-8) if low == "mean" else bounds(first.tolist(), second.tolist())
     return scales
-
-
-def library() -> Any:
-    try:
-        from transformers.models import pi0
-    except ImportError as error:
-        raise MissingExtraError("this transformers has no π0: pip install -U transformers") from error
-    return pi0

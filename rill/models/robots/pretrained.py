@@ -158,12 +158,9 @@ class PretrainedPolicy(Policy):
                     f"the instruction {instruction!r} has {len(ids)} tokens: raise policy.max_words, which is "
                     f"{self.config.max_words}"
                 )
-            self._known[instruction] = np.array(self.row(ids, missing + 1), np.int64)
+            # Always as long, −1 where there is nothing; one −1 at least: a mask of ones may take another path.
+            self._known[instruction] = np.array([*ids[:1], *[-1] * (missing + 1), *ids[1:]], np.int64)
         return self._known[instruction]
-
-    def row(self, ids: list[int], missing: int) -> list[int]:
-        """Always as long, −1 where there is nothing; one −1 at least: a mask of ones takes another path."""
-        return ids + [-1] * missing
 
     # --- files --------------------------------------------------------------------------------------------
 

@@ -54,20 +54,17 @@ class RobotActor(PolicyLearner):
     def watch(self, starts: Sequence[InitialState]) -> dict[str, float]:
         """See an expert play, or what was recorded of one; every rank sees the same."""
         policy, imitation = self.trainer.policy, self.config.imitation
-        recorded = imitation.recorded(policy.spec) if imitation.dataset else None
-        if recorded is not None:
-            episodes = recorded.episodes(imitation.demos)
-            shown = shown_of(episodes, policy.config.chunk)
+        if imitation.dataset:
+            episodes = imitation.recorded(policy.spec).episodes(imitation.demos)
+            shown, told = shown_of(episodes, policy.config.chunk), {}
         else:
             shown = self._played(starts)
+            told = {"bc/expert_success": shown.num_episodes / len(starts)}
         inputs = policy.seen(shown.observations)
         actions_BJA, mask_BJ = torch.from_numpy(shown.actions_BJA), torch.from_numpy(shown.mask_BJ)
         self._shown = Demonstration(inputs=inputs, actions_BJA=actions_BJA, mask_BJ=mask_BJ)
         policy.set_normaliser(inputs.states_BS, actions_BJA[mask_BJ])
-        told = {"bc/chunks": float(len(inputs))}
-        return (
-            told if recorded is not None else told | {"bc/expert_success": shown.num_episodes / len(starts)}
-        )
+        return told | {"bc/chunks": float(len(inputs))}
 
     def _played(self, starts: Sequence[InitialState]) -> Shown:
         simulator, least = self.config.simulator, self.config.imitation.min_success
