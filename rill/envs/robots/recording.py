@@ -121,7 +121,7 @@ class Demonstrator(Protocol):
 
 def demonstrate(simulators: Demonstrator, size: int, starts: Sequence[InitialState], chunk: int) -> Shown:
     """Let the expert play from every start, `size` at a time. Episodes in which it fails are left out."""
-    episodes: list[tuple[Sequence[Observation], Sequence[Floats]]] = []
+    episodes: list[tuple[list[Observation], list[Floats] | Floats]] = []
     for first in range(0, len(starts), size):
         some = starts[first : first + size]
         last = simulators.reset({slot: Begin(start) for slot, start in enumerate(some)})
@@ -139,7 +139,7 @@ def demonstrate(simulators: Demonstrator, size: int, starts: Sequence[InitialSta
     return shown_of(episodes, chunk)
 
 
-def shown_of(episodes: Sequence[tuple[Sequence[Observation], Sequence[Floats]]], chunk: int) -> Shown:
+def shown_of(episodes: Sequence[tuple[list[Observation], list[Floats] | Floats]], chunk: int) -> Shown:
     """Whole episodes, each what was seen and what was done then."""
     observations: list[Observation] = []
     chunks: list[Floats] = []

@@ -67,7 +67,7 @@ class FlowPolicy(Policy):
             nn.SiLU(),
             linear(config.width, size, 0.1),
         )
-        self.value = linear(config.width, 1, 1.0)
+        self.value: nn.Module = linear(config.width, 1, 1.0)
 
     def build(self, config: FlowConfig, spec: RobotSpec, drawn: tuple[int, int] | None = None) -> None:
         """What all flow policies hold."""

@@ -170,10 +170,8 @@ class OpenVLA(nn.Module):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        self.vision_backbone = nn.Module()
-        for name in ("featurizer", "fused_featurizer"):
-            if part := inside(shapes, f"vision_backbone.{name}."):
-                self.vision_backbone.add_module(name, ViT(part))
+        towers = {n: inside(shapes, f"vision_backbone.{n}.") for n in ("featurizer", "fused_featurizer")}
+        self.vision_backbone = nn.ModuleDict({name: ViT(part) for name, part in towers.items() if part})
         self.projector = Projector(inside(shapes, "projector."))
         llama = AutoConfig.for_model(**{"model_type": "llama", **text})
         self.language_model = AutoModelForCausalLM.from_config(
@@ -202,46 +200,43 @@ class ViT(nn.Module):
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
         width, _, size, _ = shapes["patch_embed.proj.weight"]
-        self.patch_embed = nn.Module()
-        self.patch_embed.proj = nn.Conv2d(3, width, size, size)
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, size, size)})
         self.pos_embed = nn.Parameter(torch.zeros(shapes["pos_embed"]))
-        for name in ("cls_token", "reg_token"):
-            there = nn.Parameter(torch.zeros(shapes[name])) if name in shapes else None
-            self.register_parameter(name, there)
+        self.cls_token, self.reg_token = (
+            nn.Parameter(torch.zeros(shapes[name])) if name in shapes else None
+            for name in ("cls_token", "reg_token")
+        )
         depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
         self.blocks = nn.Sequential(*(Block(inside(shapes, f"blocks.{n}.")) for n in range(depth - 1)))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        x = self.patch_embed.proj(pixels).flatten(2).transpose(1, 2)  # type: ignore[operator]
-        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
-        prefix = [token.expand(len(x), -1, -1) for token in tokens]
-        count, num_patches = sum(token.shape[1] for token in tokens), x.shape[1]
-        if self.pos_embed.shape[1] == num_patches:
-            x = torch.cat([*prefix, x + self.pos_embed], dim=1)
+        x = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
+        prefix = [
+            token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None
+        ]
+        if self.pos_embed.shape[1] == x.shape[1]:
+            whole = torch.cat([*prefix, x + self.pos_embed], dim=1)
         else:
-            x = torch.cat([*prefix, x], dim=1) + self.pos_embed
-        seen: Tensor = self.blocks(x)[:, count:]
+            whole = torch.cat([*prefix, x], dim=1) + self.pos_embed
+        seen: Tensor = self.blocks(whole)[:, -x.shape[1] :]
         return seen
 
 
 class Block(nn.Module):
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
-        hidden, width = shapes["mlp.fc1.weight"]
+        width = shapes["norm1.weight"][0]
         self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
-        self.attn, self.mlp = nn.Module(), nn.Module()
-        self.attn.qkv, self.attn.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp.fc1, self.mlp.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.ls1, self.ls2 = nn.Module(), nn.Module()
-        for scale in (self.ls1, self.ls2):
-            has_scale = "ls1.scale_factor" in shapes
-            scale.register_parameter("scale_factor", nn.Parameter(torch.ones(width)) if has_scale else None)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
+        self.mlp = Projector(inside(shapes, "mlp."))
+        names = ["scale_factor"] if "ls1.scale_factor" in shapes else []
+        self.ls1, self.ls2 = (nn.ParameterDict({n: torch.ones(width) for n in names}) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attn.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + scaled(self.attn.proj(attended), self.ls1)
-        return x + scaled(self.mlp.fc2(gelu(self.mlp.fc1(self.norm2(x)))), self.ls2)
+        x = x + scaled(self.attn["proj"](attended), self.ls1)
+        return x + scaled(self.mlp(self.norm2(x)), self.ls2)
 
 
 def cropped(pixels: Tensor) -> Tensor:
@@ -251,8 +246,8 @@ def cropped(pixels: Tensor) -> Tensor:
     return (grid_sample(pixels, grid, align_corners=True) * 255.5).floor().clamp(0, 255) / 255.0
 
 
-def scaled(x: Tensor, scale: nn.Module) -> Tensor:
-    return x if scale.scale_factor is None else x * scale.scale_factor
+def scaled(x: Tensor, scale: nn.ParameterDict) -> Tensor:
+    return x * scale["scale_factor"] if len(scale) else x
 
 
 def inside(shapes: Shapes, prefix: str) -> Shapes:

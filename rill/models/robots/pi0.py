@@ -129,7 +129,7 @@ class PI0Policy(PretrainedPolicy, FlowPolicy):
         pictures = [inputs.images[camera].permute(0, 3, 1, 2) for camera in self.spec.cameras]
         pixels = torch.stack(pictures, dim=1).flatten(0, 1).to(self.vla.dtype) / 127.5 - 1.0
         seen: Tensor = self.tower(pixels).last_hidden_state
-        return seen.unflatten(0, (-1, len(pictures))).flatten(1, 2)
+        return seen.reshape(-1, len(pictures) * seen.shape[1], seen.shape[2])
 
     def encode(self, inputs: Inputs) -> Encoded:
         vlm, words_BW = self.vla.model.vlm, inputs.words_BW

@@ -60,6 +60,8 @@ class PretrainedPolicy(Policy):
 
     config: PretrainedConfig
     vla: Any
+    action_shift: Tensor
+    action_scale: Tensor
     tail: tuple[int, ...] = ()
     """Tokens behind an instruction."""
 
@@ -100,7 +102,7 @@ class PretrainedPolicy(Policy):
             self.register_buffer(f"{what}_shift", shift.float())
             self.register_buffer(f"{what}_scale", scale.float())
         self.has_scales = "action" in scales
-        self.value = nn.Sequential(
+        self.value: nn.Module = nn.Sequential(
             linear(value_inputs, VALUE_WIDTH, 2**0.5), nn.Tanh(), linear(VALUE_WIDTH, 1, 1.0)
         )
         self._take_weights()
@@ -141,8 +143,7 @@ class PretrainedPolicy(Policy):
         return self._scaled(actions, "action")
 
     def denormalised(self, numbers: Tensor) -> Tensor:
-        actions: Tensor = numbers * self.action_scale + self.action_shift
-        return actions
+        return numbers * self.action_scale + self.action_shift
 
     def _scaled(self, numbers: Tensor, what: str) -> Tensor:
         scaled: Tensor = (numbers - getattr(self, f"{what}_shift")) / getattr(self, f"{what}_scale")

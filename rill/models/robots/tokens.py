@@ -47,6 +47,7 @@ class TokenPolicy(Policy):
         """Of attention, where the body is a transformer."""
 
     config: TokenConfig
+    centres_K: Tensor
 
     def __init__(self, config: Config, spec: RobotSpec) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class TokenPolicy(Policy):
             cumulative_BJAK = logits_BJAK.softmax(-1).cumsum(-1)
             wanted_BJA1 = places.to(logits_BJAK.device)[..., None] * cumulative_BJAK[..., -1:]
             tokens_BJA = (cumulative_BJAK < wanted_BJA1).sum(-1).clamp(max=logits_BJAK.shape[-1] - 1)
-        actions_BJA = self.centres_K[tokens_BJA]  # type: ignore[index]
+        actions_BJA = self.centres_K[tokens_BJA]
         return self.denormalised(actions_BJA), {"tokens": tokens_BJA.to(torch.int16)}
 
     def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
