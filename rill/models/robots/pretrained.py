@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from rill.models.robots.base import ROWS, Policy, PolicyConfig, padded
 from rill.models.robots.inputs import FEATURES, Inputs, read
 from rill.models.robots.trunk import linear
 from rill.types import Observation, RobotSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VALUE_WIDTH = 256
 
@@ -53,6 +56,19 @@ class PretrainedConfig(PolicyConfig):
 
     def inside(self, folder: Path) -> Self:
         return self.model_copy(update={"path": str(folder), "tokenizer": ""})
+
+    def words(self) -> PreTrainedTokenizerBase:
+        try:
+            return load_tokenizer(ModelConfig(path=self.path, tokenizer=self.tokenizer or None))
+        except ModelError as error:
+            raise ModelError(f"{error} (here: `policy.tokenizer`)") from error
+
+    def files(self) -> list[Path]:
+        """Of the weights."""
+        found = sorted(Path(self.path).glob("model*.safetensors"))
+        if not found:
+            raise ModelError(f"{self.path} holds no model*.safetensors: give a whole checkpoint's folder")
+        return found
 
 
 class PretrainedPolicy(Policy):
@@ -92,7 +108,10 @@ class PretrainedPolicy(Policy):
 
     @classmethod
     def check(cls, config: PartConfig, spec: RobotSpec) -> None:
+        assert isinstance(config, PretrainedConfig)
         cls.layout(config, spec)
+        config.words()
+        config.files()
 
     def begin(self, scales: Mapping[str, tuple[Tensor, Tensor]], value_inputs: int) -> None:
         """Once `vla` is made: its scales (of "state" and "action"), weights and what of it is trained."""
@@ -114,9 +133,7 @@ class PretrainedPolicy(Policy):
         if self.has_frozen_tower:
             self.tower.requires_grad_(False)
         self.vla.eval()
-        self._tokenizer = load_tokenizer(
-            ModelConfig(path=self.config.path, tokenizer=self.config.tokenizer or None)
-        )
+        self._tokenizer = self.config.words()
         self._known: dict[str, npt.NDArray[np.int64]] = {}
 
     def seen(self, observations: Sequence[Observation]) -> Inputs:
@@ -187,12 +204,7 @@ class PretrainedPolicy(Policy):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Of the checkpoint."""
-        files = sorted(Path(self.config.path).glob("model*.safetensors"))
-        if not files:
-            raise ModelError(
-                f"{self.config.path} holds no model*.safetensors: give a whole checkpoint's folder"
-            )
-        for file in files:
+        for file in self.config.files():
             yield from load_file(file).items()
 
     def _take_weights(self) -> None:

@@ -78,9 +78,9 @@ def test_openvlas_logits_are_those_of_its_parts_and_norm_stats_scale_what_is_dra
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi0, learned noise", "openvla"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, "lora in bfloat16"])
 def test_the_trainers_logprobs_are_the_rollouts_bit_for_bit(kind: str, option: str, tmp_path: Path) -> None:
-    policy = opened(kind, tmp_path, **OPTIONS[option])
+    policy = opened(kind, tmp_path, **OPTIONS.get(option, {"lora": {"rank": 2}, "dtype": "bfloat16"}))
     observations = seen(40)
     acted = [policy.act(observations[a:b], range(a, b)) for a, b in ((0, 7), (7, 40))]
     order = np.random.default_rng(0).permutation(40)
@@ -230,10 +230,13 @@ def test_heads_without_probabilities_weights_that_are_missing_and_folders_of_not
     with pytest.raises(ModelError, match=r"no checkpoint of a policy: config\.json"):
         OpenVLAPolicy.check(config, SPEC)
     openvla(tmp_path)
+    with pytest.raises(ModelError, match=r"holds no tokenizer .*`policy.tokenizer`"):
+        OpenVLAPolicy.check(config, SPEC)
     (tmp_path / "action_head--150000_checkpoint.pt").touch()
     with pytest.raises(ModelError, match="it regresses actions"):
         OpenVLAPolicy.check(config, SPEC)
     pi0(tmp_path / "pi0")
+    tokenizer(tmp_path / "pi0")
     values = json.loads((tmp_path / "pi0" / "config.json").read_text())
     values["dit_config"]["num_hidden_layers"] = 3
     values["vlm_config"]["text_config"]["num_hidden_layers"] = 3
