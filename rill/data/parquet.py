@@ -79,7 +79,7 @@ class ParquetDataset(RowDataset):
         return _Unpacked(self._index.once(f"{file}.arrow", lambda draft: _unpack(source, draft)))
 
     def _count_rows(self) -> npt.NDArray[np.int64]:
-        return np.array([_open(file).metadata.num_rows for file in self._files], dtype=np.int64)
+        return np.array([open_parquet(file).metadata.num_rows for file in self._files], dtype=np.int64)
 
 
 class _Unpacked:
@@ -97,7 +97,7 @@ class _Unpacked:
         return self._batches[batch].slice(number - self._starts[batch], 1).to_pylist()[0]
 
 
-def _open(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -112,7 +112,7 @@ def _open(path: Path) -> Any:
 def _unpack(source: Path, target: Path) -> None:
     import pyarrow
 
-    file = _open(source)
+    file = open_parquet(source)
     try:
         with pyarrow.ipc.new_file(str(target), file.schema_arrow) as writer:
             for batch in file.iter_batches(BATCH_ROWS):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from rill.config import Config
 from rill.errors import ConfigError
 
+TOWERS = {"visual", "vision_tower", "vision_backbone"}
+"""What models call the part that looks."""
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -69,7 +71,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and name.rpartition(".")[2] in config.targets
-        and "visual" not in name.split(".")
+        and not TOWERS & set(name.split("."))
     ]
     if not found:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})

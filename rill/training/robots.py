@@ -31,7 +31,7 @@ from rill.algorithms.embodied import (
 from rill.config import PartConfig
 from rill.errors import CheckpointError, InvalidSampleError, TrainingError
 from rill.models.robots.base import Evaluated, Policy
-from rill.models.robots.inputs import Inputs, read
+from rill.models.robots.inputs import Inputs
 from rill.registry import Registry
 from rill.telemetry.run import write_atomically
 from rill.training.balance import CostModel
@@ -102,7 +102,10 @@ class RobotTrainer:
         torch.manual_seed(seed)  # what a flow is taught with
         self.policy = policy.to(self.device)
         self.optimizer = torch.optim.Adam(
-            policy.parameters(), lr=config.learning_rate, eps=1e-5, weight_decay=config.weight_decay
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=config.learning_rate,
+            eps=1e-5,
+            weight_decay=config.weight_decay,
         )
         self.cost_model = CostModel()
         self._seed = seed
@@ -173,19 +176,23 @@ class RobotTrainer:
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         torch.save(
-            {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict()}, place / STATE_FILE
+            {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict()}, place / STATE_FILE
         )
         write_atomically(place / COUNTS_FILE, json.dumps({"steps": self._num_steps}))
 
     def wait_saved(self, timeout_s: float) -> None:
         """It is when `save` returns."""
 
+    @torch.no_grad()
     def load(self, folder: str) -> None:
         place = Path(folder)
         try:
             state = torch.load(place / STATE_FILE, map_location=self.device, weights_only=True)
             self._num_steps = int(json.loads((place / COUNTS_FILE).read_text(encoding="utf-8"))["steps"])
-            self.policy.load_state_dict(state["policy"])
+            for name, tensor in self.policy.trained().items():
+                tensor.copy_(state["policy"].pop(name))
+            if state["policy"]:
+                raise ValueError(f"the policy has no {', '.join(state['policy'])}")
             self.optimizer.load_state_dict(state["optimizer"])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
@@ -208,7 +215,7 @@ class RobotTrainer:
             raise TrainingError(
                 f"data rank {self.world.data_rank} got no episode of the batch: use more prompts per step than ranks"
             )
-        inputs = read([o for e in episodes for o in e.observations], self.policy.spec)
+        inputs = self.policy.seen([o for e in episodes for o in e.observations])
         names = episodes[0].latents
         latents = {n: torch.from_numpy(np.concatenate([e.latents[n] for e in episodes])) for n in names}
         executed_BJ = torch.from_numpy(np.concatenate([e.executed_CJ for e in episodes]))
@@ -266,7 +273,7 @@ class RobotTrainer:
 
     def _values(self, observations: Sequence[Observation]) -> Floats:
         """Of what was seen last."""
-        inputs = read(observations, self.policy.spec)
+        inputs = self.policy.seen(observations)
         values: Floats = self.policy.values_as_drawn(inputs.to(self.device)).cpu().numpy()
         return values
 

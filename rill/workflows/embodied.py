@@ -54,7 +54,7 @@ class Embodied(Workflow):
             self.imitate(launch)
 
     def imitate(self, launch: Launcher) -> None:
-        """Behaviour cloning before the first step: a scripted expert plays, and the policy learns to do the same."""
+        """Behaviour cloning before the first step: the policy learns to do as an expert, played here or recorded."""
         config, imitation = self.config, self.config.imitation
         timeout_s = config.loop.step_timeout_s
         states = open_indexed(config.data, Split.TRAIN)

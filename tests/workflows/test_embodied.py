@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from rill.cli.driver import carry_out
 from rill.config.files import load_recipe
 from rill.envs.robots.bank import Played
 from rill.envs.robots.recording import Recording
-from rill.errors import ConfigError
+from rill.errors import ConfigError, DataError
 from rill.models.robots.base import load_policy
 from rill.runtime.group import WorkerGroup
 from rill.telemetry.metrics import read_metrics
@@ -27,7 +28,10 @@ from rill.types import InitialState, Prompt
 from rill.workflows.embodied import Embodied
 from rill.workflows.loop import StepReport
 from rill.workflows.records import Task
+from rill.workflows.robots.config import ImitationConfig
 from rill.workflows.robots.outcome import finished
+from tests.data.test_lerobot import written
+from tests.models.robots.checkpoints import openvla, tokenizer
 
 pytestmark = pytest.mark.timeout(
     600
@@ -178,6 +182,34 @@ def test_every_kind_of_policy_runs_through_the_same_flow(
     assert [report.step for report in reports] == [0, 1, 2]
     assert reports[-1].metrics["grad_norm"] > 0.0 and reports[-1].metrics["rollout/errors"] == 0.0
     assert reports[-1].metrics.get("mismatch/abs_mean", 0.0) == 0.0
+
+
+@pytest.mark.slow
+def test_a_pretrained_policys_adapters_are_trained_and_sent_and_a_data_set_is_imitated_first(
+    tmp_path: Path,
+) -> None:
+    tokenizer(tmp_path / "vla")
+    openvla(tmp_path / "vla")
+    stats = {"point": {"action": {"q01": [-1.0], "q99": [1.0]}}}
+    (tmp_path / "vla" / "dataset_statistics.json").write_text(json.dumps(stats))
+    image = {"dtype": "image", "shape": [8, 8, 3]}
+    config = recipe(
+        simulator__image_size=16,
+        policy={"type": "openvla", "path": str(tmp_path / "vla"), "chunk": 2, "lora": {"rank": 2}},
+        imitation={"steps": 4, "dataset": str(written(tmp_path / "set", "v3.0")), "batch_size": 8},
+        loop={"steps": 2, "prompts_per_step": 16, "step_timeout_s": 300},
+        eval={"num_prompts": 4},
+    )
+    run = Run.create("robot", root=tmp_path, config_toml="")
+    reports = run_of(config, run)
+    assert [report.step for report in reports] == [0, 1, 2]
+    assert reports[-1].metrics["mismatch/abs_mean"] == 0.0 and reports[-1].metrics["grad_norm"] > 0.0
+    assert (run.path / "model" / "dataset_statistics.json").is_file()
+    assert load_policy(run.path / "model").spec.action_size == 1
+    broken = {"observation.images.front": image | {"dtype": "video"}}
+    refused = {"steps": 4, "dataset": str(written(tmp_path / "films", "v2.1", **broken))}
+    with pytest.raises(DataError, match="as video files"):
+        run_of(config.model_copy(update={"imitation": ImitationConfig(**refused)}), run)
 
 
 @pytest.mark.slow

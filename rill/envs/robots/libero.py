@@ -5,7 +5,8 @@
     suite = "libero_spatial"
 
 A task is named by its number in the suite; the state id picks one of the initial states that LIBERO ships with it, so
-that results can be compared with others'. Needs OpenGL off screen (EGL or OSMesa).
+that results can be compared with others'. State and pictures are what OpenVLA-OFT, π0 and lerobot were trained on:
+position, axis times angle, gripper; pictures turned by half a turn. Needs OpenGL off screen (EGL or OSMesa).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class LiberoSimulator(Simulator):
         self._num_steps = 0
         self._last: Any = None
         self.spec = RobotSpec(
-            state_size=9,
+            state_size=8,
             action_size=7,
             cameras=tuple(CAMERAS),
             image_size=config.image_size,
@@ -99,9 +100,12 @@ class LiberoSimulator(Simulator):
 
     def _seen(self) -> Observation:
         last = self._last
-        state = np.concatenate([last["robot0_eef_pos"], last["robot0_eef_quat"], last["robot0_gripper_qpos"]])
+        *axis, cosine = last["robot0_eef_quat"]
+        sine = np.sqrt(max(0.0, 1.0 - cosine**2))
+        turn = np.array(axis) * (2.0 * np.arccos(np.clip(cosine, -1.0, 1.0)) / sine if sine > 1e-6 else 0.0)
+        state = np.concatenate([last["robot0_eef_pos"], turn, last["robot0_gripper_qpos"]])
         return Observation(
             state=state.astype(np.float32),
-            images={name: np.ascontiguousarray(last[key][::-1]) for name, key in CAMERAS.items()},
+            images={name: np.ascontiguousarray(last[key][::-1, ::-1]) for name, key in CAMERAS.items()},
             instruction=str(self._suite.get_task(self._task).language),
         )

@@ -109,7 +109,7 @@ class Shown(NamedTuple):
     observations: list[Observation]
     actions_BJA: Floats
     mask_BJ: Bits
-    num_successes: int
+    num_episodes: int
 
 
 class Demonstrator(Protocol):
@@ -121,10 +121,7 @@ class Demonstrator(Protocol):
 
 def demonstrate(simulators: Demonstrator, size: int, starts: Sequence[InitialState], chunk: int) -> Shown:
     """Let the expert play from every start, `size` at a time. Episodes in which it fails are left out."""
-    observations: list[Observation] = []
-    chunks: list[Floats] = []
-    masks: list[Bits] = []
-    num_successes = 0
+    episodes: list[tuple[list[Observation], list[Floats] | Floats]] = []
     for first in range(0, len(starts), size):
         some = starts[first : first + size]
         last = simulators.reset({slot: Begin(start) for slot, start in enumerate(some)})
@@ -138,16 +135,24 @@ def demonstrate(simulators: Demonstrator, size: int, starts: Sequence[InitialSta
                 if played.expert_JA is not None:
                     done[slot].append(played.expert_JA[0])
             last |= shown
-        for slot in (slot for slot, played in last.items() if played.success):
-            num_successes += 1
-            for t, observation in enumerate(seen[slot]):
-                actions_JA = np.zeros((chunk, len(done[slot][0])), np.float32)
-                following = done[slot][t : t + chunk]
-                actions_JA[: len(following)] = following
-                observations.append(observation)
-                chunks.append(actions_JA)
-                masks.append(np.arange(chunk) < len(following))
-    return Shown(observations, _stacked(chunks), _stacked(masks), num_successes)
+        episodes += [(seen[slot], done[slot]) for slot, played in last.items() if played.success]
+    return shown_of(episodes, chunk)
+
+
+def shown_of(episodes: Sequence[tuple[list[Observation], list[Floats] | Floats]], chunk: int) -> Shown:
+    """Whole episodes, each what was seen and what was done then."""
+    observations: list[Observation] = []
+    chunks: list[Floats] = []
+    masks: list[Bits] = []
+    for seen, done in episodes:
+        for t, observation in enumerate(seen):
+            actions_JA = np.zeros((chunk, len(done[0])), np.float32)
+            following = done[t : t + chunk]
+            actions_JA[: len(following)] = following
+            observations.append(observation)
+            chunks.append(actions_JA)
+            masks.append(np.arange(chunk) < len(following))
+    return Shown(observations, _stacked(chunks), _stacked(masks), len(episodes))
 
 
 def _stacked(rows: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rill.config import Config, OneOf, PartConfig
 from rill.errors import ConfigError, ModelError
 from rill.models.robots.inputs import Inputs, read
+from rill.models.robots.trunk import Trunk
 from rill.registry import Registry
 from rill.types import Floats, Observation, RobotSpec
 
@@ -41,6 +42,8 @@ POLICIES = Registry(
         "gaussian": "rill.models.robots.gaussian:GaussianPolicy",
         "squashed": "rill.models.robots.squashed:SquashedPolicy",
         "flow": "rill.models.robots.flow:FlowPolicy",
+        "pi0": "rill.models.robots.pi0:PI0Policy",
+        "openvla": "rill.models.robots.openvla:OpenVLAPolicy",
     },
 )
 
@@ -50,6 +53,10 @@ class PolicyConfig(PartConfig):
 
     chunk: int = Field(default=4, ge=1)
     """Actions that are decided on at once."""
+
+    def inside(self, folder: Path) -> Self:
+        """For a policy that was saved there."""
+        return self
 
 
 class Decision(NamedTuple):
@@ -95,15 +102,39 @@ class Policy(nn.Module):
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
         """The sum over what the mask leaves: how far the policy is from doing the same."""
 
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        """Take the mean and spread of the states that it will see; nothing where a policy has none."""
+    @classmethod
+    def check(cls, config: PartConfig, spec: RobotSpec) -> None:
+        """Whether such a policy can steer this robot, before any process starts. UserError: it cannot."""
+        open_policy(config, spec)
+
+    def set_normaliser(self, states_NS: Tensor, actions_NA: Tensor) -> None:
+        """Take the mean and spread of the states that it will see; of the actions, where it scales them."""
+        for part in self.modules():
+            if isinstance(part, Trunk):
+                part.set_normaliser(states_NS)
+
+    def normalised(self, actions: Tensor) -> Tensor:
+        """The simulator's −1 … 1 to the numbers that the network computes; `denormalised` goes back."""
+        return actions
+
+    def denormalised(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def seen(self, observations: Sequence[Observation]) -> Inputs:
+        """Observations as tensors on the CPU. A frozen vision tower looks here, once, for all that follows."""
+        return read(observations, self.spec)
+
+    def trained(self) -> dict[str, Tensor]:
+        """What can change in a run, by name; what is frozen is the same on every side from the start."""
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in frozen}
 
     @torch.no_grad()
     def act(
         self, observations: Sequence[Observation], seeds: Sequence[int], *, greedy: bool = False
     ) -> Decision:
         """`seeds`: one to an observation, which decides what is drawn for it."""
-        inputs = read(observations, self.spec).to(self.device)
+        inputs = self.seen(observations).to(self.device)
         parts: list[tuple[Tensor, dict[str, Tensor], Evaluated]] = []
         for first in range(0, len(inputs), ROWS):
             block = padded(inputs.rows(slice(first, first + ROWS)))
@@ -149,10 +180,17 @@ class Policy(nn.Module):
     def save(self, folder: Path) -> None:
         """`load_policy` reads it."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.stored().items()}
         save_file(weights, folder / WEIGHTS_FILE)
         written = {"policy": self.config.model_dump(mode="json"), "robot": asdict(self.spec)}
         (folder / CONFIG_FILE).write_text(json.dumps(written, indent=1), encoding="utf-8")
+
+    def stored(self) -> dict[str, Tensor]:
+        """The weights by the names of the file."""
+        return self.state_dict()
+
+    def load(self, folder: Path) -> None:
+        self.load_state_dict(load_file(folder / WEIGHTS_FILE))
 
 
 def open_policy(config: PartConfig, spec: RobotSpec, *, seed: int = 0) -> Policy:
@@ -172,6 +210,14 @@ class SavedPolicy(Config):
 
 def load_policy(folder: Path, spec: RobotSpec | None = None) -> Policy:
     """What `save` wrote. `spec`: the robot it is to steer; another's policy is refused."""
+    config, made_for = read_saved(folder, spec)
+    policy = open_policy(config.inside(folder), made_for)
+    policy.load(folder)
+    return policy
+
+
+def read_saved(folder: Path, spec: RobotSpec | None) -> tuple[PolicyConfig, RobotSpec]:
+    """What is in a folder, without the weights."""
     try:
         saved = SavedPolicy(**json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -180,9 +226,8 @@ def load_policy(folder: Path, spec: RobotSpec | None = None) -> Policy:
     made_for = RobotSpec(**robot)
     if spec is not None:
         check_fits(made_for, spec, str(folder))
-    policy = open_policy(saved.policy, made_for)
-    policy.load_state_dict(load_file(folder / WEIGHTS_FILE))
-    return policy
+    assert isinstance(saved.policy, PolicyConfig)
+    return saved.policy, made_for
 
 
 def check_fits(made_for: RobotSpec, spec: RobotSpec, name: str) -> None:

@@ -8,20 +8,21 @@ Flow-SDE: one step, drawn at random, is noisy, with the marginals of the flow; t
 Flow-Noise: every step is noisy, with a learned spread.
     μ = x − δ v,  log π = log N(x_0; 0, 1) + Σ_k log N(x_{k+1}; μ_k, σ_θ²),  σ_θ in [0.08, 0.16]
 
-Evaluations follow the field without noise. Only what is executed is noised, so only that is counted. `body` says what
-computes the field: an MLP here, π0 in pi0.py.
+Evaluations follow the field without noise. Only what is executed is noised, so only that is counted: of a pretrained
+model's longer and wider chunk (`drawn`) the first J actions of A numbers. The field is an MLP here, π0 in pi0.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rill.models.robots.base import Evaluated, Policy, PolicyConfig
 from rill.models.robots.inputs import Inputs
@@ -44,7 +45,7 @@ class FlowConfig(PolicyConfig):
 
 
 class FlowPolicy(Policy):
-    """A field and its noise. Subclasses compute `encode`, `velocity` and `values`."""
+    """A field and its noise. Subclasses compute `encode`, `velocity` and `value_of`."""
 
     class Config(FlowConfig):
         type: Literal["flow"] = "flow"
@@ -66,34 +67,30 @@ class FlowPolicy(Policy):
             nn.SiLU(),
             linear(config.width, size, 0.1),
         )
-        self.value = linear(config.width, 1, 1.0)
+        self.value: nn.Module = linear(config.width, 1, 1.0)
 
-    def build(self, config: FlowConfig, spec: RobotSpec) -> None:
+    def build(self, config: FlowConfig, spec: RobotSpec, drawn: tuple[int, int] | None = None) -> None:
         """What all flow policies hold."""
         self.config, self.spec = config, spec
         self.shape = (config.chunk, spec.action_size)
+        self.drawn = drawn or self.shape
         self.spread_JA = nn.Parameter(torch.zeros(self.shape)) if config.noise == "learned" else None
 
     # --- what a body computes -----------------------------------------------------------------------------
 
-    def encode(self, inputs: Inputs) -> Tensor:
-        """What the field needs of an observation, computed once for all steps: [B, …]."""
-        seen: Tensor = self.trunk(inputs)
-        return seen
+    def encode(self, inputs: Inputs) -> Any:
+        """What the field needs of an observation, computed once for all steps."""
+        return self.trunk(inputs)
 
-    def velocity(self, encoded: Tensor, x_BJA: Tensor, time_B: Tensor) -> Tensor:
+    def velocity(self, encoded: Any, x_BJA: Tensor, time_B: Tensor) -> Tensor:
         angle = math.pi * time_B[:, None]
         time_B3 = torch.cat([time_B[:, None], angle.cos(), angle.sin()], dim=1)
         field: Tensor = self.field(torch.cat([encoded, x_BJA.flatten(1), time_B3], dim=1))
         return field.view(len(field), *self.shape)
 
-    def values(self, inputs: Inputs) -> Tensor:
+    def value_of(self, inputs: Inputs, encoded: Any) -> Tensor:
         found: Tensor = self.value(self.critic(inputs)).squeeze(-1)
         return found
-
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        self.trunk.set_normaliser(states_NS)
-        self.critic.set_normaliser(states_NS)
 
     # --- drawing ------------------------------------------------------------------------------------------
 
@@ -103,7 +100,7 @@ class FlowPolicy(Policy):
         steps = self.config.num_steps
         device = inputs.states_BS.device
         noise_BNJA = torch.from_numpy(
-            np.stack([g.standard_normal((steps + 1, *self.shape), np.float32) for g in generators])
+            np.stack([g.standard_normal((steps + 1, *self.drawn), np.float32) for g in generators])
         ).to(device)
         noisy_B = torch.tensor([int(g.integers(steps)) for g in generators], device=device)
         encoded = self.encode(inputs)
@@ -114,20 +111,24 @@ class FlowPolicy(Policy):
             v_BJA = self.velocity(encoded, x_BJA, time_B)
             following_BJA = x_BJA - v_BJA / steps
             if not greedy:
-                mean_BJA, std = self.step(x_BJA, v_BJA, time_B)
-                drawn_BJA = mean_BJA + std * noise_BNJA[:, k + 1]
+                mean_BJA, std_BJA = self.step(x_BJA, v_BJA, time_B)
+                drawn_BJA = mean_BJA + std_BJA * self._counted(noise_BNJA[:, k + 1])
                 is_noisy_B = (noisy_B == k) | (self.config.noise == "learned")
-                following_BJA = torch.where(is_noisy_B[:, None, None], drawn_BJA, following_BJA)
+                noisy_BJA = following_BJA.clone()
+                noisy_BJA[:, : self.shape[0], : self.shape[1]] = drawn_BJA
+                following_BJA = torch.where(is_noisy_B[:, None, None], noisy_BJA, following_BJA)
             chain.append(following_BJA)
+        actions_BJA = self.denormalised(self._counted(chain[-1]))
         chain_BNJA = torch.stack(chain, dim=1)
         if self.config.noise == "learned":
-            return chain[-1], {"chain": chain_BNJA}
+            return actions_BJA, {"chain": chain_BNJA}
         rows = torch.arange(len(noisy_B), device=device)
         pair_B2JA = torch.stack([chain_BNJA[rows, noisy_B], chain_BNJA[rows, noisy_B + 1]], dim=1)
-        return chain[-1], {"pair": pair_B2JA, "step": noisy_B}
+        return actions_BJA, {"pair": pair_B2JA, "step": noisy_B}
 
     def step(self, x_BJA: Tensor, v_BJA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, standard deviation) of the noisy step from x at this time."""
+        """(mean, standard deviation) of the noisy step from x at this time, of what is counted."""
+        x_BJA, v_BJA = self._counted(x_BJA), self._counted(v_BJA)
         delta = 1.0 / self.config.num_steps
         if self.spread_JA is not None:
             std_JA = LEAST_STD + (LARGEST_STD - LEAST_STD) * self.spread_JA.sigmoid()
@@ -148,31 +149,44 @@ class FlowPolicy(Policy):
             logprobs_BJ, entropies_BJ = self._one(
                 encoded, latents["pair"][:, 0], latents["pair"][:, 1], time_B
             )
-        return Evaluated(logprobs_BJ, entropies_BJ, self.values(inputs))
+        return Evaluated(logprobs_BJ, entropies_BJ, self.value_of(inputs, encoded))
+
+    def values(self, inputs: Inputs) -> Tensor:
+        return self.value_of(inputs, self.encode(inputs))
 
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
         """Flow matching: (v(x_t, t) − (ε − a))²."""
-        time_B = torch.rand(len(actions_BJA), device=actions_BJA.device)
-        noise_BJA = torch.randn_like(actions_BJA)
+        wanted_BJA = self.normalised(actions_BJA)
+        time_B = torch.rand(len(wanted_BJA), device=wanted_BJA.device)
+        noise_BJA = torch.randn(len(wanted_BJA), *self.drawn, device=wanted_BJA.device)
+        # Behind the actions that are known the last one is repeated; numbers that the robot has not are 0.
+        length, size = self.drawn[0] - self.shape[0], self.drawn[1] - self.shape[1]
+        whole_BJA = pad(torch.cat([wanted_BJA, wanted_BJA[:, -1:].expand(-1, length, -1)], dim=1), (0, size))
         t = time_B[:, None, None]
-        x_BJA = t * noise_BJA + (1.0 - t) * actions_BJA
+        x_BJA = t * noise_BJA + (1.0 - t) * whole_BJA
         v_BJA = self.velocity(self.encode(inputs), x_BJA, time_B)
-        errors_BJ = 0.5 * (v_BJA - (noise_BJA - actions_BJA)).square().sum(-1)
+        errors_BJ = 0.5 * self._counted(v_BJA - (noise_BJA - whole_BJA)).square().sum(-1)
         return (errors_BJ * mask_BJ).sum()
 
     # --- inside -------------------------------------------------------------------------------------------
 
+    def _counted(self, drawn_BJA: Tensor) -> Tensor:
+        """What of a chunk is executed."""
+        return drawn_BJA[..., : self.shape[0], : self.shape[1]]
+
     def _one(
-        self, encoded: Tensor, x_BJA: Tensor, following_BJA: Tensor, time_B: Tensor
+        self, encoded: Any, x_BJA: Tensor, following_BJA: Tensor, time_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         mean_BJA, std_BJA = self.step(x_BJA, self.velocity(encoded, x_BJA, time_B), time_B)
         log_std_BJA = std_BJA.log()
-        logprobs_BJA = -0.5 * ((following_BJA - mean_BJA) / std_BJA) ** 2 - log_std_BJA - 0.5 * LOG_2PI
+        logprobs_BJA = (
+            -0.5 * ((self._counted(following_BJA) - mean_BJA) / std_BJA) ** 2 - log_std_BJA - 0.5 * LOG_2PI
+        )
         return logprobs_BJA.sum(-1), (log_std_BJA + 0.5 * (1.0 + LOG_2PI)).sum(-1)
 
-    def _chain(self, encoded: Tensor, chain_BNJA: Tensor) -> tuple[Tensor, Tensor]:
+    def _chain(self, encoded: Any, chain_BNJA: Tensor) -> tuple[Tensor, Tensor]:
         first_BJA = chain_BNJA[:, 0]
-        logprobs_BJ = (-0.5 * first_BJA**2 - 0.5 * LOG_2PI).sum(-1)
+        logprobs_BJ = (-0.5 * self._counted(first_BJA) ** 2 - 0.5 * LOG_2PI).sum(-1)
         entropies_BJ = torch.zeros_like(logprobs_BJ)
         for k in range(self.config.num_steps):
             time_B = torch.full((len(first_BJA),), 1.0 - k / self.config.num_steps, device=first_BJA.device)

@@ -75,9 +75,6 @@ class NormalPolicy(Policy):
         errors_BJ = 0.5 * (self.squash(self.normal(inputs)[0]) - actions_BJA).square().sum(-1)
         return (errors_BJ * mask_BJ).sum()
 
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        self.trunk.set_normaliser(states_NS)
-
 
 class GaussianPolicy(NormalPolicy):
     class Config(NormalConfig):
@@ -97,7 +94,3 @@ class GaussianPolicy(NormalPolicy):
     def values(self, inputs: Inputs) -> Tensor:
         found: Tensor = self.value(self.critic(inputs)).squeeze(-1)
         return found
-
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        super().set_normaliser(states_NS)
-        self.critic.set_normaliser(states_NS)

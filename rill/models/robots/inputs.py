@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -23,6 +23,7 @@ from rill.types import Observation, RobotSpec
 NUM_WORDS = 512
 """Rows of a table of words; 0 is no word."""
 MAX_WORDS = 16
+FEATURES = "features"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Inputs:
     states_BS: Tensor
     words_BW: Tensor
     images: Mapping[str, Tensor]
-    """By camera: [B, height, width, 3], 0 … 255."""
+    """By camera: [B, height, width, 3], 0 … 255; or FEATURES of all of them, from a frozen vision tower: [B, …]."""
 
     def __len__(self) -> int:
         return len(self.states_BS)
@@ -52,8 +53,22 @@ class Inputs:
         )
 
 
-def read(observations: Sequence[Observation], spec: RobotSpec) -> Inputs:
-    """Observations of the robot that the policy was made for."""
+@lru_cache(maxsize=4096)
+def words_of(instruction: str) -> npt.NDArray[np.int64]:
+    """The rows of its words, the first MAX_WORDS of them."""
+    found = [
+        1 + zlib.crc32(word.encode()) % (NUM_WORDS - 1)
+        for word in re.findall(r"\w+", instruction.lower())[:MAX_WORDS]
+    ]
+    return np.array(found + [0] * (MAX_WORDS - len(found)), np.int64)
+
+
+def read(
+    observations: Sequence[Observation],
+    spec: RobotSpec,
+    words: Callable[[str], npt.NDArray[np.int64]] = words_of,
+) -> Inputs:
+    """Observations of the robot that the policy was made for. `words`: an instruction's tokens, always as many."""
     sizes = {len(observation.state) for observation in observations}
     if sizes - {spec.state_size}:
         raise ConfigError(
@@ -66,16 +81,6 @@ def read(observations: Sequence[Observation], spec: RobotSpec) -> Inputs:
     }
     return Inputs(
         states_BS=torch.from_numpy(np.stack([observation.state for observation in observations])),
-        words_BW=torch.from_numpy(np.stack([words_of(o.instruction) for o in observations])),
+        words_BW=torch.from_numpy(np.stack([words(o.instruction) for o in observations])),
         images=images,
     )
-
-
-@lru_cache(maxsize=4096)
-def words_of(instruction: str) -> npt.NDArray[np.int64]:
-    """The rows of its words, the first MAX_WORDS of them."""
-    found = [
-        1 + zlib.crc32(word.encode()) % (NUM_WORDS - 1)
-        for word in re.findall(r"\w+", instruction.lower())[:MAX_WORDS]
-    ]
-    return np.array(found + [0] * (MAX_WORDS - len(found)), np.int64)

@@ -26,8 +26,17 @@ PATCH = 8
 """Pixels of a patch's side."""
 
 
+class TokenConfig(PolicyConfig):
+    """What every policy of tokens has."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling and of the log-probabilities alike."""
+    smoothing: float = Field(default=1.0, ge=0)
+    """Spread, in bins, of what imitation is taught: keeps exploration alive. 0: the expert's bin alone."""
+
+
 class TokenPolicy(Policy):
-    class Config(PolicyConfig):
+    class Config(TokenConfig):
         type: Literal["tokens"] = "tokens"
         body: Literal["mlp", "transformer"] = "mlp"
         bins: int = Field(default=33, ge=2)
@@ -36,20 +45,20 @@ class TokenPolicy(Policy):
         depth: int = Field(default=2, ge=1)
         heads: int = Field(default=4, ge=1)
         """Of attention, where the body is a transformer."""
-        temperature: float = Field(default=1.0, gt=0)
-        """Of sampling and of the log-probabilities alike."""
-        smoothing: float = Field(default=1.0, ge=0)
-        """Spread, in bins, of what imitation is taught: keeps exploration alive. 0: the expert's bin alone."""
 
-    config: Config
+    config: TokenConfig
+    centres_K: Tensor
 
     def __init__(self, config: Config, spec: RobotSpec) -> None:
         super().__init__()
-        self.config, self.spec = config, spec
-        body = MLPBody if config.body == "mlp" else TransformerBody
-        self.body: Body = body(config, spec)
-        centres_K = -1.0 + (2.0 * torch.arange(config.bins) + 1.0) / config.bins
-        self.register_buffer("centres_K", centres_K, persistent=False)
+        self.build(config, spec, config.bins, config.bins)
+        self.body = MLPBody(config, spec) if config.body == "mlp" else TransformerBody(config, spec)
+
+    def build(self, config: TokenConfig, spec: RobotSpec, num_tokens: int, num_bins: int) -> None:
+        """What all of them hold. Tokens that there are more of than bins mean the last bin."""
+        self.config, self.spec, self.num_bins = config, spec, num_bins
+        bins_K = torch.arange(num_tokens).clamp(max=num_bins - 1)
+        self.register_buffer("centres_K", -1.0 + (2.0 * bins_K + 1.0) / num_bins, persistent=False)
 
     def decide(
         self, inputs: Inputs, generators: Sequence[np.random.Generator], *, greedy: bool
@@ -62,9 +71,9 @@ class TokenPolicy(Policy):
             places = torch.from_numpy(np.stack([g.random(shape, np.float32) for g in generators]))
             cumulative_BJAK = logits_BJAK.softmax(-1).cumsum(-1)
             wanted_BJA1 = places.to(logits_BJAK.device)[..., None] * cumulative_BJAK[..., -1:]
-            tokens_BJA = (cumulative_BJAK < wanted_BJA1).sum(-1).clamp(max=self.config.bins - 1)
-        actions_BJA = self.centres_K[tokens_BJA]  # type: ignore[index]
-        return actions_BJA, {"tokens": tokens_BJA.to(torch.int16)}
+            tokens_BJA = (cumulative_BJAK < wanted_BJA1).sum(-1).clamp(max=logits_BJAK.shape[-1] - 1)
+        actions_BJA = self.centres_K[tokens_BJA]
+        return self.denormalised(actions_BJA), {"tokens": tokens_BJA.to(torch.int16)}
 
     def evaluate(self, inputs: Inputs, latents: Mapping[str, Tensor]) -> Evaluated:
         logits_BJAK, values_B = self._logits(inputs)
@@ -78,28 +87,22 @@ class TokenPolicy(Policy):
 
     def imitation_loss(self, inputs: Inputs, actions_BJA: Tensor, mask_BJ: Tensor) -> Tensor:
         logits_BJAK, _ = self._logits(inputs)
-        bins, spread = self.config.bins, self.config.smoothing
-        places_BJA = (actions_BJA + 1.0) / 2.0 * bins - 0.5
-        distances_BJAK = torch.arange(bins, device=places_BJA.device) - places_BJA[..., None]
-        targets_BJAK = (-0.5 * (distances_BJAK / max(spread, 0.1)) ** 2).softmax(-1)
+        places_BJA = (self.normalised(actions_BJA) + 1.0) / 2.0 * self.num_bins - 0.5
+        bins_K = torch.arange(logits_BJAK.shape[-1], device=places_BJA.device)
+        distances_BJAK = (bins_K - places_BJA[..., None]) / max(self.config.smoothing, 0.1)
+        targets_BJAK = (-0.5 * distances_BJAK**2).softmax(-1)
         losses_BJ = -(targets_BJAK * logits_BJAK.log_softmax(-1)).sum((-1, -2))
         return (losses_BJ * mask_BJ).sum()
 
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        self.body.set_normaliser(states_NS)
-
     def _logits(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(logits [B, J, A, K] as they are drawn from, values [B])."""
         logits_BJAK, values_B = self.body(inputs)
         return logits_BJAK.float() / self.config.temperature, values_B.float()
 
 
-class Body(nn.Module):
+class MLPBody(nn.Module):
     """Inputs → (logits [B, J, A, bins], values [B])."""
 
-    def set_normaliser(self, states_NS: Tensor) -> None: ...
-
-
-class MLPBody(Body):
     def __init__(self, config: TokenPolicy.Config, spec: RobotSpec) -> None:
         super().__init__()
         self.shape = (config.chunk, spec.action_size, config.bins)
@@ -112,12 +115,10 @@ class MLPBody(Body):
         logits_BJAK = self.logits(self.trunk(inputs)).unflatten(-1, self.shape)
         return logits_BJAK, self.value(self.critic(inputs)).squeeze(-1)
 
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        self.trunk.set_normaliser(states_NS)
-        self.critic.set_normaliser(states_NS)
 
+class TransformerBody(nn.Module):
+    """The same."""
 
-class TransformerBody(Body):
     def __init__(self, config: TokenPolicy.Config, spec: RobotSpec) -> None:
         super().__init__()
         width = config.width
@@ -146,9 +147,6 @@ class TransformerBody(Body):
         hidden_BLD = self.layers(torch.cat([seen, slots], dim=1) + self.places_L)[:, -self.num_slots :]
         logits_BJAK = self.logits(hidden_BLD).unflatten(1, self.shape)
         return logits_BJAK, self.value(hidden_BLD[:, 0]).squeeze(-1)
-
-    def set_normaliser(self, states_NS: Tensor) -> None:
-        self.trunk.set_normaliser(states_NS)
 
 
 def spec_without_cameras(spec: RobotSpec) -> RobotSpec:

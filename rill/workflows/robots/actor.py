@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from rill.envs.robots.process import SimulatorProcess
-from rill.envs.robots.recording import demonstrate
+from rill.envs.robots.recording import Shown, demonstrate, shown_of
 from rill.errors import DataError
-from rill.models.robots.inputs import read
 from rill.runtime.context import current
 from rill.training.robots import ROBOT_TRAINERS, Demonstration, RobotTrainer
 from rill.types import EmbodiedTrajectory, InitialState, PolicyVersion
@@ -53,27 +52,34 @@ class RobotActor(PolicyLearner):
     # --- training -----------------------------------------------------------------------------------------
 
     def watch(self, starts: Sequence[InitialState]) -> dict[str, float]:
-        """See an expert play; every rank sees the same."""
+        """See an expert play, or what was recorded of one; every rank sees the same."""
+        policy, imitation = self.trainer.policy, self.config.imitation
+        if imitation.dataset:
+            episodes = imitation.recorded(policy.spec).episodes(imitation.demos)
+            shown, told = shown_of(episodes, policy.config.chunk), {}
+        else:
+            shown = self._played(starts)
+            told = {"bc/expert_success": shown.num_episodes / len(starts)}
+        inputs = policy.seen(shown.observations)
+        actions_BJA, mask_BJ = torch.from_numpy(shown.actions_BJA), torch.from_numpy(shown.mask_BJ)
+        self._shown = Demonstration(inputs=inputs, actions_BJA=actions_BJA, mask_BJ=mask_BJ)
+        policy.set_normaliser(inputs.states_BS, actions_BJA[mask_BJ])
+        return told | {"bc/chunks": float(len(inputs))}
+
+    def _played(self, starts: Sequence[InitialState]) -> Shown:
         simulator, least = self.config.simulator, self.config.imitation.min_success
         simulators = SimulatorProcess(simulator, DEMO_SIMULATORS, timeout_s=DEMO_TIMEOUT_S)
         try:
             shown = demonstrate(simulators, DEMO_SIMULATORS, starts, self.trainer.policy.config.chunk)
         finally:
             simulators.close()
-        success = shown.num_successes / len(starts)
+        success = shown.num_episodes / len(starts)
         if success < least or not shown.observations:
             raise DataError(
                 f"the scripted expert of {simulator.type!r} succeeds in {success:.0%} of {len(starts)} episodes, below "
                 f"imitation.min_success = {least:.0%}: it is not worth imitating here"
             )
-        inputs = read(shown.observations, self.trainer.policy.spec)
-        self._shown = Demonstration(
-            inputs=inputs,
-            actions_BJA=torch.from_numpy(shown.actions_BJA),
-            mask_BJ=torch.from_numpy(shown.mask_BJ),
-        )
-        self.trainer.policy.set_normaliser(inputs.states_BS)
-        return {"bc/expert_success": success, "bc/chunks": float(len(inputs))}
+        return shown
 
     def imitate(self, num_steps: int) -> dict[str, float]:
         """The next supervised steps; the metrics of the last."""
@@ -98,7 +104,7 @@ class RobotActor(PolicyLearner):
     # --- weights and files --------------------------------------------------------------------------------
 
     def _weights(self) -> Iterable[tuple[str, Tensor]]:
-        return list(self.trainer.policy.state_dict().items())
+        return list(self.trainer.policy.trained().items())
 
     def _proof(self, dtype: str) -> CanaryProof:
         canary = Canary([np.zeros(CANARY_LENGTH, np.int32)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -9,10 +10,12 @@ from pydantic import Field, model_validator
 from rill.algorithms.embodied import EmbodiedAlgorithmConfig, Estimator
 from rill.config import Config, OneOf, PartConfig
 from rill.data.initial_states import InitialStates
+from rill.data.lerobot import LeRobotData
 from rill.envs.robots.base import SIMULATORS
 from rill.models.robots.base import POLICIES
 from rill.telemetry.guards import Guard, default_guards, with_actions
 from rill.training.robots import ROBOT_TRAINERS, RobotTrainer
+from rill.types import RobotSpec
 from rill.workflows.config import (
     MISMATCH_LIMITS,
     ClusterConfig,
@@ -50,15 +53,25 @@ class RobotRolloutConfig(SampledConfig):
 
 
 class ImitationConfig(Config):
-    """[imitation]: supervised steps on a scripted expert's episodes, before the first RL step. 0 steps: off."""
+    """[imitation]: supervised steps on an expert's episodes, before the first RL step. 0 steps: off."""
 
     steps: int = Field(default=0, ge=0)
     demos: int = Field(default=50, ge=1)
-    """Episodes that the expert plays, from training states."""
+    """Episodes that the scripted expert plays, from training states, or that are read at most."""
+    dataset: str = ""
+    """A folder in LeRobot's format whose episodes are imitated. Empty: the simulator's scripted expert is."""
+    cameras: dict[str, str] = {}
+    """The data set's name of a simulator's camera, where it is not "observation.images.CAMERA"."""
+    action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    """(lowest, highest) action in the data set's units, which become −1 … 1. Unset: they are so already."""
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     min_success: float = Field(default=0.5, ge=0, le=1)
-    """An expert that succeeds less often than this is not imitated: the run ends and says so."""
+    """A scripted expert that succeeds less often than this is not imitated: the run ends and says so."""
+
+    def recorded(self, spec: RobotSpec) -> LeRobotData:
+        """The data set, which fits the robot."""
+        return LeRobotData(Path(self.dataset), spec, cameras=self.cameras, action_range=self.action_range)
 
 
 class RobotPlacementConfig(PlacementConfig):

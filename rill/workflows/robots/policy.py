@@ -24,8 +24,7 @@ from rill.config import PartConfig
 from rill.envs.robots.base import check_task
 from rill.envs.robots.process import SimulatorProcess
 from rill.errors import WeightSyncError
-from rill.models.robots.base import Decision, Policy, check_fits, load_policy, open_policy
-from rill.models.robots.inputs import read
+from rill.models.robots.base import POLICIES, Decision, Policy, load_policy, open_policy, read_saved
 from rill.runtime.channel import Channel
 from rill.runtime.context import current
 from rill.runtime.worker import Worker, concurrent
@@ -52,6 +51,13 @@ class PolicySource(NamedTuple):
             return load_policy(Path(self.path), self.spec)
         return open_policy(self.config, self.spec, seed=self.seed)
 
+    def check(self) -> None:
+        """Whether it fits the robot, from the small files where it is large. UserError: it does not."""
+        if self.path:
+            read_saved(Path(self.path), self.spec)
+        else:
+            POLICIES.load(self.config.type).check(self.config, self.spec)
+
 
 def policy_of(config: RobotConfig) -> PolicySource:
     """For the robot of the recipe, whose shapes are asked of a simulator in a process of its own. A simulator that
@@ -64,7 +70,9 @@ def policy_of(config: RobotConfig) -> PolicySource:
     for task in config.data.tasks:
         check_task(InitialState(config.simulator.type, task, 0), spec)
     source = PolicySource(config.policy, spec, config.policy_path, config.seed)
-    check_fits(source.open().spec, spec, config.policy_path or "the recipe")
+    source.check()
+    if config.imitation.dataset:
+        config.imitation.recorded(spec)
     return source
 
 
@@ -125,7 +133,7 @@ class RobotPolicyWorker(Worker):
         """Take new weights between two questions."""
         opened = manifest.open()
         with self.device_lock(), self._updating:
-            mine = self.policy.state_dict()
+            mine = self.policy.trained()
             missing = set(mine)
             with torch.no_grad():
                 for name, tensor in self.receiver.pull(opened):
@@ -181,7 +189,7 @@ def probe(policy: Policy, sequences: Sequence[TokenIds]) -> list[Floats]:
     """For the canary: what one seed draws for the probes, by its log-probabilities, and the probes' values."""
     seen = probes(policy.spec)
     decision = policy.act(seen, [0] * len(seen))
-    inputs = read(seen, policy.spec).to(policy.device)
+    inputs = policy.seen(seen).to(policy.device)
     values = policy.values_as_drawn(inputs).float().cpu().numpy()
     return [np.concatenate([[0.0], decision.logprobs_BJ[:, 0], values]).astype(np.float32) for _ in sequences]
 

@@ -32,7 +32,13 @@ class PointSimulator(Simulator):
         if config.step_s < 0:
             raise ConfigError(f"an action takes {config.step_s:g} s")
         self._config = config
-        self.spec = RobotSpec(state_size=2, action_size=1, tasks=("left", "right"))
+        self.spec = RobotSpec(
+            state_size=2,
+            action_size=1,
+            cameras=("front",) if config.image_size else (),
+            image_size=config.image_size,
+            tasks=("left", "right"),
+        )
         self._place = 0.0
         self._steps = 0
         self._start = InitialState("", "left", 0)
@@ -60,8 +66,6 @@ class PointSimulator(Simulator):
         is_over = abs(self._place) >= 0.4
         if is_over:
             self._steps = self._config.max_steps
-        if self._start.state_id == NOT_FINITE:
-            self._place = float("nan")
         truncated = not is_over and self._steps >= self._config.max_steps
         return Step(self._seen(), float(success), is_over, truncated, success)
 
@@ -72,5 +76,8 @@ class PointSimulator(Simulator):
         return np.full((size, size, 3), 127, np.uint8)
 
     def _seen(self) -> Observation:
-        state = np.array([self._place, self._steps / 12], np.float32)
-        return Observation(state=state, instruction=f"go {self._start.task}")
+        place = float("nan") if self._start.state_id == NOT_FINITE and self._steps else self._place
+        state = np.array([place, self._steps / 12], np.float32)
+        size = self._config.image_size
+        images = {"front": np.full((size, size, 3), int(127 + 100 * self._place), np.uint8)} if size else {}
+        return Observation(state=state, images=images, instruction=f"go {self._start.task}")

@@ -100,10 +100,10 @@ class LiberoScene(StandInScene):
 
     def seen(self) -> dict[str, Any]:
         size = self.options["camera_heights"]
-        pixels = np.zeros((size, size, 3), np.uint8)
+        pixels = np.arange(size * size * 3, dtype=np.uint8).reshape(size, size, 3)
         return {
             "robot0_eef_pos": np.array([self.place, 0, 0]),
-            "robot0_eef_quat": np.array([0, 0, 0, 1.0]),
+            "robot0_eef_quat": np.array([0, 0, np.sin(0.25), np.cos(0.25)]),
             "robot0_gripper_qpos": np.zeros(2),
             "agentview_image": pixels,
             "robot0_eye_in_hand_image": pixels,
@@ -149,7 +149,10 @@ def test_libero_is_called_as_it_wants_and_keeps_the_contract(monkeypatch: pytest
         monkeypatch.setitem(sys.modules, name, module)
     simulator = opened("libero", image_size=16, max_steps=6)
     assert simulator.spec.tasks == ("0", "1", "2")
-    assert simulator.reset(InitialState("libero", "2", 0)).instruction == "pick up the bowl"
+    seen = simulator.reset(InitialState("libero", "2", 0))
+    assert seen.instruction == "pick up the bowl"
+    assert np.allclose(seen.state[3:6], [0, 0, 0.5]), "axis times angle"
+    assert seen.images["wrist"][-1, -1].tolist() == [0, 1, 2], "half a turn"
     keeps_the_contract(simulator, "2", 6)
 
 

@@ -75,7 +75,7 @@ def test_a_recording_keeps_what_was_executed_and_the_final_observation(bank: Ban
 def test_an_expert_shows_its_next_chunk_at_every_moment(bank: Bank) -> None:
     starts = [InitialState("point", task, n) for n in range(2) for task in ("left", "right")]
     shown = demonstrate(bank, 3, starts, chunk=4)
-    assert shown.num_successes == 4
+    assert shown.num_episodes == 4
     assert len(shown.observations) == len(shown.actions_BJA) == len(shown.mask_BJ)
     for observation, actions, mask in zip(shown.observations, shown.actions_BJA, shown.mask_BJ, strict=True):
         wanted = -1.0 if "left" in observation.instruction else 1.0
