@@ -86,7 +86,9 @@ class ActorWorker(PolicyLearner):
         """The next `num_steps` supervised steps; the metrics of the last."""
         with self.device_lock():
             if self._warm_start is None:
-                self._warm_start = WarmStart(self.trainer, data, **config.model_dump(), seed=seed)
+                self._warm_start = WarmStart(
+                    self.trainer, data, **config.model_dump(exclude={"data"}), seed=seed
+                )
             metrics = self._warm_start.run(num_steps)
             if self._warm_start.is_over:
                 self._warm_start.trainer.finish()

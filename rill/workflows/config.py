@@ -261,9 +261,11 @@ class SyncConfig(Config):
 
 
 class WarmStartConfig(Config):
-    """[sft]: supervised steps before the first RL step, on the same trainer and data. 0 steps: off."""
+    """[sft]: supervised steps before the first RL step, on the same trainer. 0 steps: off."""
 
     steps: int = Field(0, ge=0)
+    data: Annotated[PartConfig, OneOf(DATASETS)] | None = None
+    """What is imitated, where the run's own data has no written answers. Unset: the run's own."""
     batch_size: int = Field(64, ge=1)
     """Examples per step."""
     learning_rate: float = Field(1e-3, gt=0)

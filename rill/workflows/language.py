@@ -51,9 +51,10 @@ def launch_actor(
         run_dir=launch.run_dir,
     )
     actor.ready(timeout_s)
+    shown = config.sft.data or config.data
     launch.warm_up(
         config.sft.steps,
-        lambda count: actor.warm_up(config.data, config.sft, count, config.seed).wait(timeout_s=timeout_s)[0],
+        lambda count: actor.warm_up(shown, config.sft, count, config.seed).wait(timeout_s=timeout_s)[0],
     )
     return actor
 

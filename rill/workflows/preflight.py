@@ -97,7 +97,8 @@ def _rl(config: RLConfig) -> list[str]:
     notes += _lengths(config, config.rollout.env, prompts, encoder)
     notes += _writable(prompts, tokenizer)
     if config.sft.steps:
-        _try_examples(prompts, encoder, config.trainer)
+        shown = prompts if config.sft.data is None else _rows(config.sft.data)
+        _try_examples(shown, encoder, config.trainer)
     sampling = config.rollout.sampling.params()
     notes += _try_episodes(config.rollout.env, prompts, encoder, sampling)
     for env, asked in evals:

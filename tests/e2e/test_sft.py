@@ -168,3 +168,15 @@ def test_rl_starts_from_a_supervised_model_and_the_other_way_round(
     assert_went_on(run, policy)
     said = [note for report in reports for note in report.notes]
     assert len(said) == 1 and said[0].startswith("no evaluations: dataset 'parquet' has no held_out prompts")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_warm_up_learns_from_data_of_its_own(jsonl: str, tmp_path: Path) -> None:
+    losses = []
+    for name, data in (("own", ()), ("other", ("sft.data.type=jsonl", f"sft.{jsonl}"))):
+        reports: list[StepReport] = []
+        settings = ("loop.steps=1", "sft.steps=2", "eval.num_prompts=0", *data)
+        tiny.start(tmp_path, name, *settings, observers=[reports.append])
+        losses.append([r.metrics["sft/loss"] for r in reports if r.phase == "warm-up"][-1])
+    assert losses[0] != losses[1]

@@ -52,6 +52,18 @@ def rows(tmp_path: Path, text: str) -> list[str]:
     return ["data.type=jsonl", f"data.path={path}", "data.form=bare", "eval.num_prompts=0"]
 
 
+def unanswered(index: int, seed: int) -> Prompt:
+    return Prompt(id=f"p{index}", text=f"{index}+{seed}=")
+
+
+def test_a_warm_up_imitates_data_of_its_own_where_the_runs_has_no_written_answers() -> None:
+    asked = ["data.type=generated", "data.function=tests.workflows.test_preflight:unanswered", "data.form=bare"]
+    asked += ["eval.num_prompts=0", "sft.steps=1"]
+    with pytest.raises(DataError, match="p0 has no written solution"):
+        preflight(tiny(*asked))
+    assert preflight(tiny(*asked, "sft.data.type=arithmetic")) == []
+
+
 def test_what_can_run_has_nothing_to_be_told() -> None:
     assert preflight(tiny()) == []
 
