@@ -93,8 +93,11 @@ def test_a_hurt_run_keeps_every_promise(tmp_path: Path) -> None:
         ("loop.steps=600", "loop.checkpoint_every=20", "cluster.devices=2", "placement.rollout=0",
          "placement.actor=1", "loop.max_lag=2"),
         ("loop.steps=300", "loop.checkpoint_every=20", "workflow=ppo", "algorithm.type=ppo"),
+        ("loop.steps=300", "loop.checkpoint_every=20", "cluster.devices=2", "placement.rollout=0",
+         "placement.actor=1", "loop.max_lag=2", "rollout.env.type=tests.e2e.faults:Paying",
+         "rollout.env.reward={type='function',function='tests.e2e.rewards:share_of_digits',run_in='inline'}"),
     ],
-    ids=["synchronous, environments apart", "asynchronous", "four models"],
+    ids=["synchronous, environments apart", "asynchronous", "four models", "tools"],
 )  # fmt: skip
 def test_hundreds_of_faults_lose_nothing(tmp_path: Path, settings: tuple[str, ...]) -> None:
     hurt(tmp_path, *settings, "--faults", "300", "--every", "1", "--timeout", "6000")

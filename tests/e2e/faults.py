@@ -15,6 +15,7 @@ from torch import Tensor
 from rill.algorithms import Algorithm
 from rill.envs.agent import Agents
 from rill.envs.single_turn import SingleTurn
+from rill.envs.tools import as_tool
 from rill.inference.base import NamedTensors
 from rill.inference.native.engine import NativeEngine
 from rill.models.loading import ModelConfig, load_model, load_tokenizer
@@ -74,6 +75,24 @@ class Late(SingleTurn):
         await agents.policy.generate(task)
         while is_first and self.num_begun < 6 * EPISODES_PER_STEP:
             await asyncio.sleep(0.02)
+
+
+class Paying(SingleTurn):
+    """No fault: an environment in which every episode calls a tool that must not run twice, and says more behind it."""
+
+    class Config(SingleTurn.Config):
+        type: Literal["tests.e2e.faults:Paying"]  # type: ignore[assignment]
+
+    async def run(self, task: Prompt, agents: Agents) -> None:
+        reply = await agents.policy.generate(task)
+        paid = await reply.call(as_tool(pay, once=True), amount=len(reply.text))
+        await agents.policy.generate(reply.then(f"[{paid}]"))
+
+
+async def pay(amount: int) -> str:
+    """Pay an amount."""
+    await asyncio.sleep(0.01)
+    return str(amount)
 
 
 class Stuck(SingleTurn):
