@@ -200,27 +200,32 @@ def test_a_failed_update_a_release_and_adapters_do_what_they_do_on_one_rank(two:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_killed_follower_fails_what_runs_by_name_and_leaves_no_process(two: NativeEngine) -> None:
-    (follower,) = children()
+def test_a_killed_follower_fails_what_runs_by_name_and_leaves_no_process() -> None:
+    """The name is that of the one that was killed, and not of those that it took with it."""
+    engine = make_engine(tensor_parallel_size=4)
+    _, follower, _ = children()
     started: Future[bool] = Future()
     asked = [request(i, p, max_new_tokens=200) for i, p in enumerate(prompts((8,) * 6))]
-    flights = two.submit(asked, lambda delta: None if started.done() else started.set_result(True))
+    flights = engine.submit(asked, lambda delta: None if started.done() else started.set_result(True))
     started.result(timeout=60)
     follower.kill()
     for flight in flights:
-        with pytest.raises(EngineDiedError, match=rf"rank 1 .*process {follower.pid}\) ended \(exit code -9"):
+        with pytest.raises(
+            EngineDiedError,
+            match=rf"rank \d of the engine\'s 4 \(process {follower.pid}\) ended \(exit code -9",
+        ):
             flight.result(timeout=60)
-    with pytest.raises(EngineDiedError, match="rank 1"):
-        two.stats()
-    two.close()
+    with pytest.raises(EngineDiedError, match="exit code -9"):
+        engine.stats()
+    engine.close()
     assert not children()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_idle_engine_hears_of_a_death_by_itself() -> None:
-    engine = make_engine(tensor_parallel_size=4)
-    first, *others = children()
+    engine = make_engine(tensor_parallel_size=2)
+    (first,) = children()
     first.kill()
     deadline = time.monotonic() + 60
     with pytest.raises(EngineDiedError, match=f"process {first.pid}"):
@@ -228,7 +233,6 @@ def test_an_idle_engine_hears_of_a_death_by_itself() -> None:
             engine.stats()
             time.sleep(0.05)
     engine.close()
-    psutil.wait_procs(others, timeout=60)
     assert not children()
 
 

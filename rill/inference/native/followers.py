@@ -54,6 +54,8 @@ HOST = "127.0.0.1"
 STEP_TIMEOUT_S = 300
 """For one rank to wait for the others within a step: far above the length of any."""
 END_TIMEOUT_S = 10.0
+SETTLE_S = 0.2
+"""A rank that is killed takes others with it, who say that they lost it: until all have, nobody is blamed."""
 HERE, READY = "here", "ready"
 
 
@@ -189,6 +191,7 @@ class Followers:
         self._store = collective.open_store(HOST, 0, is_master=True, timeout_s=STEP_TIMEOUT_S)
         for rank in range(1, self._size):
             self._members.append(self._start(rank))
+            self._members[-1].connection.send(self._seat(rank))
         self.hear(HERE, STEP_TIMEOUT_S)
         self._group = self._seat(0).join(self._store)
         self._group.blame = self._blame
@@ -264,9 +267,7 @@ class Followers:
             env={**os.environ, **thread_env(torch.get_num_threads(), os.environ)},
         )
         theirs.close()
-        connection = Connection(ours.detach())
-        connection.send(self._seat(rank))
-        return Member(rank, process, connection)
+        return Member(rank, process, Connection(ours.detach()))
 
     def _seat(self, rank: int) -> Seat:
         device = f"cuda:{(self._device.index or 0) + rank}" if self._device.type == "cuda" else "cpu"
@@ -283,9 +284,13 @@ class Followers:
 
     def _watch(self) -> None:
         by_connection = {member.connection: member for member in self._members}
-        (first, *_) = wait(list(by_connection))  # ends with them: close() sees to that
-        assert isinstance(first, Connection)
-        ending = self._ending(by_connection[first], _heard(first))
+        wait(list(by_connection))  # ends with them: close() sees to that
+        if self._is_closed:
+            return
+        time.sleep(SETTLE_S)
+        said = {member: _heard(c) for c, member in by_connection.items() if c.poll()}
+        guilty = min(said, key=lambda member: bool(said[member]))
+        ending = self._ending(guilty, said[guilty])
         with self._lock:
             if self._is_closed:
                 return
@@ -313,7 +318,7 @@ class Followers:
 
 
 def _heard(connection: Connection) -> str:
-    """ "": it is gone, and said nothing."""
+    """Nothing where it is gone without a word."""
     try:
         return str(connection.recv())
     except (EOFError, OSError):
