@@ -43,18 +43,18 @@ class Vault(vf.MultiTurnEnv):
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **_: object) -> vf.Messages:
         vault = state["prompt"][0]["content"].partition(":")[0]
-        hop = len(state["trajectory"])
-        return [{"role": "user", "content": f"[{look_up(vault, asked(messages), hop >= self.num_hops)}]"}]
+        key, hop = asked(messages) or "", len(state["trajectory"])
+        return [{"role": "user", "content": f"[{look_up(vault, key, hop >= self.num_hops)}]"}]
 
     @vf.stop
     async def has_answered(self, state: vf.State) -> bool:
-        return bool(state["trajectory"]) and not asked(state["trajectory"][-1]["completion"])
+        return bool(state["trajectory"]) and asked(state["trajectory"][-1]["completion"]) is None
 
 
-def asked(messages: vf.Messages) -> str:
-    """The key in the model's last message; empty: it has asked for none."""
+def asked(messages: vf.Messages) -> str | None:
+    """The key in the model's last message, however it is spelt; None: it has asked for none."""
     _, mark, key = str(messages[-1]["content"]).rpartition("<get>")
-    return key.removesuffix("</get>") if mark and key.endswith("</get>") else ""
+    return key.removesuffix("</get>") if mark and key.endswith("</get>") else None
 
 
 async def right(completion: vf.Messages, answer: str) -> float:
