@@ -7,11 +7,16 @@
 other, so the model reads what it reads in the recipe, and the curve is the recipe's.
 """
 
+import ssl
+
 import httpx
 
 from rill.data.tasks.vault import CLOSE, OPEN, look_up
 from rill.envs.agent import Agents
 from rill.types import Prompt
+
+TLS = ssl.create_default_context()
+"""Read once: a client that reads its certificates for every episode takes longer than the model."""
 
 
 async def run(task: Prompt, agents: Agents) -> float:
@@ -23,7 +28,7 @@ async def solve(base_url: str, question: str, num_hops: int) -> str:
     """The agent: asks the model, looks up what it wants to know, and asks again."""
     vault = question.partition(":")[0]
     messages = [{"role": "user", "content": question}]
-    async with httpx.AsyncClient(base_url=base_url, timeout=600, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=base_url, timeout=600, verify=TLS, trust_env=False) as client:
         for hop in range(1, 6):
             body = {"model": "policy", "messages": messages, "stop": [CLOSE]}
             answer = (await client.post("/chat/completions", json=body)).raise_for_status().json()

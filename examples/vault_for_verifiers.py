@@ -11,6 +11,7 @@ The model reads what it reads in the recipe, token by token.
 
 import hashlib
 import random
+from pathlib import Path
 
 import verifiers as vf
 from datasets import Dataset
@@ -18,15 +19,21 @@ from datasets import Dataset
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def load_environment(size: int = 1000, num_hops: int = 2) -> vf.Environment:
-    rng = random.Random(0)
-    words = [
-        ["".join(rng.choices(LETTERS, k=3)), f"{rng.choice(LETTERS)}{rng.randint(0, 9)}"] for _ in range(size)
-    ]
-    rows = [
-        {"question": f"{vault}:{key}?", "answer": chain(vault, key, num_hops)[-1]} for vault, key in words
-    ]
+def load_environment(size: int = 1000, num_hops: int = 2, questions: str = "") -> vf.Environment:
+    """`questions`: a file with one to a line. Empty: `size` of its own."""
+    asked = Path(questions).read_text().splitlines() if questions else made(size)
+    rows = []
+    for question in asked:
+        vault, _, key = question.removesuffix("?").partition(":")
+        rows.append({"question": question, "answer": chain(vault, key, num_hops)[-1]})
     return Vault(num_hops, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=5)
+
+
+def made(size: int) -> list[str]:
+    rng = random.Random(0)
+    return [
+        f"{''.join(rng.choices(LETTERS, k=3))}:{rng.choice(LETTERS)}{rng.randint(0, 9)}?" for _ in range(size)
+    ]
 
 
 class Vault(vf.MultiTurnEnv):
@@ -36,18 +43,18 @@ class Vault(vf.MultiTurnEnv):
 
     async def env_response(self, messages: vf.Messages, state: vf.State, **_: object) -> vf.Messages:
         vault = state["prompt"][0]["content"].partition(":")[0]
-        hop = len(state["trajectory"])
-        return [{"role": "user", "content": f"[{look_up(vault, asked(messages), hop >= self.num_hops)}]"}]
+        key, hop = asked(messages) or "", len(state["trajectory"])
+        return [{"role": "user", "content": f"[{look_up(vault, key, hop >= self.num_hops)}]"}]
 
     @vf.stop
     async def has_answered(self, state: vf.State) -> bool:
-        return bool(state["trajectory"]) and not asked(state["trajectory"][-1]["completion"])
+        return bool(state["trajectory"]) and asked(state["trajectory"][-1]["completion"]) is None
 
 
-def asked(messages: vf.Messages) -> str:
-    """The key in the model's last message; empty: it has asked for none."""
+def asked(messages: vf.Messages) -> str | None:
+    """The key in the model's last message, however it is spelt; None: it has asked for none."""
     _, mark, key = str(messages[-1]["content"]).rpartition("<get>")
-    return key.removesuffix("</get>") if mark and key.endswith("</get>") else ""
+    return key.removesuffix("</get>") if mark and key.endswith("</get>") else None
 
 
 async def right(completion: vf.Messages, answer: str) -> float:

@@ -44,7 +44,7 @@ def test_the_same_weights_come_of_a_built_in_tool_a_black_box_agent_and_an_mcp_s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_tool_that_is_needed_is_learnt_by_step_50(tmp_path: Path, seed: int) -> None:
+def test_a_tool_that_is_needed_is_learnt_by_step_40(tmp_path: Path, seed: int) -> None:
     config = resolved(RECIPE, (f"seed={seed}",))
     run = Run.create("vault", root=tmp_path, config_toml=dump_config(config))
     carry_out(config, run)

@@ -57,7 +57,11 @@ def unanswered(index: int, seed: int) -> Prompt:
 
 
 def test_a_warm_up_imitates_data_of_its_own_where_the_runs_has_no_written_answers() -> None:
-    asked = ["data.type=generated", "data.function=tests.workflows.test_preflight:unanswered", "data.form=bare"]
+    asked = [
+        "data.type=generated",
+        "data.function=tests.workflows.test_preflight:unanswered",
+        "data.form=bare",
+    ]
     asked += ["eval.num_prompts=0", "sft.steps=1"]
     with pytest.raises(DataError, match="p0 has no written solution"):
         preflight(tiny(*asked))

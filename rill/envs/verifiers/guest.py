@@ -9,12 +9,14 @@ program that it starts for every episode; seats for which nobody chose one are p
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import itertools
 import json
 import logging
 import os
 import signal
+import ssl
 import sys
 import threading
 import traceback
@@ -250,7 +252,8 @@ async def converse(
     httpx = importlib.import_module("httpx")
     mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp") if servers else None
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
+        settings = {"timeout": None, "verify": certificates(), "trust_env": False}
+        client = await stack.enter_async_context(httpx.AsyncClient(**settings))
         tools: list[dict[str, Any]] = []
         dispatch: dict[str, Any] = {}
         connected: dict[str, Any] = {}
@@ -270,6 +273,12 @@ async def converse(
             for call in message["tool_calls"]:
                 content = await called(mcp, connected, dispatch, call["function"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """Read once: a client that reads them for every episode takes longer to make than many an answer."""
+    return ssl.create_default_context()
 
 
 async def called(
