@@ -123,8 +123,8 @@ class Lease:
 
     def _take_commit(self, state: LeaseState) -> tuple[list[Done], list[Puts]]:
         self.state = state
-        held = _held.get(self._thread, ())
-        if self in held:
+        held = _held.get(self._thread)
+        if held is not None and self in held:
             held.remove(self)
         puts, self._puts = self._puts, []
         return [Done(self._consumer.name, self._ids)], puts
