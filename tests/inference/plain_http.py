@@ -8,6 +8,6 @@ import httpx
 http = httpx.Client(
     verify=False,  # plain http on this machine
     trust_env=False,
-    timeout=20,
+    timeout=60,
     limits=httpx.Limits(max_keepalive_connections=0),
 )

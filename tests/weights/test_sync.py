@@ -112,10 +112,10 @@ def test_a_failing_engine_is_named_and_comes_back_with_the_next_version(publishe
 
 
 def test_a_late_engine_is_out_of_service_until_it_has_caught_up(publisher: Publisher) -> None:
-    sync, engines = assemble(publisher, 2, timeout_s=0.3)
+    sync, engines = assemble(publisher, 2, timeout_s=3.0)
     engines[0].gate.clear()
     report = step(sync, 1)
-    assert "within 0.3 s" in report.failed["engine0"] and report.in_service == ("engine1",)
+    assert "within 3 s" in report.failed["engine0"] and report.in_service == ("engine1",)
     report = step(sync, 2)
     assert "still pulling" in report.failed["engine0"]
     engines[0].gate.set()
