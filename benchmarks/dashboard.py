@@ -137,7 +137,8 @@ def _zoom_ms(page: Any) -> float:
     """From the click's event until the frame that shows the new view, by the page's own clock: the robot's hand, which
     looks for the button, waits until it stands still and moves the mouse there, is not counted."""
     took: float = page.evaluate(
-        """() => new Promise((done) => {
+        """() => new Promise((done, fail) => {
+            setTimeout(() => fail(new Error("no new view within 30 s")), 30000);
             const began = performance.now();
             const shown = new MutationObserver(() => {
                 shown.disconnect();

@@ -1,6 +1,6 @@
 """One task by four ways: the vault with its built-in tool, behind an MCP server, by an agent of its own over HTTP
-(`base_url`), and as a package of verifiers. What the model reads is the same, token by token, so the curves are equal,
-and so are the trained weights, bit by bit.
+(`base_url`), and as a package of verifiers. What the model reads is the same, token by token, so curves and trained
+weights should be equal, bit by bit: the fingerprints tell.
 
     RILL_VERIFIERS_031_PYTHON=~/vf/bin/python python benchmarks/vault_ways.py [tool mcp base_url verifiers]
 
@@ -26,7 +26,7 @@ from rill.telemetry.metrics import read_metrics
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = 'rollout.env.chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"'
 HELD_OUT = '{name="vault", num_prompts=256, data={type="vault"}, split="held_out", env={type="vault"}}'
-SHOWN_STEPS = (1, 10, 20, 30, 40, 50)
+SHOWN_STEPS = (1, 10, 20, 30, 40)
 TIMEOUT_S = 3600
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     )
     parser.add_argument("ways", nargs="*", default=["tool", "mcp", "base_url", "verifiers"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--root", type=Path, default=Path("runs/vault_ways"))
     args = parser.parse_args()
     args.root = args.root.resolve()
