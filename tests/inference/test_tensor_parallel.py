@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,12 @@ PHI = SHAPES["llama"] | {"model_type": "phi3"}
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "native.follower" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # another test's, which ends just now
+            if "native.follower" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.fixture
