@@ -46,10 +46,11 @@ class PublishingWorker(Worker):
         engines must know, with what they must answer to a canary."""
 
     def meet(self, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool) -> None:
-        """Called once, on rank 0. `timeout_s`: for an engine to take a version; `interrupt`: what it samples goes on
-        under the new one."""
+        """On rank 0, once, and again when groups have moved. `timeout_s`: for an engine to take a version;
+        `interrupt`: what it samples goes on under the new one."""
         assert self.publisher is not None, "rank 0 publishes"
-        self.engines = Engines(self.publisher, rollout, timeout_s, interrupt)
+        newest = self.engines.newest if self.engines is not None else None
+        self.engines = Engines(self.publisher, rollout, timeout_s, interrupt, newest)
 
     def publish(self, version: PolicyVersion) -> Synced | None:
         """Bring the engines to the weights as they are, once those that were lost are back (the driver sees to it)."""
@@ -84,20 +85,26 @@ class Engines:
     """The engines of a run, as the publishing rank sees them."""
 
     def __init__(
-        self, publisher: Publisher, rollout: WorkerGroup[Any], timeout_s: float, interrupt: bool
+        self,
+        publisher: Publisher,
+        rollout: WorkerGroup[Any],
+        timeout_s: float,
+        interrupt: bool,
+        newest: SealedManifest | None,
     ) -> None:
         self._publisher = publisher
         self._group = EngineGroup(rollout, interrupt)
         # No engine need be in service: the driver starts those that are not again, or ends the run.
         config = WeightSyncConfig(timeout_s=timeout_s, min_in_service=0)
         self._sync = WeightSync(publisher, self._group, config)
-        self._manifest: SealedManifest | None = None
+        self.newest = newest
+        """What was published last."""
         self._lock = threading.Lock()
         """An engine may be brought back while the trainer waits for samples, or publishes."""
 
     def bring_to(self, manifest: SealedManifest) -> Synced:
         with self._lock:
-            self._manifest = manifest
+            self.newest = manifest
             report = self._sync.distribute(manifest)
         metrics = {
             "sync/update_s": report.pull_s,
@@ -111,11 +118,11 @@ class Engines:
     def catch_up(self, rollout: WorkerGroup[Any], rank: int) -> None:
         with self._lock:
             self._group.rollout = rollout
-            if self._manifest is not None:
+            if self.newest is not None:
                 self._sync.catch_up(self._group.name_of(rank), self.manifest_for_one())
 
     def manifest_for_one(self) -> SealedManifest:
-        manifest = self._manifest
+        manifest = self.newest
         assert manifest is not None, "nothing is published before the loop runs"
         if not manifest.is_collective:
             return manifest

@@ -276,6 +276,11 @@ class Fleet:
         """Bring every engine to the actor's weights as they are."""
         return self.take_in(answer(self._actor.publish(version), self._loop.step_timeout_s))
 
+    def catch_up(self) -> None:
+        """Bring every engine to what the actor published last."""
+        for rank in self._rollout.ranks:
+            answer(self._actor.on(0).catch_up(self._rollout, rank), 2 * self._config.timeout_s)
+
     def take_in(self, synced: Synced | None) -> dict[str, float]:
         """How the actor brought new weights to the engines. One that did not come there is started again."""
         assert synced is not None, "the trainer's first rank publishes"

@@ -104,6 +104,17 @@ def test_two_sharded_ranks_with_unequal_work_have_the_gradient_of_one_process(tm
     assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["later"], 0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_rows_that_do_not_divide_over_the_ranks_are_exported_whole(tmp_path: Path) -> None:
+    results = check(tmp_path, 3, {"config": {}, "export": str(tmp_path / "export")})
+
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same({n: w.detach().numpy() for n, w in exported.named_parameters()}, results[0]["weights"], 0.0)
+
+
 @pytest.mark.timeout(120)
 def test_sharded_eight_bit_state_is_read_by_one_process(tmp_path: Path) -> None:
     optimizer = {"type": "adamw8bit", "learning_rate": 1e-3}
