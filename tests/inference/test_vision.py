@@ -66,11 +66,13 @@ def test_the_engine_says_what_the_plain_model_says(model_type: str, fast_path: b
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_a_gpu_sees_what_the_plain_model_sees(model_type: str) -> None:
+def test_a_gpu_sees_what_the_plain_model_sees(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several prompts at once, through captured steps."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the patches' convolution
     reader = reader_of(model_type)
     prompts = [shown(reader, noise(16, 24, seed=n)) for n in range(5)]
-    engine = NativeEngine(NativeEngine.Config(model=tiny(model_type), device="cuda", num_kv_blocks=64))
+    config = NativeEngine.Config(model=tiny(model_type), device="cuda", dtype="float32", num_kv_blocks=64)
+    engine = NativeEngine(config)
     try:
         found = engine.generate([asked(f"{n}", *prompt) for n, prompt in enumerate(prompts)])
     finally:
@@ -80,7 +82,7 @@ def test_a_gpu_sees_what_the_plain_model_sees(model_type: str) -> None:
         whole = np.concatenate([ids, completion.token_ids])
         with torch.no_grad():
             wanted = plain_logprobs(model, reader, whole, pictures)[-len(completion.token_ids) :]
-        np.testing.assert_allclose(completion.logprobs, wanted.numpy(), atol=2e-2)
+        np.testing.assert_allclose(completion.logprobs, wanted.numpy(), atol=5e-3)
 
 
 @pytest.mark.parametrize("model_type", SHAPES)

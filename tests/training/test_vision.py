@@ -38,9 +38,10 @@ def trainer_of(model: ModelConfig, device: str = "cpu", **settings: object) -> P
 @pytest.mark.parametrize("tree_packing", [False, True])
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_a_packed_row_has_the_gradient_of_the_plain_model(
-    model_type: str, tree_packing: bool, device: str
+    model_type: str, tree_packing: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples of one picture, one of another in the same group, one with two pictures and one without any."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the patches' convolution, on a GPU
     model = tiny(model_type)
     reader = load_pictures(model)
     assert reader is not None
