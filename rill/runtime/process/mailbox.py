@@ -20,18 +20,18 @@ import msgspec
 import zmq
 
 from rill.errors import RunError
-from rill.runtime.process.ack import NO_STREAM, Incoming, Letter, Outgoing
+from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
 Handler: TypeAlias = Callable[[Frames], None]
 
 CLOSE_LINGER_MS = 500
-LARGE_FRAME_BYTES = 65536
 HEARTBEAT_MS = 10_000
 """ZeroMQ's own, on TCP, from its own threads: a connection that leads nowhere is closed and made anew."""
 
-_PROBE, _ACK, _GAP = b"\0probe", b"\0ack", b"\0gap"
+_PROBE, _ACK = b"probe", b"ack"
+"""Kinds of messages that are not counted; each names the number that was asked for."""
 _TICK_MS = 500
 
 _log = logging.getLogger(__name__)
@@ -149,34 +149,23 @@ class Mailbox:
             if not self._closed:
                 _log.warning("%d bytes that are no message were dropped", len(data))
             return
-        num_bytes = len(data)
-        for n, frame in enumerate(letter.frames):
-            if frame is None:
-                letter.frames[n] = self._inbox.recv(copy=False).buffer  # writable, and without a copy
-                num_bytes += len(letter.frames[n])
         confirmed = self._by_token.get(letter.ack_token)
         if confirmed is not None:
             confirmed.confirm(letter.ack)
+        kind, asked = letter.frames if letter.seq == 0 else (b"", b"")
+        if kind == _ACK:
+            if confirmed is not None and letter.ack < int.from_bytes(asked, "little"):
+                confirmed.send_again()
+            return
         peer = self._peers.get(letter.reply_to) or self._peer(letter.reply_to)
         if peer is None:
             return  # gone: what it still says is of no use to anybody
-        if letter.seq == 0:
-            self._answer(peer, confirmed, letter)
-        elif peer.incoming.is_next(letter, num_bytes):
+        if peer.incoming.is_next(letter):
             self._dispatch(letter.frames)
             if peer.incoming.must_tell():
-                peer.tell(_ACK)
-        elif peer.incoming.must_ask(letter.seq):
-            peer.tell(_GAP)
-
-    def _answer(self, peer: _Peer, confirmed: _Peer | None, letter: Letter) -> None:
-        kind = letter.frames[0]
-        if kind == _PROBE:
-            peer.incoming.follow(letter.token)
-            is_whole = peer.incoming.num_received >= int.from_bytes(letter.frames[1], "little")
-            peer.tell(_ACK if is_whole else _GAP)
-        elif kind == _GAP and confirmed is not None:
-            confirmed.send_again()
+                peer.tell(_ACK, b"")
+        elif kind == _PROBE:
+            peer.tell(_ACK, asked)
 
     def _probe(self, now_s: float) -> None:
         with self._peers_lock:
@@ -213,15 +202,15 @@ class _Peer:
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send, and keep until the other end has it."""
-        parts = _split(frames)
+        kept = [bytes(frame) for frame in frames]
         with self._lock:
-            self._write(self.outgoing.number(parts), *parts)
+            self._write(self.outgoing.number(kept), kept)
 
     def send_again(self) -> None:
         """All that is not confirmed, in order."""
         with self._lock:
-            for seq, parts in self.outgoing.unconfirmed():
-                self._write(seq, *parts)
+            for seq, frames in self.outgoing.unconfirmed:
+                self._write(seq, frames)
 
     def confirm(self, num_received: int) -> None:
         with self._lock:
@@ -230,7 +219,7 @@ class _Peer:
     def tell(self, *frames: bytes) -> None:
         """A message that is not counted; like all others it says how much has arrived."""
         with self._lock:
-            self._write(0, list(frames), [])
+            self._write(0, list(frames))
 
     def close(self, linger_ms: int) -> None:
         with self._lock:
@@ -238,16 +227,13 @@ class _Peer:
             if self._socket is not None:
                 self._socket.close(linger=linger_ms)
 
-    def _write(self, seq: int, frames: Frames, large: list[zmq.Frame]) -> None:
-        if self._is_closed:
-            return
-        incoming = self.incoming
-        ack = incoming.told() if incoming.token != NO_STREAM else 0
-        letter = _encode(Letter(self.outgoing.token, incoming.token, ack, seq, self._reply_to, frames))
-        if large:
-            self._open().send_multipart([letter, *large], copy=False)
-        else:
-            self._open().send(letter)
+    def _write(self, seq: int, frames: list[bytes]) -> None:
+        if not self._is_closed:
+            incoming = self.incoming
+            letter = Letter(
+                self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames
+            )
+            self._open().send(_encode(letter))
 
     def _open(self) -> zmq.Socket[Any]:
         if self._socket is None:
@@ -263,23 +249,6 @@ class _Peer:
                 self._key.present(socket)
             socket.connect(self._endpoint)
         return self._socket
-
-
-_Parts: TypeAlias = tuple[Frames, list[zmq.Frame]]
-
-
-def _split(frames: Sequence[Any]) -> _Parts:
-    """Every part of a message costs ZeroMQ as much as a small message does: so small frames travel in one, and only
-    large ones, in ZeroMQ's memory, as parts of their own."""
-    small: Frames = []
-    large = []
-    for frame in frames:
-        if type(frame) is bytes and len(frame) < LARGE_FRAME_BYTES:
-            small.append(frame)
-        else:
-            small.append(None)
-            large.append(zmq.Frame(frame, copy=True))
-    return small, large
 
 
 def free_port(host: str) -> int:
