@@ -219,7 +219,7 @@ class _GivenMembers:
 
     def lost(self, group: str) -> list[int]:
         directory = current().directory
-        return [a.rank for a in self.roster(group).addresses if directory.is_dead(a.identity)]
+        return [a.rank for a in self.roster(group).addresses if a.identity in directory.dead]
 
 
 def _rebuild_group(

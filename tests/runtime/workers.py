@@ -158,7 +158,7 @@ class Peer(Worker):
         return is_right
 
     def routes(self) -> dict[str, int]:
-        return current().transfer.routes()
+        return current().transfer.routes
 
     @concurrent
     def num_lent(self) -> int:

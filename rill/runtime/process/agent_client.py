@@ -17,17 +17,7 @@ from typing import Protocol
 
 from rill.errors import RunError
 from rill.runtime.device.device import Device, Node, on_node
-from rill.runtime.process.agent import (
-    AgentSpec,
-    Exited,
-    Kill,
-    Request,
-    Shutdown,
-    Start,
-    bootstrap,
-    receive_message,
-    send_message,
-)
+from rill.runtime.process.agent import AgentSpec, Exited, Start, bootstrap, receive_message, send_message
 from rill.runtime.process.session import Session
 
 CLOSE_WAIT_S = 10.0
@@ -95,12 +85,12 @@ class LocalNode:
         self._send(request)
 
     def kill(self, key: str) -> None:
-        self._send(Kill(key=key))
+        self._send(key)
 
     def close(self) -> None:
         self._closing = True
         with contextlib.suppress(RunError):
-            self._send(Shutdown())
+            self._send(None)
         try:
             self._process.wait(CLOSE_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -109,7 +99,7 @@ class LocalNode:
         self._reader.join(CLOSE_WAIT_S)
         self._control.close()
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: Start | str | None) -> None:
         with self._lock:
             try:
                 send_message(self._control, request)

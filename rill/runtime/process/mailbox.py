@@ -230,9 +230,7 @@ class _Peer:
     def _write(self, seq: int, frames: list[bytes]) -> None:
         if not self._is_closed:
             incoming = self.incoming
-            letter = Letter(
-                self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames
-            )
+            letter = Letter(self.outgoing.token, incoming.token, incoming.told(), seq, self._reply_to, frames)
             self._open().send(_encode(letter))
 
     def _open(self) -> zmq.Socket[Any]:

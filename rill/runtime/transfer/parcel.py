@@ -78,7 +78,7 @@ class Parcels:
         with self._lock:
             self._lent[ref.slot] = Counter(reader.identity for reader in readers)
         for reader in readers:
-            if self._context.directory.is_dead(reader.identity):
+            if reader.identity in self._context.directory.dead:
                 self.peer_died(reader.identity)
         mailbox = self._context.mailbox
         return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
