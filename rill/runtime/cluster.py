@@ -115,7 +115,6 @@ class Cluster:
 
     @property
     def context(self) -> RuntimeContext:
-        """The driver's own doors in this cluster."""
         return self._context
 
     @property
@@ -217,7 +216,6 @@ class Cluster:
             client.close()
 
     def _admit(self, client: NodeClient) -> None:
-        """Number a node's devices, after all that were ever there."""
         numbered = number(client.devices, self._next_device_id)
         self._next_device_id += len(numbered)
         self._nodes[client.node.node_id] = client
@@ -236,7 +234,6 @@ class Cluster:
             client.start(self._launcher.store_server(client))
 
     def _on_event(self, event: Exited) -> None:
-        """On a node's reader thread."""
         how = event.how()
         if not is_service(event.key):
             self._supervisor.process_ended(event.key, how)
@@ -252,20 +249,16 @@ class Cluster:
             self._supervisor.hub_lost(f"the hub ended too often and is not started again: {how}")
 
     def _on_node_lost(self, node_id: str, reason: str) -> None:
-        """On a node's reader thread."""
         if self._is_closed or node_id not in self._nodes:
             return
-        self._reopen(node_id)  # first, so that whoever sees its rank dead can relaunch it
-        self._supervisor.node_lost(node_id, reason)
-
-    def _reopen(self, node_id: str) -> None:
         del self._nodes[node_id]
-        try:
+        try:  # first, so that whoever sees its rank dead can relaunch it
             client = self._nodes[node_id] = self._backend.reopen(node_id)
-        except RunError:
+        except RunError:  # it is gone for good: launches on it say so
             self.devices = tuple(device for device in self.devices if device.node_id != node_id)
-            return  # the node is gone for good: launches on it say so
-        self._start_services(client)
+        else:
+            self._start_services(client)
+        self._supervisor.node_lost(node_id, reason)
 
     def _node(self, node_id: str) -> NodeClient:
         if node_id not in self._nodes:

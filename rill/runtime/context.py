@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +44,11 @@ class RuntimeContext:
         socket_name: str,
         *,
         torch_device: str | None = None,
-        registration: Mapping[str, Any] | None = None,
+        device_ids: Sequence[int] = (),
     ) -> None:
         """`address`: who this is; where it can be reached is added. `socket_name`: of its mailbox, in the session's
         folder. `torch_device`: where tensors that were on a GPU at the sender are put; None: on the CPU.
-        `registration`: what the hub is told besides the address. Nothing waits for the hub, which may be starting."""
+        `device_ids`: what a worker is placed on. Nothing waits for the hub, which may be starting."""
         self.site = site
         endpoint = f"ipc://{site.session_dir}/{socket_name}"
         self.mailbox = Mailbox(endpoint, tcp_host=site.host if site.key is not None else None, key=site.key)
@@ -64,7 +64,8 @@ class RuntimeContext:
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
         self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key, starts=False)
-        self.hub.submit("registry.register", {**(registration or {}), "address": astuple(self.address)})
+        told: dict[str, Any] = {"devices": device_ids} if device_ids else {}
+        self.hub.submit("registry.register", {**told, "address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
         self.parcels = Parcels(self)
@@ -95,13 +96,16 @@ class RuntimeContext:
         *,
         concurrent: bool = False,
     ) -> Handle:
-        """Call a method on ranks of a group."""
         handle = Handle(f"{group}.{method}", targets, self.late)
-        self.calls.call(handle, method, self.parcels.pack(arguments, targets), concurrent=concurrent)
+        self.calls.call(
+            handle,
+            method,
+            self.parcels.pack(arguments, [target.identity for target in targets]),
+            concurrent=concurrent,
+        )
         return handle
 
     def close(self) -> None:
-        """Close what is open, in the opposite order of its opening."""
         with self.lock:
             lock, self.device_lock = self.device_lock, None
             consumers = list(self.channels.values())
@@ -128,7 +132,6 @@ _of_process: list[RuntimeContext] = []
 
 
 def current() -> RuntimeContext:
-    """The context of this process."""
     if not _of_process:
         raise RunError(
             "no cluster is open here: it was closed, or none was made (`with Cluster(...) as cluster`)"
@@ -137,7 +140,6 @@ def current() -> RuntimeContext:
 
 
 def is_set() -> bool:
-    """Whether `current()` has an answer."""
     return bool(_of_process)
 
 

@@ -47,7 +47,6 @@ class Roster:
     """The members of a group, as they are at one moment."""
 
     version: int
-    """Grows with every change."""
     addresses: tuple[WorkerAddress, ...]
     """In the order of ranks, which need not count without gaps."""
 
@@ -58,7 +57,6 @@ class Move:
 
     group: str
     before: tuple[tuple[int, ...], ...]
-    """The devices of each rank."""
     after: tuple[tuple[int, ...], ...]
     state_bytes: int
     """What the workers' `state` gave; 0 where it gave nothing."""
@@ -93,7 +91,6 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def size(self) -> int:
-        """How many ranks it has now."""
         return len(self.ranks)
 
     @property
@@ -103,7 +100,6 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def devices(self) -> dict[int, tuple[int, ...]]:
-        """The ids of the devices of each rank."""
         return self._owner.devices_of(self.name)
 
     def on(self, *ranks: int) -> WorkerGroup[W_co]:
@@ -166,7 +162,6 @@ class WorkerGroup(Generic[W_co]):
         self._owner.close_group(self.name, timeout_s)
 
     def addresses(self) -> list[WorkerAddress]:
-        """Where the ranks are now."""
         return list(self._members.roster(self.name).addresses)
 
     def __getattr__(self, method: str) -> Callable[..., Handle]:

@@ -22,8 +22,6 @@ DEFAULT_WAIT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank's part of a call ended."""
-
     value: Any
     error: RillError | None
     seconds: float
@@ -98,8 +96,6 @@ class _Latch:
 
 
 class Handle:
-    """The outcome of one call on several ranks."""
-
     def __init__(
         self,
         method: str,
@@ -147,7 +143,6 @@ class Handle:
         return [None if reply is None else reply.outcome() for reply in self._replies]
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
         return self._num_left == 0
 
     def fill(self, index: int, reply: Reply) -> None:

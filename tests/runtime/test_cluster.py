@@ -148,7 +148,7 @@ def test_when_the_hub_is_given_up_every_wait_in_every_process_fails_with_the_rea
         with pytest.raises(WorkerError, match="(?s)ended too often.*no room"):
             waiting.wait(60)
         with pytest.raises(RillError, match="(?s)ended too often.*no room"):
-            cluster.context.hub.find("never[0]", 20)
+            cluster.context.hub.call("registry.find", "never[0]", 20)
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "not started again" in record.getMessage()
 

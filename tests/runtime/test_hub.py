@@ -40,7 +40,7 @@ def client(hub: HubProcess) -> Iterator[HubClient]:
 def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client: HubClient) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 20)))
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 20)))
     waiter.start()
     client.call("registry.register", {"address": "tcp://5"}, 20)
     waiter.join(20)
@@ -49,12 +49,12 @@ def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client:
 
 
 def test_a_search_that_gave_up_is_waited_for_by_nobody(client: HubClient) -> None:
-    with pytest.raises(StuckError, match="'driver"):
-        client.find("driver[0]", 0.05)
+    with pytest.raises(StuckError, match="registry.find"):
+        client.call("registry.find", "driver[0]", 0.05)
     client.call("registry.sync", None, 20)
     assert not client._asked
     client.call("registry.register", {"address": 1}, 20)
-    assert client.find("driver[0]", 20) == 1
+    assert client.call("registry.find", "driver[0]", 20) == 1
 
 
 def test_a_refusal_arrives_as_the_error_it_names(client: HubClient) -> None:
@@ -67,7 +67,7 @@ def test_something_that_cannot_be_sent_fails_by_itself_and_keeps_the_line_open(c
     with pytest.raises(RunError, match="cannot be sent"):
         client.call("registry.register", {"address": object()}, 20)
     client.call("registry.register", {"address": 1}, 20)
-    assert client.find("driver[0]", 20) == 1
+    assert client.call("registry.find", "driver[0]", 20) == 1
 
 
 def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> None:
@@ -146,7 +146,7 @@ def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
 ) -> None:
     other = HubClient(hub.endpoint, "w[0]#0")
     found: list[object] = []
-    waiter = threading.Thread(target=lambda: found.append(other.find("driver[0]", 30)))
+    waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 30)))
     waiter.start()
     time.sleep(0.3)
     hub.kill()

@@ -101,14 +101,14 @@ def test_large_call_arguments_and_results_travel_through_shared_memory(pair: Wor
     for result in pair.doubled(array).wait(10):
         np.testing.assert_array_equal(result, 2 * array)
         result[0] = 5.0
-    assert current().parcels.num_lent() == 0 or _drains()
+    assert current().parcels.lent == {} or _drains()
 
 
 def _drains() -> bool:
     deadline_s = time.monotonic() + 5
-    while current().parcels.num_lent() and time.monotonic() < deadline_s:
+    while current().parcels.lent and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    return current().parcels.num_lent() == 0
+    return current().parcels.lent == {}
 
 
 def test_a_death_ends_the_waits_on_the_dead_and_names_it(cluster: Cluster) -> None:
@@ -143,7 +143,7 @@ def test_a_send_that_fails_leaves_nothing_behind(
         for _ in range(3):
             with pytest.raises(StuckError, match="no shared memory"):
                 transfer.send(array, "pair", 1, timeout_s=5)
-    assert not transfer._unreceived and cluster.context.parcels.num_lent() == 0
+    assert not transfer._unreceived and cluster.context.parcels.lent == {}
     answer = pair.on(1).receive_any("driver", 0)
     transfer.send("small", "pair", 1, timeout_s=5)
     assert answer.wait(10) == ["small"]

@@ -39,8 +39,6 @@ SETTLE_S = 0.01
 
 
 class Consumer:
-    """Thread-safe."""
-
     def __init__(self, context: RuntimeContext, producer: Producer) -> None:
         self.name = producer.name
         self._context = context
@@ -190,7 +188,6 @@ class Consumer:
             self._return_ahead()
 
     def close(self) -> None:
-        """Nothing will be taken here any more."""
         self.return_ahead()
         self._hub.remove_ticker(self._tick)
 

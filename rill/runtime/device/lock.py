@@ -39,7 +39,6 @@ DEFAULT_TIMEOUT_S = 3600.0
 
 
 def device_lock_of(worker: Worker) -> DeviceLock:
-    """The lock of this worker; one per process."""
     context = current()
     with context.lock:
         if context.device_lock is None:
@@ -148,7 +147,6 @@ class DeviceLock:
 
     @property
     def is_held_here(self) -> bool:
-        """Whether the calling thread is in a block."""
         return threading.get_ident() in self._users
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ class Asked(Future[T], Generic[T]):
     """`cancel` stops waiting: false when the answer is there after all; a later one goes to `on_late`."""
 
     def __init__(self, answer: Any = Any, on_late: Callable[[Any], None] | None = None) -> None:
-        """`answer`: what msgspec makes of the body."""
         super().__init__()
         self.seq = 0
         """The number of the request, from the moment it was submitted."""
@@ -46,9 +45,8 @@ class Asked(Future[T], Generic[T]):
         return True
 
 
-def as_error(body: msgspec.Raw) -> RillError:
-    """A refusal of the hub, [name of the RillError, message], as the exception it stands for."""
-    kind, message = msgspec.msgpack.decode(body, type=tuple[str, str])
+def as_error(kind: str, message: str) -> RillError:
+    """A refusal of the hub, by the name of a RillError, as the exception it stands for."""
     cls = vars(errors).get(kind, RunError)
     assert isinstance(cls, type) and issubclass(cls, RillError)
     return cls(message)

@@ -38,8 +38,6 @@ ANY_EPOCH = 1 << 62
 
 
 class Broker:
-    """All channels."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.channels: dict[str, ChannelState] = {}
@@ -52,11 +50,9 @@ class Broker:
     def on_stats(self, client: str, seq: int, name: str) -> Any:
         return self._channel(name).stats()
 
-    def on_all_stats(self, client: str, seq: int, payload: None) -> Any:
-        return {name: channel.stats() for name, channel in self.channels.items()}
-
-    def on_waits(self, client: str, seq: int, payload: None) -> list[tuple[str, str, str, float]]:
-        return self.waits()
+    def on_overview(self, client: str, seq: int, payload: None) -> Any:
+        """All channels and waits, for a stuck-run report."""
+        return {name: channel.stats() for name, channel in self.channels.items()}, self.waits()
 
     def waits(self) -> list[tuple[str, str, str, float]]:
         """Who waits on which channel: (client, channel, "put" or "take", since)."""
@@ -77,12 +73,9 @@ class Broker:
         return True
 
     def _channel(self, name: str) -> ChannelState:
-        try:
-            return self.channels[name]
-        except KeyError:
-            raise ServiceError(
-                "ChannelClosedError", f"channel {name!r} does not exist in this cluster"
-            ) from None
+        if name not in self.channels:
+            raise ServiceError("ChannelClosedError", f"channel {name!r} does not exist in this cluster")
+        return self.channels[name]
 
     def _open_channel(self, name: str) -> ChannelState:
         channel = self._channel(name)
@@ -128,27 +121,25 @@ class Broker:
             return None
         for done in commit.done:
             self._finish(self._channel(done.channel), client, done.ids)
-        is_waiting = False
         producer = name_of(client)
         for channel, puts in zip(targets, commit.puts, strict=True):
             entries = [channel.new_entry(producer, item) for item in puts.items]
             if channel.is_bounded and commit.wants_reply:
-                self._enter(channel, PutWait(client, seq, deque(entries), self._machine.now_s))
-                is_waiting = True
+                channel.puts.append(PutWait(client, seq, deque(entries), self._machine.now_s))
+                self._entering[client, seq] = self._entering.get((client, seq), 0) + 1
             else:
                 for entry in entries:
-                    channel.admit(entry, self._machine.now_s)
-        for channel in targets:
+                    channel.admit(entry)
+        is_waiting = (client, seq) in self._entering
+        for channel in (*targets, *(self._channel(done.channel) for done in commit.done)):
             self._serve(channel)
-        for done in commit.done:
-            self._serve(self._channel(done.channel))
         return None if is_waiting or not commit.wants_reply else 0
 
     def _finish(self, channel: ChannelState, client: str, ids: list[int]) -> None:
         held, items = self._held(client, channel.name), channel.items
         entries = [items[item_id] for item_id in dict.fromkeys(ids) if item_id in held]
         leased = [entry for entry in entries if entry.state is ItemState.LEASED]
-        channel.finish(leased, name_of(client), self._machine.now_s)
+        channel.finish(leased, name_of(client))
         for entry in entries:
             if entry.item.ref is None or entry.is_released:
                 self._forget(channel, held, entry)
@@ -228,12 +219,6 @@ class Broker:
         """The ids that a client holds of a channel, to be changed in place."""
         return self._leases.setdefault(client, {}).setdefault(channel, set())
 
-    def _enter(self, channel: ChannelState, wait: PutWait) -> None:
-        """A part of a commit that is answered when the last of its parts is in."""
-        key = (wait.client, wait.seq)
-        self._entering[key] = self._entering.get(key, 0) + 1
-        channel.puts.append(wait)
-
     def _entered(self, wait: PutWait, num_left_out: int = 0) -> None:
         key = (wait.client, wait.seq)
         self._entering[key] -= 1
@@ -248,7 +233,9 @@ class Broker:
         while True:
             self._serve_puts(channel)
             channel.drain(self._machine.num_events)
-            if not channel.takes or not self._serve_takes(channel):
+            num_before = len(channel.takes)
+            channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
+            if len(channel.takes) == num_before:
                 break
         self._machine.changed_channels.add(channel.name)
 
@@ -256,17 +243,11 @@ class Broker:
         while channel.puts:
             wait = channel.puts[0]
             while wait.entries and channel.has_room_for(wait.entries[0]):
-                channel.admit(wait.entries.popleft(), self._machine.now_s)
+                channel.admit(wait.entries.popleft())
             if wait.entries:
                 return
             channel.puts.popleft()
             self._entered(wait)
-
-    def _serve_takes(self, channel: ChannelState) -> bool:
-        """Grant what can be granted; true when something was."""
-        before = len(channel.takes)
-        channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
-        return len(channel.takes) < before
 
     def _grant(self, channel: ChannelState, wait: TakeWait) -> bool:
         """Items, or, where a loop's epoch is over, its end."""
@@ -323,10 +304,8 @@ class Broker:
             return False
         names = ended | channel.put_in_epoch.get(channel.epoch, set())
         groups = {group_of(name) for name in names if name != channel.creator}
-        return all(self._has_ended(group, ended) for group in groups)
-
-    def _has_ended(self, group: str, ended: set[str]) -> bool:
-        return all(f"{group}[{rank}]" in ended for rank in self._machine.membership.ranks(group))
+        ranks = self._machine.membership.ranks
+        return all(f"{group}[{rank}]" in ended for group in groups for rank in ranks(group))
 
     def members_changed(self) -> None:
         """A group has other ranks now: an epoch may have ended with those that left."""
@@ -336,7 +315,6 @@ class Broker:
                 self._serve(channel)
 
     def on_pass_end(self, client: str, seq: int, name: str) -> None:
-        """The call whose loop met the epoch's end has ended well."""
         self._channel(name).passing.discard(client)
 
     def on_unend(self, client: str, seq: int, name: str) -> None:
@@ -367,8 +345,6 @@ class Broker:
 
     def _refs(self) -> Iterator[Ref | None]:
         for channel in self.channels.values():
-            for entry in channel.items.values():
+            waiting = (entry for wait in channel.puts for entry in wait.entries)
+            for entry in (*channel.items.values(), *waiting):
                 yield entry.item.ref
-            for wait in channel.puts:
-                for entry in wait.entries:
-                    yield entry.item.ref

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """Freed slots until they are told, and segments that outlived their owner."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._free: dict[str, list[tuple[str, int]]] = {}

@@ -49,8 +49,6 @@ class Readiness(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One group's turn."""
-
     id: int
     group: str
     devices: frozenset[int]
@@ -70,8 +68,6 @@ class Turn:
 
 
 class LockService:
-    """Turns in order of arrival; who is resident where."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._turns: list[Turn] = []
@@ -167,11 +163,9 @@ class LockService:
     # --- what else happens --------------------------------------------------------------------------------
 
     def next_due_s(self) -> float | None:
-        """When `tick` is wanted."""
         return min((t.linger_until_s for t in self._turns if t.linger_until_s is not None), default=None)
 
     def tick(self) -> None:
-        """Time has passed."""
         for turn in list(self._turns):
             if turn.linger_until_s is not None and turn.linger_until_s <= self._machine.now_s:
                 self._turns.remove(turn)
@@ -195,7 +189,6 @@ class LockService:
     # --- whose turn it is ---------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Something has changed: it may be another group's turn."""
         while self._advance_once():
             pass
 
@@ -206,7 +199,10 @@ class LockService:
                     turn.state = TurnState.HELD
                     self._let_in(turn)
                     return True
-                self._evict_residents(turn)
+                inside = {client for other in self._turns for client in other.inside}
+                for client in self._residents_in_the_way(turn):
+                    if client not in self._evicting and client not in inside:
+                        self._evict(client, 0)
         membership = self._machine.membership
         waiting = [t for t in self._turns if t.state == TurnState.WAITING and membership.is_seated(t.group)]
         for turn in waiting:
@@ -225,12 +221,6 @@ class LockService:
                     self._ask_to_lend(holder, turn)
         return False
 
-    def _evict_residents(self, turn: Turn) -> None:
-        inside = {client for other in self._turns for client in other.inside}
-        for client in self._residents_in_the_way(turn):
-            if client not in self._evicting and client not in inside:
-                self._evict(client, 0)
-
     def _evict(self, client: str, turn_id: int) -> None:
         self._evicting[client] = self._next_eviction
         self._next_eviction += 1
@@ -242,7 +232,8 @@ class LockService:
             turn.entered[name_of(client)] += 1
             turn.linger_until_s = None
             self._evicting.pop(client, None)
-            self._resident[client] = self._machine.membership.devices_of_client(client) or turn.devices
+            told = self._machine.membership.members.get(client, {})
+            self._resident[client] = frozenset(told.get("devices", ())) or turn.devices
             self._machine.reply(client, seq, turn.id)
         turn.asked = {}
 
@@ -254,7 +245,7 @@ class LockService:
     def _end_if_empty(self, turn: Turn) -> None:
         if turn.inside or turn.asked or turn not in self._turns:
             return
-        num_missing = self._machine.membership.world_size(turn.group) - len(turn.entered)
+        num_missing = len(self._machine.membership.ranks(turn.group)) - len(turn.entered)
         if turn.state == TurnState.HELD and num_missing > 0 and not turn.is_resumed:
             turn.linger_until_s = self._machine.now_s + LINGER_S
         else:

@@ -26,15 +26,12 @@ from rill.runtime.hub.service import Handler, ServiceError, handlers_of
 
 @dataclass(slots=True)
 class Stream:
-    """Both directions of one client."""
-
     expected: int = 1
     next_out: int = 1
     outbox: deque[tuple[int, int, Any, Any]] = field(default_factory=deque)
     """(out number, OutKind, seq or topic, body), unconfirmed ones only."""
 
     def confirm(self, out: int) -> None:
-        """The client has everything up to `out`."""
         outbox = self.outbox
         while outbox and outbox[0][0] <= out:
             outbox.popleft()
@@ -88,7 +85,6 @@ class Machine:
         return first_seq <= self.expected(client) < first_seq + num_requests
 
     def expected(self, client: str) -> int:
-        """The number of the client's next request."""
         return self.streams[client].expected if client in self.streams else 1
 
     def apply(
@@ -135,7 +131,6 @@ class Machine:
         self._settle()
 
     def tick(self, now_s: float) -> None:
-        """Time has passed: an event like any other."""
         self.now_s = now_s
         self.num_events += 1
         self.locks.tick()

@@ -24,8 +24,6 @@ NO_STREAM = bytes(8)
 
 
 class Letter(msgspec.Struct, array_like=True, gc=False):
-    """A message as it travels."""
-
     token: bytes
     """Of the sender's stream."""
     ack_token: bytes
@@ -49,7 +47,6 @@ class Outgoing:
         self._heard_s = 0.0
 
     def number(self, frames: list[bytes]) -> int:
-        """Count and keep a message."""
         if not self.unconfirmed:
             self._heard_s = time.monotonic()
         self.num_sent += 1
@@ -57,7 +54,6 @@ class Outgoing:
         return self.num_sent
 
     def confirm(self, num_received: int) -> None:
-        """The peer has so many."""
         unconfirmed = self.unconfirmed
         if unconfirmed and unconfirmed[0][0] <= num_received:
             self._heard_s = time.monotonic()

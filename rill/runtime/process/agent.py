@@ -92,8 +92,6 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """A process has ended."""
-
     key: str
     pid: int
     exit_code: int
@@ -111,8 +109,6 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """What an agent needs to know from its start."""
-
     session_dir: str
     shm_dir: str
     sys_path: list[str]
@@ -154,8 +150,6 @@ class _Child:
 
 
 class Agent:
-    """The loop."""
-
     def __init__(self, spec: AgentSpec, control: socket.socket) -> None:
         self.spec = spec
         self.control = control

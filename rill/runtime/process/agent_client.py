@@ -38,7 +38,6 @@ class NodeClient(Protocol):
 
     node: Node
     devices: Sequence[Device]
-    """Which the cluster numbers."""
     session_dir: str
     """The session's folders on that node."""
     shm_dir: str
@@ -54,8 +53,6 @@ class NodeClient(Protocol):
 
 
 class LocalNode:
-    """A NodeClient for this machine."""
-
     def __init__(
         self, node: Node, session: Session, events: NodeEvents, devices: Sequence[Device] = ()
     ) -> None:

@@ -12,8 +12,6 @@ from rill.runtime.process.session import Session, open_session
 
 
 class Backend(Protocol):
-    """A place to run."""
-
     is_spread: bool
     """Whether there are several nodes, or may be later: processes then listen on TCP too, under a key."""
 

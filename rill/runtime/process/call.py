@@ -46,7 +46,6 @@ class Call(msgspec.Struct, array_like=True, gc=False):
 
     @staticmethod
     def read(frames: Frames) -> Call:
-        """From the frames after the kind."""
         call = _decode_call(frames[0])
         call.payload = frames[1:]
         return call
@@ -54,8 +53,7 @@ class Call(msgspec.Struct, array_like=True, gc=False):
     def answer(
         self, context: RuntimeContext, value: object, seconds: float, timers: Mapping[str, float]
     ) -> None:
-        """Send a result."""
-        payload = context.parcels.pack(wire.encode(value), [self])
+        payload = context.parcels.pack(wire.encode(value), [self.identity])
         self._reply(context, payload, False, seconds, timers)
 
     def fail(
@@ -84,8 +82,6 @@ class Call(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Answer(msgspec.Struct, array_like=True, gc=False):
-    """What is said of an answer; the result travels beside it."""
-
     call_id: int
     index: int
     is_error: bool

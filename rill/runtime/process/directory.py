@@ -30,7 +30,6 @@ class Directory:
         self._context = context
         self._lock = threading.Lock()
         self._known: dict[str, WorkerAddress] = {}
-        """By name."""
         self.dead: dict[str, str] = {}
         """identity -> why, of those of whose death this process has heard."""
         self._last_dead: dict[str, str] = {}
@@ -96,13 +95,12 @@ class Directory:
                 raise PeerDiedError(f"{name} is gone: {self.dead[last_dead]}")
             return self._learn(there[name])
         try:
-            return self._learn(_as_address(self._context.hub.find(name, timeout_s)))
+            return self._learn(_as_address(self._context.hub.call("registry.find", name, timeout_s)))
         except StuckError as error:
             self._check_rank(group, rank)
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
-        """Call `listener(identity, reason)` for every death."""
         self._listeners.append(listener)
 
     def report_death(self, identity: str, reason: str) -> None:
@@ -122,7 +120,6 @@ class Directory:
             listener(identity, reason)
 
     def close(self) -> None:
-        """Nobody here wants to hear of deaths any more."""
         self._listeners.clear()
 
     def _learn(self, address: WorkerAddress) -> WorkerAddress:

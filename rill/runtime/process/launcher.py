@@ -42,7 +42,6 @@ class Launcher:
     _socket_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hub(self) -> Start:
-        """The control plane, on the driver's node."""
         return Start(
             key=HUB_KEY,
             entry="rill.runtime.hub.server:main",
@@ -70,7 +69,6 @@ class Launcher:
         env: Mapping[str, str],
         num_threads: int,
     ) -> Start:
-        """One rank of a group."""
         spec = WorkerSpec(
             site=self._site_of(client),
             driver=self.context.address,

@@ -40,8 +40,6 @@ _decode = msgspec.msgpack.Decoder(Letter).decode
 
 
 class Mailbox:
-    """The inbox of this process and its connections to others."""
-
     def __init__(self, endpoint: str, *, tcp_host: str | None = None, key: SessionKey | None = None) -> None:
         """Bind `endpoint`, and free TCP ports on `tcp_host` when other nodes must reach this process."""
         self.context = zmq.Context()
@@ -73,7 +71,6 @@ class Mailbox:
         self._handlers[kind] = handler
 
     def start(self) -> None:
-        """Begin to read; handlers are in place."""
         self._thread.start()
 
     def post(self, endpoint: str, frames: Sequence[Any]) -> None:
@@ -207,7 +204,6 @@ class _Peer:
             self._write(self.outgoing.number(kept), kept)
 
     def send_again(self) -> None:
-        """All that is not confirmed, in order."""
         with self._lock:
             for seq, frames in self.outgoing.unconfirmed:
                 self._write(seq, frames)

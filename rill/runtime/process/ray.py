@@ -49,8 +49,6 @@ def import_ray() -> Any:
 
 
 class RayBackend:
-    """A Ray cluster as a place to run."""
-
     is_spread = True
 
     def __init__(self, address: str, devices: DeviceSpec) -> None:
@@ -151,8 +149,6 @@ class RayBackend:
 
 
 class RayNode:
-    """A NodeClient for another machine of the Ray cluster."""
-
     def __init__(self, ray: Any, node: Node, ray_node_id: str, session_id: str, events: NodeEvents) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -49,8 +49,6 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was found out."""
-
     edges: list[Edge]
     stacks: dict[str, dict[str, str]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)
@@ -106,7 +104,8 @@ def late(context: RuntimeContext, message: str, limit_s: float, own: Edge | None
 def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> str:
     """`message` about a passed deadline, with the report written and its summary added, or the report of another."""
     try:
-        path = report_path(context)
+        stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+        path = report_folder(context) / f"{stem}.md"
         other = context.hub.call("registry.claim", ["report", str(path), REPORT_EVERY_S], ASK_S)
         if other:
             return f"{message}; {other}, written for another wait, has the whole picture"
@@ -118,7 +117,6 @@ def explain(context: RuntimeContext, message: str, own: Edge | None = None) -> s
 
 
 def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
-    """Ask everybody."""
     hub, mailbox = context.hub, context.mailbox
     answers: dict[str, Any] = {context.address.identity: dump()}
     others = {a.identity: a for a in context.directory.everybody() if a.identity not in answers}
@@ -136,21 +134,14 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
             mailbox.post(address.endpoint_from(context.site.node_id), [DUMP, reply_to])
         if others:
             arrived.wait(ASK_S)
-    channels = hub.call("broker.all_stats", None, ASK_S)
+    channels, channel_waits = hub.call("broker.overview", None, ASK_S)
     turns = hub.call("locks.turns", None, ASK_S)
-    channel_waits = hub.call("broker.waits", None, ASK_S)
     edges = _edges(answers, channels, turns, channel_waits)
     if own is not None and not any(edge.waiter == own.waiter for edge in edges):
         edges.insert(0, own)
     stacks = {name_of(client): answer["stacks"] for client, answer in answers.items()}
     silent = sorted(name_of(client) for client in others.keys() - answers.keys())
     return Report(edges, stacks, silent, channels)
-
-
-def report_path(context: RuntimeContext) -> Path:
-    """Where this process's next report goes."""
-    stem = f"stuck-{context.address.name}-{time.strftime('%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    return report_folder(context) / f"{stem}.md"
 
 
 def report_folder(context: RuntimeContext) -> Path:

@@ -30,7 +30,6 @@ class ScratchFolder:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove it with everything in it."""
         self._remove()
         self._lock.close()
 

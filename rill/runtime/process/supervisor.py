@@ -41,8 +41,6 @@ HELLO_WAIT_S = 600.0
 
 
 class Supervisor:
-    """The groups of one cluster. Thread-safe."""
-
     def __init__(
         self,
         context: RuntimeContext,
@@ -329,7 +327,6 @@ class Supervisor:
             member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
 
     def node_lost(self, node_id: str, reason: str) -> None:
-        """All processes of a node are gone with its agent."""
         with self._lock:
             lost = [key for key, member in self._by_key.items() if member.seat.node_id == node_id]
         for key in lost:

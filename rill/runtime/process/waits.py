@@ -62,7 +62,6 @@ class waiting:  # noqa: N801  used as `with waiting(...)`; a class because it st
             hook(on, time.monotonic() - self._since_s)
 
     def row(self, now_s: float) -> list[Any]:
-        """As a dump holds it."""
         return [self.what, self.on if isinstance(self.on, str) else self.on(), now_s - self._since_s]
 
 

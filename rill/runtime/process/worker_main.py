@@ -49,11 +49,9 @@ class WorkerSpec:
     site: Site
     driver: WorkerAddress
     address: WorkerAddress
-    """Who it is."""
     ranks: tuple[int, ...]
     devices: tuple[Device, ...]
     device: str
-    """The torch device."""
     num_threads: int
     main: MainModule
     sys_path: list[str]
@@ -63,7 +61,6 @@ class WorkerSpec:
 
 
 def main(start: bytes) -> None:
-    """Entry of the process; `start` is a pickled WorkerSpec."""
     spec = pickle.loads(start)
     assert isinstance(spec, WorkerSpec)
     faulthandler.enable()
@@ -87,13 +84,9 @@ class WorkerProcess:
     """One rank: its worker, its surroundings, and how calls run on it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        registration = {
-            "rank": spec.address.rank,
-            "world_size": len(spec.ranks),
-            "devices": [device.id for device in spec.devices],
-        }
+        device_ids = [device.id for device in spec.devices]
         self.context = RuntimeContext(
-            spec.site, spec.address, spec.socket_name, torch_device=spec.device, registration=registration
+            spec.site, spec.address, spec.socket_name, torch_device=spec.device, device_ids=device_ids
         )
         self._spec = spec
         self._name = self.context.address.name
@@ -134,7 +127,6 @@ class WorkerProcess:
         self._run(call)
 
     def _run(self, call: Call) -> None:
-        """Run a call here and answer it."""
         timers = begin_call()
         started_s = time.perf_counter()
         recorder = self.context.recorder

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def shares_a_device(me: WorkerAddress, peer: WorkerAddress) -> bool:
-    """Whether `peer` sees a device of `me`."""
     return me.node_id == peer.node_id and bool(set(me.gpus) & set(peer.gpus))
 
 

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
@@ -31,13 +31,6 @@ INLINE_MAX_BYTES = 64 * 1024
 Slot: TypeAlias = tuple[str, int]
 
 
-class Reader(Protocol):
-    """Whom a parcel is for."""
-
-    @property
-    def identity(self) -> str: ...
-
-
 class _Place(NamedTuple):
     """Where a parcel lies, and whom to tell when it has been read."""
 
@@ -45,9 +38,6 @@ class _Place(NamedTuple):
     endpoint: str
     tcp_endpoint: str
     is_for_several: bool
-
-    def owner_endpoint(self, node_id: str) -> str:
-        return self.endpoint if node_id == self.ref.node_id else self.tcp_endpoint
 
 
 def pack_inline(encoded: wire.Encoded) -> Frames:
@@ -61,25 +51,23 @@ class Parcels:
     def __init__(self, context: RuntimeContext) -> None:
         self._context = context
         self._lock = threading.Lock()
-        self._lent: dict[Slot, Counter[str]] = {}
+        self.lent: dict[Slot, Counter[str]] = {}
         """slot -> how often it is lent to whom, by identity."""
         # A release may come from a destructor at any moment: SimpleQueue.put is safe there, a lock is not.
         self._released: queue.SimpleQueue[tuple[str, Slot] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        context.mailbox.on(FREE, self._on_free)
+        context.mailbox.on(FREE, lambda frames: self._returned(*pickle.loads(frames[0])))
 
-    def pack(
-        self, encoded: wire.Encoded, readers: Sequence[Reader], timeout_s: float = FULL_WAIT_S
-    ) -> Frames:
-        """The frames that carry `encoded` to each of `readers`; the first tells how."""
+    def pack(self, encoded: wire.Encoded, readers: Sequence[str], timeout_s: float = FULL_WAIT_S) -> Frames:
+        """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
         if encoded.num_bytes <= INLINE_MAX_BYTES:
             return pack_inline(encoded)
         ref = self._context.store.write(encoded, timeout_s)
         with self._lock:
-            self._lent[ref.slot] = Counter(reader.identity for reader in readers)
+            self.lent[ref.slot] = Counter(readers)
         for reader in readers:
-            if reader.identity in self._context.directory.dead:
-                self.peer_died(reader.identity)
+            if reader in self._context.directory.dead:
+                self.peer_died(reader)
         mailbox = self._context.mailbox
         return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
 
@@ -89,41 +77,34 @@ class Parcels:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
         place = _Place(*pickle.loads(frames[0]))
-        if place.is_for_several or place.ref.node_id != self._context.site.node_id:
-            header, buffers = self._load(place)
-            return wire.decode(header, buffers, device=device)
-        return self._context.store.read(place.ref, self._releaser(place), device=device)
+        release = self._releaser(place)
+        if not place.is_for_several:
+            return self._context.store.read(place.ref, release, device=device)
+        try:
+            header, buffers = self._context.store.load(place.ref)
+        finally:
+            release()
+        return wire.decode(header, buffers, device=device)
 
     def peer_died(self, identity: str) -> None:
         """Take back what a dead process had borrowed."""
         with self._lock:
-            counts = [(slot, readers[identity]) for slot, readers in self._lent.items()]
+            counts = [(slot, readers[identity]) for slot, readers in self.lent.items()]
         for slot, count in counts:
             for _ in range(count):
                 self._returned(identity, slot)
 
-    def num_lent(self) -> int:
-        """Slots that some reader still holds."""
-        with self._lock:
-            return len(self._lent)
-
     def close(self) -> None:
         """Stop telling owners about releases; everything ends now."""
         self._released.put(None)
-
-    def _load(self, place: _Place) -> tuple[bytes, list[memoryview]]:
-        try:
-            loaded: tuple[bytes, list[memoryview]] = self._context.store.load(place.ref)
-            return loaded
-        finally:
-            self._releaser(place)()
 
     def _releaser(self, place: _Place) -> Callable[[], None]:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
                 self._thread.start()
-        released = (place.owner_endpoint(self._context.site.node_id), place.ref.slot)
+        is_near = place.ref.node_id == self._context.site.node_id
+        released = (place.endpoint if is_near else place.tcp_endpoint, place.ref.slot)
         return lambda: self._released.put(released)
 
     def _tell_owners(self) -> None:
@@ -132,18 +113,15 @@ class Parcels:
             owner_endpoint, slot = released
             self._context.mailbox.post(owner_endpoint, [FREE, pickle.dumps((identity, slot))])
 
-    def _on_free(self, frames: Frames) -> None:
-        self._returned(*pickle.loads(frames[0]))
-
     def _returned(self, identity: str, slot: Slot) -> None:
         """By a reader; not again what was taken back when it was declared dead."""
         with self._lock:
-            readers = self._lent.get(slot, Counter())
+            readers = self.lent.get(slot, Counter())
             if not readers[identity]:
                 return
             readers[identity] -= 1
             is_free = not readers.total()
             if is_free:
-                del self._lent[slot]
+                del self.lent[slot]
         if is_free:
             self._context.store.free([slot])

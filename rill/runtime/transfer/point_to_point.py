@@ -47,12 +47,8 @@ Arrival: TypeAlias = Callable[[], Any]
 
 
 class _Envelope(NamedTuple):
-    """What is said of an object on its way."""
-
     source: Source
-    """The sender, and the tag."""
     reply_to: str
-    """The sender's mailbox."""
     number: int
     """What the receipt names; 0: nobody waits for one."""
 
@@ -67,19 +63,17 @@ class PointToPoint:
         self._changed = threading.Condition()
         self._arrivals: dict[Source, deque[Arrival]] = {}
         self._unreceived: set[int] = set()
-        """Sends that wait for their receipt."""
         self._numbers = count(1)
         self.routes: Counter[str] = Counter()
         """How many objects this process sent by each route."""
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
-        context.mailbox.on(RECEIPT, self._on_receipt)
-        self._directory.on_death(self._on_death)
+        context.mailbox.on(RECEIPT, lambda frames: self._on_change(pickle.loads(frames[0])))
+        self._directory.on_death(lambda *_: self._on_change())
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
     ) -> None:
-        """Send `obj`; returns when it may be changed again."""
         if (group, rank) == (self._me.group, self._me.rank):
             self.routes["reference"] += 1
             self._deliver((group, rank, tag), lambda: obj)
@@ -129,7 +123,7 @@ class PointToPoint:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
         the (then only) peer has copied it."""
         context, me = self._context, self._me
-        frames = context.parcels.pack(encoded, peers, _left_s(deadline_s))
+        frames = context.parcels.pack(encoded, [peer.identity for peer in peers], _left_s(deadline_s))
         number = next(self._numbers) if exported else 0
         try:
             if exported:
@@ -158,7 +152,6 @@ class PointToPoint:
             raise StuckError(f"{self._me.name}: send waited for {peer.name} to receive until its deadline")
 
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S) -> Any:
-        """The next object from a worker with this tag."""
         deadline_s = time.monotonic() + timeout_s
         source, name = (group, rank, tag), f"{group}[{rank}]"
         with waiting(f"recv from {name}", name):
@@ -169,7 +162,10 @@ class PointToPoint:
                     lambda: source in self._arrivals or self._end_of(peer), _left_s(deadline_s)
                 )
                 if source in self._arrivals:
-                    arrival = self._take_first(source)
+                    line = self._arrivals[source]
+                    arrival = line.popleft()
+                    if not line:
+                        del self._arrivals[source]  # a tag may be used only once
                 elif end := self._end_of(peer):
                     raise PeerDiedError(f"{self._me.name}: recv from {name}: {end}")
                 else:
@@ -181,13 +177,6 @@ class PointToPoint:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-    def _take_first(self, source: Source) -> Arrival:
-        line = self._arrivals[source]
-        arrival = line.popleft()
-        if not line:
-            del self._arrivals[source]  # a tag may be used only once
-        return arrival
 
     def _end_of(self, peer: WorkerAddress | None) -> str:
         """Why nothing will come of a peer; empty: it may."""
@@ -213,13 +202,10 @@ class PointToPoint:
 
         self._deliver(envelope.source, arrival)
 
-    def _on_receipt(self, frames: Frames) -> None:
+    def _on_change(self, received: int = 0) -> None:
+        """A death, or the receipt of a send."""
         with self._changed:
-            self._unreceived.discard(pickle.loads(frames[0]))
-            self._changed.notify_all()
-
-    def _on_death(self, identity: str, reason: str) -> None:
-        with self._changed:
+            self._unreceived.discard(received)
             self._changed.notify_all()
 
 

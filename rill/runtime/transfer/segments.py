@@ -39,7 +39,6 @@ class Ref(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the slot in the segment; segment and offset name the slot."""
     header_bytes: int
     sizes: tuple[int, ...]
-    """Bytes of each buffer."""
 
     @property
     def slot(self) -> tuple[str, int]:

@@ -20,7 +20,6 @@ from rill.runtime.transfer.tcp import ByteServer
 
 
 def main(start: bytes) -> None:
-    """Entry of the process; `start` is a pickled Site."""
     site = pickle.loads(start)
     assert isinstance(site, Site)
     identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
