@@ -69,7 +69,7 @@ class RuntimeContext:
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
         self.parcels = Parcels(self)
-        self.calls = Calls(self.mailbox, self.address, self._unpack)
+        self.calls = Calls(self.mailbox, self.address, self.unpack)
         """The remote calls that this process waits for."""
         self.transfer = PointToPoint(self)
         self.directory.on_death(self.calls.peer_died)
@@ -124,8 +124,9 @@ class RuntimeContext:
         ):
             door.close()
 
-    def _unpack(self, frames: list[Any]) -> Any:
-        return self.parcels.unpack(frames, device=self.torch_device)
+    def unpack(self, frames: list[Any], sender: str) -> Any:
+        """What a message of `sender` carries; tensors that were on a GPU arrive on this process's device."""
+        return self.parcels.unpack(frames, sender, device=self.torch_device)
 
 
 _of_process: list[RuntimeContext] = []

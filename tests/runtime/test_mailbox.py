@@ -92,7 +92,7 @@ def test_messages_arrive_once_and_in_order_over_a_connection_that_is_cut_again_a
 ) -> None:
     here, there = boxes
     arrived: list[int] = []
-    there.on(b"n", lambda frames: arrived.append(int(frames[0])))
+    there.on(b"n", lambda _, frames: arrived.append(int(frames[0])))
     for box in boxes:
         box.start()
     proxy = CuttingProxy(there.tcp_endpoint)
@@ -118,7 +118,7 @@ def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
 ) -> None:
     here, there = boxes
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    there.on(b"n", lambda frames: arrived.put(bytes(frames[0])))
+    there.on(b"n", lambda _, frames: arrived.put(bytes(frames[0])))
     for box in boxes:
         box.start()
     proxy = CuttingProxy(there.tcp_endpoint)
@@ -138,7 +138,7 @@ def test_what_was_posted_may_be_changed_at_once_also_when_it_is_sent_again(
 
 def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox]) -> None:
     here, there = boxes
-    there.on(b"n", lambda _: None)
+    there.on(b"n", lambda *_: None)
     for box in boxes:
         box.start()
     for _ in range(100):
@@ -150,9 +150,10 @@ def test_a_sender_keeps_nothing_that_was_confirmed(boxes: tuple[Mailbox, Mailbox
 def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mailbox, Mailbox]) -> None:
     here, there = boxes
     out, back = CuttingProxy(there.tcp_endpoint), CuttingProxy(here.tcp_endpoint)
+    here.tcp_endpoint = back.endpoint  # where answers go
     driver = WorkerAddress("driver", 0, "n0", 1, here.endpoint, back.endpoint)
     worker = WorkerAddress("w", 0, "n1", 1, there.endpoint, out.endpoint)
-    calls = Calls(here, driver, lambda frames: wire.decode(frames[1], frames[2:]))
+    calls = Calls(here, driver, lambda frames, _: wire.decode(frames[1], frames[2:]))
     ran: list[int] = []
 
     class There:
@@ -165,8 +166,8 @@ def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mai
             def pack(encoded: wire.Encoded, _: Any) -> list[Any]:
                 return pack_inline(encoded)
 
-    def serve(frames: list[Any]) -> None:
-        call = Call.read(frames)
+    def serve(sender: str, frames: list[Any]) -> None:
+        call = Call.read(sender, frames)
         ((n,), _) = wire.decode(call.payload[1], call.payload[2:])
         ran.append(n)
         call.answer(There, n + 1, 0.0, {})  # type: ignore[arg-type]
@@ -196,9 +197,9 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
     here, there = boxes
     for box in boxes:
         box.start()
-    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda _: None)
+    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda *_: None)
     targets = [WorkerAddress("w", n, "n0", 1, there.endpoint) for n in range(2)]
-    there.on(CALL, lambda _: None)
+    there.on(CALL, lambda *_: None)
     waiting = Handle("w.m", targets)
     calls.call(waiting, "m", [b"", b""])
     calls.peer_died("w[1]#0", "lightning")

@@ -30,7 +30,7 @@ class Inbox:
     def __init__(self, folder: Path) -> None:
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox(f"ipc://{folder}/inbox", tcp_host="127.0.0.1", key=KEY)
-        self.mailbox.on(b"kind", self.arrived.put)
+        self.mailbox.on(b"kind", lambda _, frames: self.arrived.put(frames))
         self.mailbox.start()
 
 

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
 from rill.runtime.hub.ledger import Ledger
 from rill.runtime.hub.messages import (
-    EPOCH_END,
-    NOTHING,
     Cancel,
     ChannelOptions,
     Commit,
     GiveBack,
     Grant,
-    GrantKind,
     Release,
     Take,
 )
@@ -161,11 +158,11 @@ class Broker:
         self._serve(channel)
 
     def on_cancel(self, client: str, seq: int, cancel: Cancel) -> None:
-        """A take is answered with NOTHING, a commit with what was left out, unless it was answered already."""
+        """A take is answered with nothing, a commit with what was left out, unless it was answered already."""
         channel = self._channel(cancel.channel)
         for take in [t for t in channel.takes if (t.client, t.seq) == (client, cancel.seq)]:
             channel.takes.remove(take)
-            self._machine.reply(client, take.seq, NOTHING)
+            self._machine.reply(client, take.seq, Grant([]))
         for put in [p for p in channel.puts if (p.client, p.seq) == (client, cancel.seq)]:
             channel.puts.remove(put)
             for entry in put.entries:
@@ -268,13 +265,13 @@ class Broker:
                     return False
                 channel.consumer_epoch[name] += 1
                 channel.passing.add(wait.client)
-                self._machine.reply(wait.client, wait.seq, EPOCH_END)
+                self._machine.reply(wait.client, wait.seq, Grant([], is_end=True))
                 return True
         held = self._held(wait.client, channel.name)
         for entry in found:
             channel.lease(entry, wait.client)
             held.add(entry.id)
-        self._machine.reply(wait.client, wait.seq, Grant(GrantKind.ITEMS, [entry.item for entry in found]))
+        self._machine.reply(wait.client, wait.seq, Grant([entry.item for entry in found]))
         return True
 
     # --- epochs -------------------------------------------------------------------------------------------

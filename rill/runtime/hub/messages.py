@@ -124,20 +124,11 @@ class Take(_Message):
     """Exactly one item of each, in this order."""
 
 
-class GrantKind(IntEnum):
-    ITEMS = 0
-    EPOCH_END = 1
-    NOTHING = 2
-    """It was cancelled."""
-
-
 class Grant(_Message):
-    kind: GrantKind
+    """The answer to a take: items, or the end of a loop's epoch, or, where it was cancelled, neither."""
+
     items: list[Item]
-
-
-NOTHING = Grant(GrantKind.NOTHING, [])
-EPOCH_END = Grant(GrantKind.EPOCH_END, [])
+    is_end: bool = False
 
 
 class Cancel(_Message):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rill.errors import PeerDiedError, WorkerError
+from rill.errors import WorkerError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.handle import Handle, Reply
 from rill.runtime.process.mailbox import Frames, Mailbox
@@ -32,22 +32,24 @@ CALL, REPLY = b"call", b"reply"
 
 
 class Call(msgspec.Struct, array_like=True, gc=False):
-    """A call on its way to one rank. `identity` is the caller's; `reply_to` is its mailbox."""
+    """A call on its way to one rank."""
 
     call_id: int
     index: int
     """Which of the call's ranks this one is."""
     method: str
     is_concurrent: bool
-    reply_to: str
     identity: str
+    """The caller's."""
+    sender: str = ""
+    """Its mailbox, as the message has it."""
     payload: list[Any] = []
     """The arguments, which travel beside this record."""
 
     @staticmethod
-    def read(frames: Frames) -> Call:
+    def read(sender: str, frames: Frames) -> Call:
         call = _decode_call(frames[0])
-        call.payload = frames[1:]
+        call.sender, call.payload = sender, frames[1:]
         return call
 
     def answer(
@@ -78,7 +80,7 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         timers: Mapping[str, float],
     ) -> None:
         answer = _encode(_Answer(self.call_id, self.index, is_error, seconds, dict(timers)))
-        context.mailbox.post(self.reply_to, [REPLY, answer, *payload])
+        context.mailbox.post(self.sender, [REPLY, answer, *payload])
 
 
 class _Answer(msgspec.Struct, array_like=True, gc=False):
@@ -97,11 +99,10 @@ _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Calls:
     """The calls that this process waits for. Thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, caller: WorkerAddress, unpack: Callable[[Frames], Any]) -> None:
+    def __init__(self, mailbox: Mailbox, caller: WorkerAddress, unpack: Callable[[Frames, str], Any]) -> None:
         """`unpack`: how results are read."""
         self._mailbox = mailbox
-        self._caller = caller
-        self._identity = caller.identity
+        self._node_id, self._identity = caller.node_id, caller.identity
         self._unpack = unpack
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
@@ -112,7 +113,7 @@ class Calls:
 
     def call(self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False) -> None:
         """Call `method` on the targets of `handle`, which gets the outcomes."""
-        call_id, caller, identity = next(self._ids), self._caller, self._identity
+        call_id, identity = next(self._ids), self._identity
         with self._lock:  # who dies from now on finds the handle
             self._pending[call_id] = handle
         if self._is_closed:
@@ -121,12 +122,10 @@ class Calls:
         dead = self._dead
         for index, target in enumerate(handle.targets):
             if dead and target.identity in dead:
-                error = PeerDiedError(f"{target.name} is gone: {dead[target.identity]}")
-                handle.fill(index, Reply.lost(error))
+                handle.lose(index, f"is gone: {dead[target.identity]}")
                 continue
-            reply_to = caller.endpoint_from(target.node_id)
-            call = Call(call_id, index, method, concurrent, reply_to, identity)
-            self._mailbox.post(target.endpoint_from(caller.node_id), [CALL, _encode(call), *payload])
+            call = _encode(Call(call_id, index, method, concurrent, identity))
+            self._mailbox.post(target.endpoint_from(self._node_id), [CALL, call, *payload])
         self._drop_if_done(call_id, handle)
 
     def peer_died(self, identity: str, reason: str) -> None:
@@ -137,8 +136,7 @@ class Calls:
         for call_id, handle in pending:
             for index, target in enumerate(handle.targets):
                 if target.identity == identity:
-                    error = PeerDiedError(f"{target.name} died during a call: {reason}")
-                    handle.fill(index, Reply.lost(error))
+                    handle.lose(index, f"died during a call: {reason}")
             self._drop_if_done(call_id, handle)
 
     def close(self) -> None:
@@ -151,24 +149,22 @@ class Calls:
         with self._lock:
             pending, self._pending = self._pending, {}
         for handle in pending.values():
-            for index, target in enumerate(handle.targets):
-                handle.fill(
-                    index, Reply.lost(PeerDiedError(f"{target.name} is gone: the cluster was closed"))
-                )
+            for index in range(len(handle.targets)):
+                handle.lose(index, "is gone: the cluster was closed")
 
-    def _on_reply(self, frames: Frames) -> None:
+    def _on_reply(self, sender: str, frames: Frames) -> None:
         answer = _decode_answer(frames[0])
         handle = self._pending.get(answer.call_id)
         if handle is None:
             return  # the peer was declared dead meanwhile
-        read = functools.partial(self._unpack, frames[1:])
+        read = functools.partial(self._unpack, frames[1:], sender)
         if answer.is_error:
-            read = functools.partial(self._read_error, frames[1:], handle.targets[answer.index])
+            read = functools.partial(self._read_error, frames[1:], sender, handle.targets[answer.index])
         handle.fill(answer.index, Reply(answer.is_error, answer.seconds, answer.timers, read))
         self._drop_if_done(answer.call_id, handle)
 
-    def _read_error(self, payload: Frames, target: WorkerAddress) -> WorkerError:
-        message, remote_traceback, cause = self._unpack(payload)
+    def _read_error(self, payload: Frames, sender: str, target: WorkerAddress) -> WorkerError:
+        message, remote_traceback, cause = self._unpack(payload, sender)
         error = WorkerError(message, group=target.group, rank=target.rank, remote_traceback=remote_traceback)
         error.__cause__ = cause
         return error

@@ -97,7 +97,10 @@ class Directory:
         try:
             return self._learn(_as_address(self._context.hub.call("registry.find", name, timeout_s)))
         except StuckError as error:
-            self._check_rank(group, rank)
+            word = self._context.hub.call("registry.group_word", group)
+            if word and rank not in word["ranks"]:
+                ranks = ", ".join(map(str, word["ranks"]))
+                raise UserError(f"{group} has ranks {ranks}: there is no {name}") from error
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
@@ -128,12 +131,6 @@ class Directory:
                 self._known[address.name] = address
                 self._last_dead.pop(address.name, None)
         return address
-
-    def _check_rank(self, group: str, rank: int) -> None:
-        word = self._context.hub.call("registry.group_word", group)
-        if word and rank not in word["ranks"]:
-            ranks = ", ".join(map(str, word["ranks"]))
-            raise UserError(f"{group} has ranks {ranks}: there is no {group}[{rank}]")
 
 
 def _as_address(told: list[Any]) -> WorkerAddress:

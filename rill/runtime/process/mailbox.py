@@ -24,7 +24,7 @@ from rill.runtime.process.ack import Incoming, Letter, Outgoing
 from rill.runtime.process.session_key import SessionKey
 
 Frames: TypeAlias = list[Any]
-Handler: TypeAlias = Callable[[Frames], None]
+Handler: TypeAlias = Callable[[str, Frames], None]
 
 CLOSE_LINGER_MS = 500
 HEARTBEAT_MS = 10_000
@@ -67,7 +67,7 @@ class Mailbox:
         self._thread = threading.Thread(target=self._read, name="rill-inbox", daemon=True)
 
     def on(self, kind: bytes, handler: Handler) -> None:
-        """Send messages whose first frame is `kind` to `handler`, with the frames after it."""
+        """Give messages whose first frame is `kind` to `handler`: the sender's mailbox, and the frames after it."""
         self._handlers[kind] = handler
 
     def start(self) -> None:
@@ -158,7 +158,7 @@ class Mailbox:
         if peer is None:
             return  # gone: what it still says is of no use to anybody
         if peer.incoming.is_next(letter):
-            self._dispatch(letter.frames)
+            self._dispatch(letter.reply_to, letter.frames)
             if peer.incoming.must_tell():
                 peer.tell(_ACK, b"")
         elif kind == _PROBE:
@@ -171,13 +171,13 @@ class Mailbox:
             if peer.outgoing.must_probe(now_s):
                 peer.tell(_PROBE, peer.outgoing.num_sent.to_bytes(8, "little"))
 
-    def _dispatch(self, frames: Frames) -> None:
+    def _dispatch(self, sender: str, frames: Frames) -> None:
         handler = self._handlers.get(frames[0])
         if handler is None:
             _log.warning("a message of unknown kind %r was dropped", frames[0])
             return
         try:
-            handler(frames[1:])
+            handler(sender, frames[1:])
         except Exception:  # noqa: BLE001  boundary: the inbox thread serves everybody, one bad message must not end it
             _log.exception("the handler of a %r message failed", frames[0])
 

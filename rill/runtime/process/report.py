@@ -122,7 +122,7 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
     others = {a.identity: a for a in context.directory.everybody() if a.identity not in answers}
     arrived = threading.Event()
 
-    def take(frames: Frames) -> None:
+    def take(_: str, frames: Frames) -> None:
         answers[frames[0].decode()] = pickle.loads(frames[1])
         if others.keys() <= answers.keys():
             arrived.set()
@@ -130,8 +130,7 @@ def collect(context: RuntimeContext, own: Edge | None = None) -> Report:
     with _lock:
         mailbox.on(DUMPED, take)
         for address in others.values():
-            reply_to = context.address.endpoint_from(address.node_id).encode()
-            mailbox.post(address.endpoint_from(context.site.node_id), [DUMP, reply_to])
+            mailbox.post(address.endpoint_from(context.site.node_id), [DUMP])
         if others:
             arrived.wait(ASK_S)
     channels, channel_waits = hub.call("broker.overview", None, ASK_S)

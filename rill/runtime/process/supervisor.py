@@ -15,13 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from rill.errors import PeerDiedError, PlanError, RunError, StuckError, UserError
+from rill.errors import PlanError, RunError, StuckError, UserError
 from rill.runtime.address import DRIVER_GROUP, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import Device, gpus_of
 from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_free_devices
 from rill.runtime.group import Move, Roster, check_class
-from rill.runtime.handle import Handle, Reply
+from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
 from rill.runtime.process.agent_client import NodeClient
 from rill.runtime.process.call import encode_arguments
@@ -129,7 +129,10 @@ class Supervisor:
                 seats: Sequence[Seat] = resolve(placement, self._devices())
             else:
                 last = list(group.members.values())[-1].seat
-                seats = seats_on_free_devices(name, count or 0, last, self._devices(), self._held_devices())
+                with self._lock:
+                    members = [m for group in self._groups.values() for m in group.members.values()]
+                held = {device.id for member in members for device in member.seat.devices}
+                seats = seats_on_free_devices(name, count or 0, last, self._devices(), held)
             seats = [Seat(group.next_rank + n, seat.devices) for n, seat in enumerate(seats)]
             group.next_rank += len(seats)
             new = self._start(group, seats, (*group.members, *(seat.rank for seat in seats)))
@@ -323,8 +326,7 @@ class Supervisor:
         told = "it was closed or removed" if has_ended_in_order else reason
         self.context.directory.report_death(key, told)
         if not member.has_said_hello:
-            name = member.address.name
-            member.ready.fill(0, Reply.lost(PeerDiedError(f"{name} died before it was ready: {reason}")))
+            member.ready.lose(0, f"died before it was ready: {reason}")
 
     def node_lost(self, node_id: str, reason: str) -> None:
         with self._lock:
@@ -341,7 +343,7 @@ class Supervisor:
             endpoint = member.address.endpoint_from(self.context.site.node_id)
             self.context.mailbox.post(endpoint, [NO_HUB, reason.encode()])
 
-    def _on_hello(self, frames: Frames) -> None:
+    def _on_hello(self, _: str, frames: Frames) -> None:
         address = pickle.loads(frames[0])
         assert isinstance(address, WorkerAddress)
         with self._lock:
@@ -354,7 +356,7 @@ class Supervisor:
             self.context.calls.call(member.ready, INIT, member.group.init_payload)
             self._changed.notify_all()
 
-    def _on_goodbye(self, frames: Frames) -> None:
+    def _on_goodbye(self, _: str, frames: Frames) -> None:
         with self._lock:
             member = self._by_key.get(bytes(frames[0]).decode())
             if member is not None:
@@ -374,11 +376,6 @@ class Supervisor:
                 if ranks:
                     found[name] = ranks
         return found
-
-    def _held_devices(self) -> set[int]:
-        with self._lock:
-            members = [member for group in self._groups.values() for member in group.members.values()]
-        return {device.id for member in members for device in member.seat.devices}
 
     def _group(self, name: str) -> Group:
         with self._lock:

@@ -122,7 +122,7 @@ def _line(frame: FrameType) -> str:
 def answer_dumps(mailbox: Mailbox, identity: str) -> None:
     """Have this process answer when its waits are asked for."""
 
-    def answer(frames: Frames) -> None:
-        mailbox.post(frames[0].decode(), [DUMPED, identity.encode(), pickle.dumps(dump())])
+    def answer(sender: str, _: Frames) -> None:
+        mailbox.post(sender, [DUMPED, identity.encode(), pickle.dumps(dump())])
 
     mailbox.on(DUMP, answer)

@@ -100,8 +100,8 @@ class WorkerProcess:
         context, mailbox = self.context, self.context.mailbox
         runtime_context.install(context)
         mailbox.on(CALL, self._on_call)
-        mailbox.on(STOP, lambda _: self._calls.put(None))
-        mailbox.on(NO_HUB, lambda frames: context.hub.abandon(frames[0].decode()))
+        mailbox.on(STOP, lambda *_: self._calls.put(None))
+        mailbox.on(NO_HUB, lambda _, frames: context.hub.abandon(frames[0].decode()))
         mailbox.start()
         driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])
@@ -115,8 +115,8 @@ class WorkerProcess:
             runtime_context.uninstall(context)
             context.close()
 
-    def _on_call(self, frames: Frames) -> None:
-        call = Call.read(frames)
+    def _on_call(self, sender: str, frames: Frames) -> None:
+        call = Call.read(sender, frames)
         if call.is_concurrent:
             threading.Thread(target=self._run_beside, args=(call,), name=call.method, daemon=True).start()
         else:
@@ -144,9 +144,9 @@ class WorkerProcess:
 
     def _invoke(self, call: Call) -> Any:
         if call.method == INIT:
-            self._build(call.payload)
+            self._build(call)
             return None
-        args, kwargs = self.context.parcels.unpack(call.payload, device=self.context.torch_device)
+        args, kwargs = self.context.unpack(call.payload, call.sender)
         if self._worker is None:
             raise UserError(
                 f"{self._name} was not initialised: its __init__ failed ({self._init_error}), relaunch it or close "
@@ -158,10 +158,10 @@ class WorkerProcess:
         value = getattr(self._worker, call.method)(*args, **kwargs)
         return asyncio.run(value) if inspect.iscoroutine(value) else value
 
-    def _build(self, payload: Frames) -> None:
+    def _build(self, call: Call) -> None:
         """Reading it imports the worker's class."""
         try:
-            (cls,), kwargs = self.context.parcels.unpack(payload, device=self.context.torch_device)
+            (cls,), kwargs = self.context.unpack(call.payload, call.sender)
             self._worker = build(cls, self._spec, kwargs)
         except BaseException as error:
             self._init_error = f"{type(error).__name__}: {error}"

@@ -15,7 +15,9 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.transfer import wire
@@ -30,14 +32,8 @@ INLINE_MAX_BYTES = 64 * 1024
 
 Slot: TypeAlias = tuple[str, int]
 
-
-class _Place(NamedTuple):
-    """Where a parcel lies, and whom to tell when it has been read."""
-
-    ref: Ref
-    endpoint: str
-    tcp_endpoint: str
-    is_for_several: bool
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[Ref, bool]).decode
 
 
 def pack_inline(encoded: wire.Encoded) -> Frames:
@@ -56,7 +52,7 @@ class Parcels:
         # A release may come from a destructor at any moment: SimpleQueue.put is safe there, a lock is not.
         self._released: queue.SimpleQueue[tuple[str, Slot] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        context.mailbox.on(FREE, lambda frames: self._returned(*pickle.loads(frames[0])))
+        context.mailbox.on(FREE, lambda _, frames: self._returned(*pickle.loads(frames[0])))
 
     def pack(self, encoded: wire.Encoded, readers: Sequence[str], timeout_s: float = FULL_WAIT_S) -> Frames:
         """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
@@ -68,20 +64,19 @@ class Parcels:
         for reader in readers:
             if reader in self._context.directory.dead:
                 self.peer_died(reader)
-        mailbox = self._context.mailbox
-        return [pickle.dumps(tuple(_Place(ref, mailbox.endpoint, mailbox.tcp_endpoint, len(readers) > 1)))]
+        return [_encode((ref, len(readers) > 1))]
 
-    def unpack(self, frames: Frames, *, device: str | None = None) -> Any:
-        """The object. Call once per message."""
+    def unpack(self, frames: Frames, sender: str, *, device: str | None = None) -> Any:
+        """The object. Call once per message. `sender`: the mailbox of the owner, which hears when it has been read."""
         if not frames[0]:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
-        place = _Place(*pickle.loads(frames[0]))
-        release = self._releaser(place)
-        if not place.is_for_several:
-            return self._context.store.read(place.ref, release, device=device)
+        ref, is_for_several = _decode(frames[0])
+        release = self._releaser(sender, ref.slot)
+        if not is_for_several:
+            return self._context.store.read(ref, release, device=device)
         try:
-            header, buffers = self._context.store.load(place.ref)
+            header, buffers = self._context.store.load(ref)
         finally:
             release()
         return wire.decode(header, buffers, device=device)
@@ -98,20 +93,18 @@ class Parcels:
         """Stop telling owners about releases; everything ends now."""
         self._released.put(None)
 
-    def _releaser(self, place: _Place) -> Callable[[], None]:
+    def _releaser(self, owner: str, slot: Slot) -> Callable[[], None]:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
                 self._thread.start()
-        is_near = place.ref.node_id == self._context.site.node_id
-        released = (place.endpoint if is_near else place.tcp_endpoint, place.ref.slot)
-        return lambda: self._released.put(released)
+        return lambda: self._released.put((owner, slot))
 
     def _tell_owners(self) -> None:
         identity = self._context.address.identity
         while (released := self._released.get()) is not None:
-            owner_endpoint, slot = released
-            self._context.mailbox.post(owner_endpoint, [FREE, pickle.dumps((identity, slot))])
+            owner, slot = released
+            self._context.mailbox.post(owner, [FREE, pickle.dumps((identity, slot))])
 
     def _returned(self, identity: str, slot: Slot) -> None:
         """By a reader; not again what was taken back when it was declared dead."""

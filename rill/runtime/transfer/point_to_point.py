@@ -24,7 +24,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rill.errors import PeerDiedError, StuckError, UserError
 from rill.runtime.process.mailbox import Frames
@@ -46,13 +46,6 @@ Arrival: TypeAlias = Callable[[], Any]
 """Opens an object that has arrived; called once, in the thread that receives it."""
 
 
-class _Envelope(NamedTuple):
-    source: Source
-    reply_to: str
-    number: int
-    """What the receipt names; 0: nobody waits for one."""
-
-
 class PointToPoint:
     """This process's end of every transfer. Thread-safe."""
 
@@ -68,7 +61,7 @@ class PointToPoint:
         """How many objects this process sent by each route."""
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
-        context.mailbox.on(RECEIPT, lambda frames: self._on_change(pickle.loads(frames[0])))
+        context.mailbox.on(RECEIPT, lambda _, frames: self._on_change(pickle.loads(frames[0])))
         self._directory.on_death(lambda *_: self._on_change())
 
     def send(
@@ -129,8 +122,7 @@ class PointToPoint:
             if exported:
                 self._unreceived.add(number)
             for peer in peers:
-                envelope = _Envelope((me.group, me.rank, tag), me.endpoint_from(peer.node_id), number)
-                message = [SEND, pickle.dumps(tuple(envelope)), *frames]
+                message = [SEND, pickle.dumps(((me.group, me.rank, tag), number)), *frames]
                 context.mailbox.post(peer.endpoint_from(context.site.node_id), message)
                 near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
                 self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
@@ -189,18 +181,17 @@ class PointToPoint:
             self._arrivals.setdefault(source, deque()).append(arrival)
             self._changed.notify_all()
 
-    def _on_send(self, frames: Frames) -> None:
-        envelope = _Envelope(*pickle.loads(frames[0]))
+    def _on_send(self, sender: str, frames: Frames) -> None:
+        source, number = pickle.loads(frames[0])  # 0: nobody waits for a receipt
 
         def arrival() -> Any:
-            context = self._context
             try:
-                return context.parcels.unpack(frames[1:], device=context.torch_device)
+                return self._context.unpack(frames[1:], sender)
             finally:
-                if envelope.number:
-                    context.mailbox.post(envelope.reply_to, [RECEIPT, pickle.dumps(envelope.number)])
+                if number:
+                    self._context.mailbox.post(sender, [RECEIPT, pickle.dumps(number)])
 
-        self._deliver(envelope.source, arrival)
+        self._deliver(source, arrival)
 
     def _on_change(self, received: int = 0) -> None:
         """A death, or the receipt of a send."""
