@@ -22,8 +22,7 @@ from rill.runtime.hub.client import HubClient
 from rill.runtime.process.call import Calls
 from rill.runtime.process.directory import Directory
 from rill.runtime.process.mailbox import Mailbox
-from rill.runtime.process.report import late
-from rill.runtime.process.waits import answer_dumps
+from rill.runtime.process.report import answer_dumps, late
 from rill.runtime.transfer.parcel import Parcels
 from rill.runtime.transfer.point_to_point import PointToPoint
 from rill.runtime.transfer.wire import Encoded
@@ -69,12 +68,12 @@ class RuntimeContext:
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
         self.directory = Directory(self, follows_hub=self.address.group != DRIVER_GROUP)
         self.parcels = Parcels(self)
-        self.calls = Calls(self.mailbox, self.address, self.unpack)
+        self.calls = Calls(self.mailbox, self.address, self.unpack, self.directory.dead)
         """The remote calls that this process waits for."""
         self.transfer = PointToPoint(self)
         self.directory.on_death(self.calls.peer_died)
         self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
-        answer_dumps(self.mailbox, self.address.identity)
+        answer_dumps(self)
         self.hub.start()  # once everybody listens: a death that is told before would be waited for in vain
 
     @property
@@ -115,7 +114,6 @@ class RuntimeContext:
                 used.close()
         for door in (
             self.transfer,
-            self.parcels,
             self.directory,
             self.recorder,
             self.hub,

@@ -153,7 +153,7 @@ def test_calls_and_answers_survive_cut_connections_and_run_once(boxes: tuple[Mai
     here.tcp_endpoint = back.endpoint  # where answers go
     driver = WorkerAddress("driver", 0, "n0", 1, here.endpoint, back.endpoint)
     worker = WorkerAddress("w", 0, "n1", 1, there.endpoint, out.endpoint)
-    calls = Calls(here, driver, lambda frames, _: wire.decode(frames[1], frames[2:]))
+    calls = Calls(here, driver, lambda frames, _: wire.decode(frames[1], frames[2:]), {})
     ran: list[int] = []
 
     class There:
@@ -197,11 +197,13 @@ def test_a_call_to_the_dead_fails_and_so_does_one_that_waits_for_them(boxes: tup
     here, there = boxes
     for box in boxes:
         box.start()
-    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda *_: None)
+    dead: dict[str, str] = {}
+    calls = Calls(here, WorkerAddress("driver", 0, "n0", 1, here.endpoint), lambda *_: None, dead)
     targets = [WorkerAddress("w", n, "n0", 1, there.endpoint) for n in range(2)]
     there.on(CALL, lambda *_: None)
     waiting = Handle("w.m", targets)
     calls.call(waiting, "m", [b"", b""])
+    dead["w[1]#0"] = "lightning"
     calls.peer_died("w[1]#0", "lightning")
     with pytest.raises(PeerDiedError, match=r"w\[1\] died during a call: lightning"):
         waiting.wait(5)

@@ -31,7 +31,7 @@ class Membership:
         """name -> the note of its death, until the name joins again."""
         self._groups: dict[str, dict[str, Any]] = {}
         """group -> the driver's word on it: its ranks, the word's version and the roster that callers read."""
-        self._claims: dict[str, tuple[str, float]] = {}
+        self._claim = ("", 0.0)
         self._finding: list[tuple[str, int, str]] = []
         """(client, seq, name) of those who wait for an address, some of them no longer."""
 
@@ -129,13 +129,12 @@ class Membership:
         for member in dead:
             self._machine.end_client(member, reason, self._machine.now_s)
 
-    def on_claim(self, client: str, seq: int, payload: tuple[str, str, float]) -> str:
-        """[key, value, seconds]: empty for the first who asks; for so long, others get the first one's value."""
-        key, value, hold_s = payload
-        held, until_s = self._claims.get(key, ("", 0.0))
+    def on_claim_report(self, client: str, seq: int, payload: tuple[str, float]) -> str:
+        """[path, seconds]: empty for the first who asks; for so long, others get the first one's path."""
+        held, until_s = self._claim
         if self._machine.now_s < until_s:
             return held
-        self._claims[key] = (value, self._machine.now_s + hold_s)
+        self._claim = (payload[0], self._machine.now_s + payload[1])
         return ""
 
     def end_client(self, client: str, reason: str) -> None:

@@ -31,7 +31,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -248,7 +248,13 @@ class Agent:
             os._exit(exit_code)
 
     def _reap(self) -> None:
-        for pid, status in _ended_children():
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
             child = self.children.pop(pid, None)
             if child is None:
                 continue  # an adopted process
@@ -299,17 +305,6 @@ def _redirect(log_path: str) -> None:
         os.dup2(source, target)
     os.close(log)
     os.close(null)
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
 
 
 def _own_children() -> list[int]:

@@ -58,6 +58,10 @@ class Call(msgspec.Struct, array_like=True, gc=False):
         payload = context.parcels.pack(wire.encode(value), [self.identity])
         self._reply(context, payload, False, seconds, timers)
 
+    def answer_at_once(self, context: RuntimeContext, value: object = None) -> None:
+        """As `answer`, for the runtime's own: waits for nothing, not even for shared memory."""
+        self._reply(context, pack_inline(wire.encode(value)), False, 0.0, {})
+
     def fail(
         self, context: RuntimeContext, error: BaseException, seconds: float, timers: Mapping[str, float]
     ) -> None:
@@ -99,19 +103,27 @@ _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 class Calls:
     """The calls that this process waits for. Thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, caller: WorkerAddress, unpack: Callable[[Frames, str], Any]) -> None:
-        """`unpack`: how results are read."""
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        caller: WorkerAddress,
+        unpack: Callable[[Frames, str], Any],
+        dead: Mapping[str, str],
+    ) -> None:
+        """`unpack`: how results are read. `dead`: identity -> why; of each, `peer_died` is told too."""
         self._mailbox = mailbox
         self._node_id, self._identity = caller.node_id, caller.identity
         self._unpack = unpack
         self._ids = itertools.count(1)
         self._pending: dict[int, Handle] = {}
-        self._dead: dict[str, str] = {}
+        self._dead = dead
         self._is_closed = False
         self._lock = threading.Lock()
         mailbox.on(REPLY, self._on_reply)
 
-    def call(self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False) -> None:
+    def call(
+        self, handle: Handle, method: str, payload: Frames, *, concurrent: bool = False, kind: bytes = CALL
+    ) -> None:
         """Call `method` on the targets of `handle`, which gets the outcomes."""
         call_id, identity = next(self._ids), self._identity
         with self._lock:  # who dies from now on finds the handle
@@ -125,13 +137,12 @@ class Calls:
                 handle.lose(index, f"is gone: {dead[target.identity]}")
                 continue
             call = _encode(Call(call_id, index, method, concurrent, identity))
-            self._mailbox.post(target.endpoint_from(self._node_id), [CALL, call, *payload])
+            self._mailbox.post(target.endpoint_from(self._node_id), [kind, call, *payload])
         self._drop_if_done(call_id, handle)
 
     def peer_died(self, identity: str, reason: str) -> None:
-        """Fail every call that waits for `identity`, and every later one."""
+        """Fail every call that waits for `identity`."""
         with self._lock:
-            self._dead[identity] = reason
             pending = list(self._pending.items())
         for call_id, handle in pending:
             for index, target in enumerate(handle.targets):
@@ -175,6 +186,7 @@ class Calls:
 
 
 _NO_ARGUMENTS = wire.encode(((), {}))
+NO_ARGUMENTS = pack_inline(_NO_ARGUMENTS)
 
 
 def encode_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> wire.Encoded:

@@ -28,8 +28,8 @@ class Member:
     is_running: bool = False
     is_leaving: bool = False
     """It was asked to end: its end is no news."""
-    has_said_goodbye: bool = False
-    """It ended in order, and all that it answered has arrived."""
+    goodbye: Handle | None = None
+    """Of its last call, before which all that it answered has arrived."""
 
     @property
     def identity(self) -> str:

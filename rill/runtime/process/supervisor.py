@@ -24,12 +24,12 @@ from rill.runtime.group import Move, Roster, check_class
 from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
 from rill.runtime.process.agent_client import NodeClient
-from rill.runtime.process.call import encode_arguments
+from rill.runtime.process.call import NO_ARGUMENTS, encode_arguments
 from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.members import Group, Member
 from rill.runtime.process.move import move_group
-from rill.runtime.process.worker_main import GOODBYE, HELLO, INIT, MEMBERS, NO_HUB, STOP
+from rill.runtime.process.worker_main import HELLO, INIT, MEMBERS, NO_HUB, STOP
 from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
 
@@ -63,7 +63,6 @@ class Supervisor:
         self.moves: list[Move] = []
         self._is_closed = False
         context.mailbox.on(HELLO, self._on_hello)
-        context.mailbox.on(GOODBYE, self._on_goodbye)
 
     # --- what a group asks for ----------------------------------------------------------------------------
 
@@ -281,7 +280,8 @@ class Supervisor:
         if is_told and asked:
             self.call(asked, "notice", notice_s, concurrent=True)
         for member in asked if notice_s > 0 else ():
-            self.context.mailbox.post(member.address.endpoint_from(self.context.site.node_id), [STOP])
+            member.goodbye = Handle(STOP, [member.address])
+            self.context.calls.call(member.goodbye, STOP, NO_ARGUMENTS)
 
     def _end(self, members: Sequence[Member]) -> None:
         """Kill the processes that run, and wait until the agents say so."""
@@ -308,13 +308,14 @@ class Supervisor:
 
     def process_ended(self, key: str, reason: str) -> None:
         """The agent of its node says so. Keys of processes that are no group's are none of our business."""
+        member = self._by_key.get(key)
+        if member is None:
+            return
+        if member.goodbye is not None and reason.startswith("exit code 0"):
+            member.goodbye.ended(GOODBYE_WAIT_S)  # its last answers may be on their way
         with self._lock:
-            member = self._by_key.get(key)
-            if member is None or not member.is_running:
+            if self._by_key.pop(key, None) is None:
                 return
-            if member.is_leaving and reason.startswith("exit code 0"):  # its last answers may be on their way
-                self._changed.wait_for(lambda: member.has_said_goodbye, GOODBYE_WAIT_S)
-            del self._by_key[key]
             member.is_running = False
             has_ended_in_order = member.is_leaving
             self._changed.notify_all()
@@ -355,13 +356,6 @@ class Supervisor:
             # Under the lock: whoever calls the group from now on comes after its `__init__`.
             self.context.calls.call(member.ready, INIT, member.group.init_payload)
             self._changed.notify_all()
-
-    def _on_goodbye(self, _: str, frames: Frames) -> None:
-        with self._lock:
-            member = self._by_key.get(bytes(frames[0]).decode())
-            if member is not None:
-                member.has_said_goodbye = True
-                self._changed.notify_all()
 
     # --- what there is ------------------------------------------------------------------------------------
 

@@ -37,9 +37,9 @@ from rill.telemetry import trace
 if TYPE_CHECKING:
     from rill.runtime.device.device import Device
 
-HELLO, STOP, GOODBYE, NO_HUB = b"hello", b"stop", b"goodbye", b"no-hub"
-INIT, MEMBERS = "__init__", "__members__"
-"""Calls that the runtime makes: build the worker; take note of the group's ranks."""
+HELLO, NO_HUB = b"hello", b"no-hub"
+INIT, MEMBERS, STOP = "__init__", "__members__", "__stop__"
+"""Calls that the runtime makes: build the worker; take note of the group's ranks; end, and answer last of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +93,24 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._init_error = ""
         self._has_tried = threading.Event()
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Say hello, then serve calls until a stop message."""
         context, mailbox = self.context, self.context.mailbox
         runtime_context.install(context)
         mailbox.on(CALL, self._on_call)
-        mailbox.on(STOP, lambda *_: self._calls.put(None))
         mailbox.on(NO_HUB, lambda _, frames: context.hub.abandon(frames[0].decode()))
         mailbox.start()
         driver = self._spec.driver.endpoint_from(context.site.node_id)
         mailbox.post(driver, [HELLO, pickle.dumps(context.address)])
-        while (call := self._calls.get()) is not None:
+        while (call := self._calls.get()).method != STOP:
             self._run(call)
         try:
             if self._worker is not None:
                 self._worker.close()
         finally:
-            mailbox.post(driver, [GOODBYE, context.address.identity.encode()])  # after every answer
+            call.answer_at_once(context)
             runtime_context.uninstall(context)
             context.close()
 

@@ -11,10 +11,9 @@ its own. A reader's death gives its slots back.
 from __future__ import annotations
 
 import pickle
-import queue
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -49,10 +48,9 @@ class Parcels:
         self._lock = threading.Lock()
         self.lent: dict[Slot, Counter[str]] = {}
         """slot -> how often it is lent to whom, by identity."""
-        # A release may come from a destructor at any moment: SimpleQueue.put is safe there, a lock is not.
-        self._released: queue.SimpleQueue[tuple[str, Slot] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._released: deque[tuple[str, Slot]] = deque()
         context.mailbox.on(FREE, lambda _, frames: self._returned(*pickle.loads(frames[0])))
+        context.hub.add_ticker(self._tell_owners)
 
     def pack(self, encoded: wire.Encoded, readers: Sequence[str], timeout_s: float = FULL_WAIT_S) -> Frames:
         """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
@@ -72,7 +70,12 @@ class Parcels:
             # Frames are read-only, and what is received may be written to.
             return wire.decode(frames[1], [bytearray(frame) for frame in frames[2:]], device=device)
         ref, is_for_several = _decode(frames[0])
-        release = self._releaser(sender, ref.slot)
+
+        def release() -> None:
+            """Perhaps from a finalizer, at any moment: no lock may be taken here."""
+            self._released.append((sender, ref.slot))
+            self._context.hub.wake()
+
         if not is_for_several:
             return self._context.store.read(ref, release, device=device)
         try:
@@ -89,22 +92,13 @@ class Parcels:
             for _ in range(count):
                 self._returned(identity, slot)
 
-    def close(self) -> None:
-        """Stop telling owners about releases; everything ends now."""
-        self._released.put(None)
-
-    def _releaser(self, owner: str, slot: Slot) -> Callable[[], None]:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._tell_owners, name="rill-release", daemon=True)
-                self._thread.start()
-        return lambda: self._released.put((owner, slot))
-
-    def _tell_owners(self) -> None:
+    def _tell_owners(self, _: float) -> float:
+        """On the hub's io thread."""
         identity = self._context.address.identity
-        while (released := self._released.get()) is not None:
-            owner, slot = released
+        while self._released:
+            owner, slot = self._released.popleft()
             self._context.mailbox.post(owner, [FREE, pickle.dumps((identity, slot))])
+        return 1.0
 
     def _returned(self, identity: str, slot: Slot) -> None:
         """By a reader; not again what was taken back when it was declared dead."""

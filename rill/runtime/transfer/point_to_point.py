@@ -2,7 +2,7 @@
 
     send ──▶ peer's mailbox ──▶ arrivals by (group, rank, tag) ──▶ recv
       ▲                                                              │
-      └── receipt, for what the receiver copies out of device memory ◀┘
+      └── an answer, where the receiver copies out of device memory ◀┘
 
     from → to                                       object                          its GPU tensors
     the same rank                                   reference                       reference
@@ -17,16 +17,19 @@ wait on it with an error that names it; what it had sent and nobody had received
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+
 from rill.errors import PeerDiedError, StuckError, UserError
+from rill.runtime.handle import Handle
+from rill.runtime.hub.service import name_of
+from rill.runtime.process.call import Call
 from rill.runtime.process.mailbox import Frames
 from rill.runtime.process.waits import waiting
 from rill.runtime.transfer import wire
@@ -36,12 +39,15 @@ if TYPE_CHECKING:
     from rill.runtime.address import WorkerAddress
     from rill.runtime.context import RuntimeContext
 
-SEND, RECEIPT = b"send", b"rcpt"
+SEND = b"send"
+NO_ANSWER = 0
+"""In the place of a call's number: nobody waits for the receiver's word."""
 DEFAULT_WAIT_S = 600.0
 _BROADCAST = "\0broadcast"
+_encode = msgspec.msgpack.Encoder().encode
 
-Source: TypeAlias = tuple[str, int, str]
-"""Group, rank and tag."""
+Source: TypeAlias = tuple[str, str]
+"""The sender's name, and the tag."""
 Arrival: TypeAlias = Callable[[], Any]
 """Opens an object that has arrived; called once, in the thread that receives it."""
 
@@ -55,21 +61,18 @@ class PointToPoint:
         self._directory = context.directory
         self._changed = threading.Condition()
         self._arrivals: dict[Source, deque[Arrival]] = {}
-        self._unreceived: set[int] = set()
-        self._numbers = count(1)
         self.routes: Counter[str] = Counter()
         """How many objects this process sent by each route."""
         self._is_closed = False
         context.mailbox.on(SEND, self._on_send)
-        context.mailbox.on(RECEIPT, lambda _, frames: self._on_change(pickle.loads(frames[0])))
-        self._directory.on_death(lambda *_: self._on_change())
+        self._directory.on_death(lambda *_: self._on_death())
 
     def send(
         self, obj: Any, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S
     ) -> None:
         if (group, rank) == (self._me.group, self._me.rank):
             self.routes["reference"] += 1
-            self._deliver((group, rank, tag), lambda: obj)
+            self._deliver((self._me.name, tag), lambda: obj)
             return
         deadline_s = time.monotonic() + timeout_s
         self._send_to(self._directory.find(group, rank, timeout_s), tag, obj, deadline_s)
@@ -114,38 +117,25 @@ class PointToPoint:
         exported: str = "",
     ) -> None:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
-        the (then only) peer has copied it."""
-        context, me = self._context, self._me
+        the (then only) peer has copied it, which it tells as it would answer a call."""
+        context = self._context
         frames = context.parcels.pack(encoded, [peer.identity for peer in peers], _left_s(deadline_s))
-        number = next(self._numbers) if exported else 0
-        try:
-            if exported:
-                self._unreceived.add(number)
-            for peer in peers:
-                message = [SEND, pickle.dumps(((me.group, me.rank, tag), number)), *frames]
-                context.mailbox.post(peer.endpoint_from(context.site.node_id), message)
-                near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
-                self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
-            if exported:
-                self._wait_received(number, peers[0], deadline_s)
-        finally:
-            self._unreceived.discard(number)
-
-    def _wait_received(self, number: int, peer: WorkerAddress, deadline_s: float) -> None:
-        """Until the peer has copied what lies in our device memory, which may then change."""
-        with self._changed, waiting(f"send to {peer.name}", peer.name):
-            in_time = self._changed.wait_for(
-                lambda: peer.identity in self._directory.dead or number not in self._unreceived,
-                _left_s(deadline_s),
-            )
-        if peer.identity in self._directory.dead:
-            raise PeerDiedError(f"{self._me.name}: send to {peer.name}, which is gone")
-        if not in_time:
-            raise StuckError(f"{self._me.name}: send waited for {peer.name} to receive until its deadline")
+        for peer in peers:
+            near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
+            self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
+        if exported:
+            handle = Handle(f"send to {peers[0].name}", peers, context.late)
+            context.calls.call(handle, tag, frames, kind=SEND)
+            handle.wait(_left_s(deadline_s))
+            return
+        call = _encode(Call(NO_ANSWER, 0, tag, False, self._me.identity))
+        for peer in peers:
+            context.mailbox.post(peer.endpoint_from(context.site.node_id), [SEND, call, *frames])
 
     def recv(self, group: str, rank: int, *, tag: str = "", timeout_s: float = DEFAULT_WAIT_S) -> Any:
         deadline_s = time.monotonic() + timeout_s
-        source, name = (group, rank, tag), f"{group}[{rank}]"
+        name = f"{group}[{rank}]"
+        source = (name, tag)
         with waiting(f"recv from {name}", name):
             # Asked outside the lock, because it may ask the hub; a death after that ends the wait.
             peer = None if source in self._arrivals else self._directory.find(group, rank, timeout_s)
@@ -182,21 +172,19 @@ class PointToPoint:
             self._changed.notify_all()
 
     def _on_send(self, sender: str, frames: Frames) -> None:
-        source, number = pickle.loads(frames[0])  # 0: nobody waits for a receipt
+        call = Call.read(sender, frames)
 
         def arrival() -> Any:
             try:
-                return self._context.unpack(frames[1:], sender)
+                return self._context.unpack(call.payload, sender)
             finally:
-                if number:
-                    self._context.mailbox.post(sender, [RECEIPT, pickle.dumps(number)])
+                if call.call_id != NO_ANSWER:
+                    call.answer_at_once(self._context)
 
-        self._deliver(source, arrival)
+        self._deliver((name_of(call.identity), call.method), arrival)
 
-    def _on_change(self, received: int = 0) -> None:
-        """A death, or the receipt of a send."""
+    def _on_death(self) -> None:
         with self._changed:
-            self._unreceived.discard(received)
             self._changed.notify_all()
 
 
