@@ -82,10 +82,9 @@ class Cluster:
             undo.callback(self._backend.close)
             events = NodeEvents(preload=tuple(preload), on_event=self._on_event, on_lost=self._on_node_lost)
             undo.callback(self._close_nodes)
-            opened = self._backend.open(self.session, events)
-            for client in opened:
+            for client in self._backend.open(self.session, events):
                 self._admit(client)
-            first = opened[0].node
+            first = self.nodes[0]
             self._context = self._make_context(first, report_dir)
             undo.callback(self._context.close)
             is_spread = self._backend.is_spread
@@ -96,7 +95,7 @@ class Cluster:
                 trace_dir=str(trace_dir) if trace_dir is not None else None,
             )
             self._supervisor = Supervisor(self._context, self._launcher, self._node, lambda: self.devices)
-            for client in opened:
+            for client in self._nodes.values():
                 self._start_services(client)
             self._context.mailbox.start()
             runtime_context.install(self._context)

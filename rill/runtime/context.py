@@ -99,7 +99,7 @@ class RuntimeContext:
         self.calls.call(
             handle,
             method,
-            self.parcels.pack(arguments, [target.identity for target in targets]),
+            self.parcels.pack(arguments, (target.identity for target in targets)),
             concurrent=concurrent,
         )
         return handle

@@ -276,6 +276,7 @@ class HubClient:
                     break
                 wait_s = min(wait_s, 0.02)
         self._fail_all("it was closed")
+        self._is_awake = True  # finalizers that come later wake nobody
         socket.close()
         context.term()
         os.close(self._wake_read)

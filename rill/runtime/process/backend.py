@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from rill.errors import RunError
@@ -15,8 +15,8 @@ class Backend(Protocol):
     is_spread: bool
     """Whether there are several nodes, or may be later: processes then listen on TCP too, under a key."""
 
-    def open(self, session: Session, events: NodeEvents) -> Sequence[NodeClient]:
-        """Start an agent on every node, the driver's own first. Where one fails, none is left."""
+    def open(self, session: Session, events: NodeEvents) -> Iterable[NodeClient]:
+        """Start an agent on every node, the driver's own first. Where one fails, none is left but those given."""
 
     def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         """Start an agent on one more node."""
@@ -59,19 +59,12 @@ class LocalBackend:
         self._driver_session: Session | None = None
         self._events: NodeEvents | None = None
 
-    def open(self, session: Session, events: NodeEvents) -> Sequence[NodeClient]:
+    def open(self, session: Session, events: NodeEvents) -> Iterator[NodeClient]:
         self._events = events
         self._driver_session = session
-        opened: list[NodeClient] = []
-        try:
-            for n, node in enumerate(self._first):
-                own = session if n == 0 else open_session(f"{session.session_id}-{node.node_id}")
-                opened.append(self._start(node, own, self._devices[node.node_id]))
-        except BaseException:
-            for client in opened:
-                client.close()
-            raise
-        return opened
+        for n, node in enumerate(self._first):
+            own = session if n == 0 else open_session(f"{session.session_id}-{node.node_id}")
+            yield self._start(node, own, self._devices[node.node_id])
 
     def add(self, devices: NodeDevices, labels: Collection[str], host: str | None) -> NodeClient:
         if not self.is_spread:

@@ -261,7 +261,7 @@ class Supervisor:
             )
             self._by_key[member.identity] = member
         num_threads = options.threads or max(1, node.node.num_cores // num_sharing)
-        request = self._launcher.worker(node, address, ranks, seat.devices, options.env, num_threads)
+        request = self._launcher.worker(node, member, ranks, num_threads)
         member.is_running = True
         try:
             node.start(request)

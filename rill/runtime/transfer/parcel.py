@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -52,17 +52,19 @@ class Parcels:
         context.mailbox.on(FREE, lambda _, frames: self._returned(*pickle.loads(frames[0])))
         context.hub.add_ticker(self._tell_owners)
 
-    def pack(self, encoded: wire.Encoded, readers: Sequence[str], timeout_s: float = FULL_WAIT_S) -> Frames:
+    def pack(self, encoded: wire.Encoded, readers: Iterable[str], timeout_s: float = FULL_WAIT_S) -> Frames:
         """The frames that carry `encoded` to each of `readers`, by identity; the first tells how."""
         if encoded.num_bytes <= INLINE_MAX_BYTES:
             return pack_inline(encoded)
         ref = self._context.store.write(encoded, timeout_s)
+        lent = Counter(readers)
+        is_for_several = lent.total() > 1
         with self._lock:
-            self.lent[ref.slot] = Counter(readers)
-        for reader in readers:
+            self.lent[ref.slot] = lent
+        for reader in list(lent):
             if reader in self._context.directory.dead:
                 self.peer_died(reader)
-        return [_encode((ref, len(readers) > 1))]
+        return [_encode((ref, is_for_several))]
 
     def unpack(self, frames: Frames, sender: str, *, device: str | None = None) -> Any:
         """The object. Call once per message. `sender`: the mailbox of the owner, which hears when it has been read."""

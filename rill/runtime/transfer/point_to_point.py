@@ -119,7 +119,7 @@ class PointToPoint:
         """One object to peers that are not this process. `exported`: the kind of device on which some of it stays until
         the (then only) peer has copied it, which it tells as it would answer a call."""
         context = self._context
-        frames = context.parcels.pack(encoded, [peer.identity for peer in peers], _left_s(deadline_s))
+        frames = context.parcels.pack(encoded, (peer.identity for peer in peers), _left_s(deadline_s))
         for peer in peers:
             near = "shared_memory" if peer.node_id == context.site.node_id else "tcp"
             self.routes[f"{exported}_ipc" if exported else near if frames[0] else "message"] += 1
