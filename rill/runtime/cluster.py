@@ -28,8 +28,7 @@ from rill.runtime.device.device import Device, DeviceSpec, Node, NodeDevices, nu
 from rill.runtime.group import Move, WorkerGroup
 from rill.runtime.hub.history import CallRecord
 from rill.runtime.process.agent import Exited, allow_many_files
-from rill.runtime.process.agent_client import NodeClient, NodeEvents
-from rill.runtime.process.backend import Backend, LocalBackend
+from rill.runtime.process.backend import Backend, LocalBackend, NodeClient, NodeEvents
 from rill.runtime.process.launcher import HUB_KEY, Launcher, is_service
 from rill.runtime.process.mailbox import free_port
 from rill.runtime.process.session import open_session

@@ -62,7 +62,7 @@ class RuntimeContext:
         self._store: Store | None = None
         self.late = functools.partial(late, self)
         """Makes the error of a handle's deadline."""
-        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key, starts=False)
+        self.hub = HubClient(site.hub_endpoint, self.address.identity, site.key)
         told: dict[str, Any] = {"devices": device_ids} if device_ids else {}
         self.hub.submit("registry.register", {**told, "address": astuple(self.address)})
         self.recorder = Recorder(self.address.group, self.address.rank, self.hub)
@@ -74,7 +74,7 @@ class RuntimeContext:
         self.directory.on_death(self.calls.peer_died)
         self.directory.on_death(lambda identity, _: self.parcels.peer_died(identity))
         answer_dumps(self)
-        self.hub.start()  # once everybody listens: a death that is told before would be waited for in vain
+        self.hub.start()
 
     @property
     def store(self) -> Store:

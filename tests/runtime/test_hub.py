@@ -32,13 +32,13 @@ def hub(tmp_path: Path) -> Iterator[HubProcess]:
 
 @pytest.fixture
 def client(hub: HubProcess) -> Iterator[HubClient]:
-    client = HubClient(hub.endpoint, "driver[0]#0")
+    client = HubClient(hub.endpoint, "driver[0]#0").start()
     yield client
     client.close()
 
 
 def test_an_address_can_be_waited_for_before_it_is_told(hub: HubProcess, client: HubClient) -> None:
-    other = HubClient(hub.endpoint, "w[0]#0")
+    other = HubClient(hub.endpoint, "w[0]#0").start()
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 20)))
     waiter.start()
@@ -77,16 +77,16 @@ def test_an_unknown_method_is_refused_and_the_hub_goes_on(client: HubClient) -> 
 
 
 def test_a_wait_for_the_hub_has_a_deadline(tmp_path: Path) -> None:
-    nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0")
+    nobody = HubClient(f"ipc://{tmp_path}/none.sock", "driver[0]#0").start()
     with pytest.raises(StuckError, match=r"registry\.sync within 0\.3 s"):
         nobody.call("registry.sync", None, 0.3)
     nobody.close()
 
 
 def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubClient) -> None:
-    first = HubClient(hub.endpoint, "w[0]#0")
+    first = HubClient(hub.endpoint, "w[0]#0").start()
     first.call("registry.sync", None, 20)
-    second = HubClient(hub.endpoint, "w[0]#1")
+    second = HubClient(hub.endpoint, "w[0]#1").start()
     second.call("registry.sync", None, 20)
     with pytest.raises((PeerDiedError, RunError), match="takes this process for dead"):
         first.call("registry.sync", None, 20)
@@ -97,7 +97,7 @@ def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubCli
 def test_a_process_that_is_slow_to_start_hears_of_those_who_died_before_it_and_calls_none_of_them(
     hub: HubProcess, client: HubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = HubClient(hub.endpoint, "w[0]#0")
+    lost = HubClient(hub.endpoint, "w[0]#0").start()
     lost.sync(20)
     client.submit("registry.died", ["w[0]#0", "killed by SIGKILL"])
     client.sync(20)
@@ -144,7 +144,7 @@ def test_killing_the_hub_loses_no_call_and_repeats_none(hub: HubProcess, client:
 def test_an_answer_that_the_hub_owed_when_it_was_killed_still_comes(
     hub: HubProcess, client: HubClient
 ) -> None:
-    other = HubClient(hub.endpoint, "w[0]#0")
+    other = HubClient(hub.endpoint, "w[0]#0").start()
     found: list[object] = []
     waiter = threading.Thread(target=lambda: found.append(other.call("registry.find", "driver[0]", 30)))
     waiter.start()

@@ -84,10 +84,10 @@ class TcpHub(HubProcess):
 def test_the_hub_answers_its_session_and_nobody_else_on_tcp(tmp_path: Path) -> None:
     hub = TcpHub(tmp_path)
     clients = [
-        HubClient(hub.tcp, "member[0]#0", KEY),
-        HubClient(hub.tcp, "stranger[0]#0"),
-        HubClient(hub.tcp, "stranger[1]#0", SessionKey.new()),
-        HubClient(hub.endpoint, "neighbour[0]#0"),
+        HubClient(hub.tcp, "member[0]#0", KEY).start(),
+        HubClient(hub.tcp, "stranger[0]#0").start(),
+        HubClient(hub.tcp, "stranger[1]#0", SessionKey.new()).start(),
+        HubClient(hub.endpoint, "neighbour[0]#0").start(),
     ]
     member, *strangers, neighbour = clients
     member.call("registry.sync", None, 20)

@@ -253,7 +253,7 @@ def context_of(hub: HubProcess, shm_dir: Path, node_id: str, group: str) -> Runt
 def store_server(context: RuntimeContext, launch: int) -> Iterator[None]:
     """The store server of a context's node."""
     site = context.site
-    client = HubClient(site.hub_endpoint, f"{STORE_GROUP}{site.node_id}[0]#{launch}", site.key)
+    client = HubClient(site.hub_endpoint, f"{STORE_GROUP}{site.node_id}[0]#{launch}", site.key).start()
     server = serve_store(site, client)
     yield
     server.close()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.runtime.channels.lease import Lease
 from rill.runtime.channels.producer import Producer, came_while_lending
-from rill.runtime.hub.answer import Asked
+from rill.runtime.hub.client import Asked
 from rill.runtime.hub.messages import Cancel, GiveBack, Grant, Item, Puts, Release, Take
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rill.errors import RillError, RunError, StuckError
 from rill.runtime.channels.lease import joined
-from rill.runtime.hub.answer import Asked, as_error
-from rill.runtime.hub.client import ANSWER_S
+from rill.runtime.hub.client import ANSWER_S, Asked, as_error
 from rill.runtime.hub.messages import Cancel, Commit, Done, Item, Puts
 from rill.runtime.process.report import stuck
 from rill.runtime.process.waits import waiting

@@ -4,18 +4,17 @@ Payloads never come here. Its traffic is one descriptor per item each way, batch
 of the payload. Every take is a lease: a Commit finishes it, together with what was put for it; the holder's death, or
 GiveBack, returns it to the front.
 
-Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. `ledger`
-owns the payloads' memory.
+Waits are served in the order they came; one that cannot be met yet (for keys, or an epoch) holds up nobody. The
+`Ledger` frees the payloads' memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rill.runtime.hub.channel_state import ChannelState, Entry, ItemState, PutWait, TakeWait, as_key
-from rill.runtime.hub.ledger import Ledger
 from rill.runtime.hub.messages import (
     Cancel,
     ChannelOptions,
@@ -345,3 +344,49 @@ class Broker:
             waiting = (entry for wait in channel.puts for entry in wait.entries)
             for entry in (*channel.items.values(), *waiting):
                 yield entry.item.ref
+
+
+class Ledger:
+    """Whose memory is free: tells owners when a payload is no longer needed, and ends the files of dead owners."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._free: dict[str, list[tuple[str, int]]] = {}
+        self._orphans: dict[str, int] = {}
+        """Store segments of dead processes -> how many items still lie in them."""
+
+    def free(self, ref: Ref | None) -> None:
+        """Tell the owner of the memory, or count down to the file's end when the owner is dead."""
+        if ref is None:
+            return
+        if self._machine.membership.is_alive(ref.owner):
+            self._free.setdefault(ref.owner, []).append(ref.slot)
+        elif ref.segment in self._orphans:
+            self._orphans[ref.segment] -= 1
+            if self._orphans[ref.segment] == 0:
+                del self._orphans[ref.segment]
+                self._unlink(ref.segment)
+
+    def tell(self) -> None:
+        """At the end of an event: one message per owner of freed memory."""
+        if self._free:
+            free, self._free = self._free, {}
+            for owner, slots in free.items():
+                self._machine.push(owner, "store_free", slots)
+
+    def end_owner(self, client: str, refs: Iterable[Ref | None]) -> None:
+        """Memory that outlives its process: count what still lies there, delete the rest."""
+        self._free.pop(client, None)
+        kept: dict[str, int] = {}
+        for ref in refs:
+            if ref is not None and ref.owner == client:
+                kept[ref.segment] = kept.get(ref.segment, 0) + 1
+        self._orphans.update(kept)
+        self._unlink([client, sorted(kept)])
+
+    def _unlink(self, order: Any) -> None:
+        """A file's name, or [dead owner, files to keep]: for the hub's own node and every node's store server."""
+        self._machine.unlinks.append(order)
+        for member, info in self._machine.membership.members.items():
+            if info.get("serves_store"):
+                self._machine.push(member, "store_unlink", order)

@@ -18,16 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import zmq
 
+from rill import errors
 from rill.errors import PeerDiedError, RillError, RunError, StuckError
-from rill.runtime.hub.answer import Asked, as_error
 from rill.runtime.hub.messages import Commit, Done, FromHub, Gap, OutKind, Output, Ping, Puts, Requests
 from rill.runtime.process.session_key import SessionKey
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _MAX_REQUESTS_PER_MESSAGE = 512
@@ -72,14 +75,49 @@ class _Request:
                 commit.puts.append(part)
 
 
+class Asked(Future[T], Generic[T]):
+    """An answer of the hub that is on its way. `cancel` stops waiting: false when the answer is there after all; a
+    later one goes to `on_late`."""
+
+    def __init__(self, answer: Any = Any, on_late: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self.seq = 0
+        """The number of the request, from the moment it was submitted."""
+        self._type = answer
+        self._on_late = on_late
+
+    def arrived(self, body: msgspec.Raw) -> None:
+        value = msgspec.msgpack.decode(body, type=self._type)
+        try:
+            self.set_result(value)
+        except InvalidStateError:
+            if self._on_late is not None:
+                self._on_late(value)
+
+    def failed(self, error: RillError) -> None:
+        if not self.done():
+            self.set_exception(error)
+
+    def came(self, timeout_s: float) -> bool:
+        """Whether the answer, or its failure, is there within the time."""
+        try:
+            self.exception(max(0.0, timeout_s))
+        except TimeoutError:
+            return False
+        return True
+
+
+def as_error(kind: str, message: str) -> RillError:
+    """A refusal of the hub, by the name of a RillError, as the exception it stands for."""
+    cls = vars(errors).get(kind, RunError)
+    assert isinstance(cls, type) and issubclass(cls, RillError)
+    return cls(message)
+
+
 class HubClient:
     """Thread-safe; one per process. `identity` is "group[rank]#launch"."""
 
-    def __init__(
-        self, endpoint: str, identity: str, key: SessionKey | None = None, *, starts: bool = True
-    ) -> None:
-        """`starts`: off, nothing is sent or heard before `start`: what the hub tells a newcomer, who has died before
-        it came, reaches those alone who listen by then."""
+    def __init__(self, endpoint: str, identity: str, key: SessionKey | None = None) -> None:
         self.identity = identity
         self.endpoint = endpoint
         self._key = key
@@ -109,12 +147,12 @@ class HubClient:
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name=f"rill-hub-{identity}", daemon=True)
         self.submit("registry.join", None)
-        if starts:
-            self.start()
 
-    def start(self) -> None:
+    def start(self) -> Self:
+        """Begin to send and to hear, once everybody listens: the hub tells a newcomer who has died before it came."""
         self._thread.start()
         atexit.register(self.close)
+        return self
 
     # --- requests -----------------------------------------------------------------------------------------
 

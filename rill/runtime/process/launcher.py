@@ -16,7 +16,7 @@ from rill.runtime.address import STORE_GROUP, Site
 from rill.runtime.context import RuntimeContext
 from rill.runtime.device.device import torch_device, visible_devices_env
 from rill.runtime.process.agent import Start
-from rill.runtime.process.agent_client import NodeClient
+from rill.runtime.process.backend import NodeClient
 from rill.runtime.process.main_module import MainModule, describe_main
 from rill.runtime.process.members import Member
 from rill.runtime.process.threads import thread_env

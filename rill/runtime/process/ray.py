@@ -31,7 +31,7 @@ from rill.runtime.device.device import (
     on_node,
 )
 from rill.runtime.process.agent import Exited, Start
-from rill.runtime.process.agent_client import LocalNode, NodeClient, NodeEvents
+from rill.runtime.process.backend import LocalNode, NodeClient, NodeEvents
 from rill.runtime.process.session import Session, open_session
 
 START_WAIT_S = 120.0

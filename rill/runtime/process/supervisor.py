@@ -23,7 +23,7 @@ from rill.runtime.device.placement import Placement, Seat, resolve, seats_on_fre
 from rill.runtime.group import Move, Roster, check_class
 from rill.runtime.handle import Handle
 from rill.runtime.hub.membership import LEFT
-from rill.runtime.process.agent_client import NodeClient
+from rill.runtime.process.backend import NodeClient
 from rill.runtime.process.call import NO_ARGUMENTS, encode_arguments
 from rill.runtime.process.launcher import Launcher
 from rill.runtime.process.mailbox import Frames

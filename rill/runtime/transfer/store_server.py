@@ -23,7 +23,7 @@ def main(start: bytes) -> None:
     site = pickle.loads(start)
     assert isinstance(site, Site)
     identity = f"{STORE_GROUP}{site.node_id}[0]#{os.getpid()}"
-    serve_store(site, HubClient(site.hub_endpoint, identity, site.key))
+    serve_store(site, HubClient(site.hub_endpoint, identity, site.key).start())
     while True:
         signal.pause()  # until the agent ends the session
 
