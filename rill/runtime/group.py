@@ -60,15 +60,8 @@ class Move:
     after: tuple[tuple[int, ...], ...]
     state_bytes: int
     """What the workers' `state` gave; 0 where it gave nothing."""
-    state_s: float
-    """Asking for the state, after the calls before it had ended."""
-    stop_s: float
-    start_s: float
-    restore_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.state_s + self.stop_s + self.start_s + self.restore_s
+    seconds: float
+    """From asking for the state to its restoration."""
 
 
 class WorkerGroup(Generic[W_co]):

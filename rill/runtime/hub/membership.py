@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rill.runtime.hub.service import group_of, name_of
+from rill.runtime.hub.service import ServiceError, group_of, name_of
 
 if TYPE_CHECKING:
     from rill.runtime.hub.state import Machine
 
-LEFT = "left"
-"""The reason of an end in order: told to those who wait, not kept as a death."""
+LEFT = "it was closed or removed"
+"""The reason of an end in order."""
 
 
 class Membership:
@@ -92,10 +92,12 @@ class Membership:
         return True
 
     def on_find(self, client: str, seq: int, name: str) -> Any:
-        """The address of the process of this name; answered when there is one."""
+        """The address of the process of this name; answered when there is one, refused where the last one has ended."""
         for member, info in self.members.items():
             if "address" in info and name_of(member) == name:
                 return info["address"]
+        if name in self._deaths:
+            raise ServiceError("PeerDiedError", f"{name} is gone: {self._deaths[name]['reason']}")
         self._finding.append((client, seq, name))
         return None
 
@@ -138,10 +140,10 @@ class Membership:
         return ""
 
     def end_client(self, client: str, reason: str) -> None:
-        self.members.pop(client, None)
+        info = self.members.pop(client, {})
         self._finding = [wait for wait in self._finding if wait[0] != client]
         note = {"identity": client, "reason": reason}
-        if reason != LEFT:
+        if not info.get("serves_store"):  # it will be there again
             self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):
             self._machine.push(other, "peer_died", note)

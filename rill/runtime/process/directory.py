@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rill.errors import PeerDiedError, StuckError, UserError
+from rill.errors import StuckError, UserError
 from rill.runtime.address import WorkerAddress
 from rill.runtime.hub.service import name_of
 
@@ -32,8 +32,6 @@ class Directory:
         self._known: dict[str, WorkerAddress] = {}
         self.dead: dict[str, str] = {}
         """identity -> why, of those of whose death this process has heard."""
-        self._last_dead: dict[str, str] = {}
-        """name -> identity of its last process, unless there is known to be a newer one."""
         self._rosters: dict[str, Roster] = {}
         self._newest: dict[str, int] = {}
         """group -> the version of the driver's last word on it, as the hub has pushed it."""
@@ -80,28 +78,25 @@ class Directory:
         """Who is in the run now, the driver too, as the hub knows it."""
         members = self._context.hub.call("registry.members", None).values()
         told = [info["address"] for info in members if "address" in info]
-        return [
-            _as_address(address) for address in told if not isinstance(address, str)
-        ]  # else a store server's
+        return [_as_address(one) for one in told if not isinstance(one, str)]  # else a store server's
 
     def find(self, group: str, rank: int, timeout_s: float) -> WorkerAddress:
         """The address of a rank. Waits for one that is not there yet; PeerDiedError for a dead one."""
         name = f"{group}[{rank}]"
         if known := self._known.get(name):
             return known
-        if last_dead := self._last_dead.get(name):
-            there = {address.name: address for address in self.everybody()}
-            if name not in there or there[name].identity in self.dead:
-                raise PeerDiedError(f"{name} is gone: {self.dead[last_dead]}")
-            return self._learn(there[name])
         try:
-            return self._learn(_as_address(self._context.hub.call("registry.find", name, timeout_s)))
+            found = _as_address(self._context.hub.call("registry.find", name, timeout_s))
         except StuckError as error:
             word = self._context.hub.call("registry.group_word", group)
             if word and rank not in word["ranks"]:
                 ranks = ", ".join(map(str, word["ranks"]))
                 raise UserError(f"{group} has ranks {ranks}: there is no {name}") from error
             raise StuckError(f"{self._context.address.name}: no worker {name} came up") from error
+        with self._lock:
+            if found.identity not in self.dead:
+                self._known[name] = found
+        return found
 
     def on_death(self, listener: Callable[[str, str], None]) -> None:
         self._listeners.append(listener)
@@ -113,7 +108,6 @@ class Directory:
             if identity in self.dead:
                 return
             self.dead[identity] = reason
-            self._last_dead[name] = identity
             known = self._known.get(name)
             if known is not None and known.identity == identity:
                 del self._known[name]
@@ -124,13 +118,6 @@ class Directory:
 
     def close(self) -> None:
         self._listeners.clear()
-
-    def _learn(self, address: WorkerAddress) -> WorkerAddress:
-        with self._lock:
-            if address.identity not in self.dead:
-                self._known[address.name] = address
-                self._last_dead.pop(address.name, None)
-        return address
 
 
 def _as_address(told: list[Any]) -> WorkerAddress:

@@ -317,14 +317,13 @@ class Supervisor:
             if self._by_key.pop(key, None) is None:
                 return
             member.is_running = False
-            has_ended_in_order = member.is_leaving
             self._changed.notify_all()
+        told = LEFT if member.is_leaving else reason
         if endpoint := member.address.endpoint_from(self.context.site.node_id):
             self.context.mailbox.forget(endpoint)
         # First the hub: whoever hears of the death by a failed call finds there what the dead process had taken.
         with contextlib.suppress(RunError):  # no hub any more: who waits here must hear of it all the same
-            self.context.hub.submit("registry.died", [key, LEFT if has_ended_in_order else reason])
-        told = "it was closed or removed" if has_ended_in_order else reason
+            self.context.hub.submit("registry.died", [key, told])
         self.context.directory.report_death(key, told)
         if not member.has_said_hello:
             member.ready.lose(0, f"died before it was ready: {reason}")
