@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rill.errors import ConfigError, PeerDiedError, RunError, StuckError
-from rill.runtime.address import Site, WorkerAddress
+from rill.runtime.address import STORE_GROUP, Site, WorkerAddress
 from rill.runtime.context import RuntimeContext
 from rill.runtime.hub import journal as hub_journal
 from rill.runtime.hub.client import HubClient
@@ -92,6 +92,22 @@ def test_a_relaunched_rank_ends_its_earlier_self(hub: HubProcess, client: HubCli
         first.call("registry.sync", None, 20)
     first.close()
     second.close()
+
+
+def test_who_has_ended_is_not_waited_for_but_a_store_server_is(hub: HubProcess, client: HubClient) -> None:
+    for name in ("w[0]", f"{STORE_GROUP}node1[0]"):
+        first = HubClient(hub.endpoint, f"{name}#0").start()
+        first.call("registry.register", {"address": 7}, 20)
+        assert client.call("registry.find", name, 20) == 7
+        client.submit("registry.died", [f"{name}#0", "killed by SIGKILL"])
+        error, said = (PeerDiedError, "is gone: killed") if name == "w[0]" else (StuckError, "registry.find")
+        with pytest.raises(error, match=said):
+            client.call("registry.find", name, 20 if error is PeerDiedError else 0.2)
+        first.close()
+        again = HubClient(hub.endpoint, f"{name}#1").start()
+        again.call("registry.register", {"address": 8}, 20)
+        assert client.call("registry.find", name, 20) == 8
+        again.close()
 
 
 def test_a_process_that_is_slow_to_start_hears_of_those_who_died_before_it_and_calls_none_of_them(

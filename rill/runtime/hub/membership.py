@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rill.runtime.address import STORE_GROUP
 from rill.runtime.hub.service import ServiceError, group_of, name_of
 
 if TYPE_CHECKING:
@@ -140,10 +141,10 @@ class Membership:
         return ""
 
     def end_client(self, client: str, reason: str) -> None:
-        info = self.members.pop(client, {})
+        self.members.pop(client, None)
         self._finding = [wait for wait in self._finding if wait[0] != client]
         note = {"identity": client, "reason": reason}
-        if not info.get("serves_store"):  # it will be there again
+        if not client.startswith(STORE_GROUP):  # its agent starts it again
             self._deaths[name_of(client)] = note
         for other in list(self._machine.streams):
             self._machine.push(other, "peer_died", note)
