@@ -34,6 +34,7 @@ from rill.runtime.transfer.parcel import pack_inline
 from rill.runtime.worker import LaunchSpec, Worker
 
 KILL_WAIT_S = 10.0
+MAX_LAUNCH_BYTES = 2**32 - 2**20
 GOODBYE_WAIT_S = 2.0
 HELLO_WAIT_S = 600.0
 """From a process's start to its hello, before anything of the user's is imported: long only where a node is overloaded.
@@ -69,7 +70,13 @@ class Supervisor:
     def launch(self, cls: type[Worker], options: LaunchSpec) -> None:
         """Start a group. Nothing is left of one that an agent refuses."""
         check_class(cls)
-        payload = pack_inline(encode_arguments((cls,), options.init_kwargs))
+        arguments = encode_arguments((cls,), options.init_kwargs)
+        if arguments.num_bytes > MAX_LAUNCH_BYTES:
+            raise UserError(
+                f"{options.name} is launched with {arguments.num_bytes} bytes of arguments, {MAX_LAUNCH_BYTES} can be "
+                "sent: give it what is large by a channel or a file"
+            )
+        payload = pack_inline(arguments)
         with self._lock:
             self._check_name(options.name)
             seats = resolve(options.placement, self._devices())
