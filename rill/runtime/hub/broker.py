@@ -97,7 +97,7 @@ class Broker:
         channel.num_queued = channel.queued_bytes = 0
         for entry in dropped:
             self._drop(channel, entry)
-        self._machine.changed_channels.add(name)
+        self._machine.has_moved_items = True
         return True
 
     # --- putting and finishing ----------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Broker:
             channel.takes = [wait for wait in channel.takes if not self._grant(channel, wait)]
             if len(channel.takes) == num_before:
                 break
-        self._machine.changed_channels.add(channel.name)
+        self._machine.has_moved_items = True
 
     def _serve_puts(self, channel: ChannelState) -> None:
         while channel.puts:
@@ -268,7 +268,7 @@ class Broker:
                 return True
         held = self._held(wait.client, channel.name)
         for entry in found:
-            channel.lease(entry, wait.client)
+            channel.lease(entry)
             held.add(entry.id)
         self._machine.reply(wait.client, wait.seq, Grant([entry.item for entry in found]))
         return True

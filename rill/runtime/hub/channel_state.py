@@ -41,7 +41,6 @@ class Entry:
     producer: str
     item: Item
     state: ItemState = ItemState.QUEUED
-    client: str = ""
     is_released: bool = False
     """Its consumer looks at the memory no more, though it is not done yet."""
     num_failures: int = 0
@@ -132,7 +131,6 @@ class ChannelState:
 
     def _enqueue(self, entry: Entry, *, at_front: bool = False) -> None:
         entry.state = ItemState.QUEUED
-        entry.client = ""
         entry.is_released = False
         queue = self.queues.setdefault(entry.epoch, deque())
         lines = [queue]
@@ -152,10 +150,9 @@ class ChannelState:
         entry = self.items.get(item_id)
         return entry is not None and entry.state is ItemState.QUEUED
 
-    def lease(self, entry: Entry, client: str) -> None:
+    def lease(self, entry: Entry) -> None:
         """Hand a queued item out. Its place in the queue goes stale and is skipped later."""
         entry.state = ItemState.LEASED
-        entry.client = client
         self.num_queued -= 1
         self.queued_bytes -= entry.item.num_bytes
         if entry.item.key is not None:

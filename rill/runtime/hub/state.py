@@ -58,8 +58,8 @@ class Machine:
         """Clients with new output; the hub empties it when it sends."""
         self.unlinks: list[Any] = []
         """Store files of dead processes that nothing refers to (store.py, `unlink`); the hub deletes them."""
-        self.changed_channels: set[str] = set()
-        """What the event being applied has moved; the locks look at it at its end."""
+        self.has_moved_items = False
+        """Whether the event being applied changed a channel; the locks look at it at its end."""
         self._handlers: dict[str, Handler] = {
             **dict(handlers_of("registry", self.membership)),
             **dict(handlers_of("broker", self.broker)),
@@ -69,7 +69,7 @@ class Machine:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for transient in ("touched", "unlinks", "changed_channels", "_handlers"):
+        for transient in ("touched", "unlinks", "has_moved_items", "_handlers"):
             del state[transient]
         return state
 
@@ -138,8 +138,8 @@ class Machine:
 
     def _settle(self) -> None:
         """At the end of an event: what its changes mean to the locks and to the owners of memory."""
-        if self.changed_channels:
-            self.changed_channels.clear()
+        if self.has_moved_items:
+            self.has_moved_items = False
             self.locks.channels_changed()
         self.broker.ledger.tell()
 
