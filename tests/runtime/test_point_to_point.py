@@ -149,6 +149,27 @@ def test_a_send_that_fails_leaves_nothing_behind(
     assert answer.wait(10) == ["small"]
 
 
+def test_what_stays_in_device_memory_is_sent_when_the_receiver_has_copied_it(
+    cluster: Cluster, pair: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exporting:
+        """As a hook that has taken tensors out of the object: the peer's answer is waited for."""
+
+        kind = "npu"
+
+        def __call__(self, tensor: Any) -> None:
+            return None
+
+    transfer = cluster.context.transfer
+    monkeypatch.setattr(transfer, "_exporter_for", lambda _: Exporting())
+    with pytest.raises(StuckError, match=r"send to pair\[1\] has not ended on pair\[1\] within"):
+        transfer.send("unread", "pair", 1, timeout_s=0.2)
+    answers = [pair.on(1).receive_any("driver", 0) for _ in range(2)]
+    transfer.send("read", "pair", 1, timeout_s=20)
+    assert [answer.wait(10) for answer in answers] == [["unread"], ["read"]]
+    assert transfer.routes["npu_ipc"] == 2
+
+
 def test_a_receive_that_was_given_up_takes_nothing_from_the_next(
     cluster: Cluster, pair: WorkerGroup[Any]
 ) -> None:
